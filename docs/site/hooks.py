@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("*.md", "benchmarks/README.md", "docs/**/*.md", "results/*.md", "results/plans/README.md")
+PAGES = ("*.md", "benchmarks/README.md", "docs/**/*.md", "results/*.md")
 ASSETS = ("docs/site/*.css", "docs/site/*.svg")
 
 # the target of an inline link or image, without its title

@@ -9,8 +9,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted(
@@ -93,19 +91,3 @@ def test_a_name_of_the_policy_exists() -> None:
     for name in covered():
         if name.startswith("gfsa_experiments."):
             assert lookup(name) is not None, name
-
-
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        (
-            "from gfsa.plugs.sites import (\n    sites,\n    site_of,\n)",
-            ["gfsa.plugs.sites.site_of"],
-        ),
-        ("from gfsa import plug as p, nothing", ["gfsa.nothing"]),
-        ("`gfsa.plugs.attach.attach`", ["gfsa.plugs.attach.attach"]),
-        ("gfsa.plug(model); layer.gfsa.theta; docs/gfsa.svg", []),
-    ],
-)
-def test_names_that_are_not_covered_are_found(text: str, wrong: list[str]) -> None:
-    assert uncovered(names_in(text)) == wrong

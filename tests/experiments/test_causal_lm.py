@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import gfsa
-from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import Run, carry_out
@@ -210,13 +209,6 @@ def test_an_interrupted_run_comes_to_the_same_end(
         return trained(data, out, "gfsa", **changes)
 
     ends_as_if_never_interrupted(train, CausalLMTask, tmp_path, monkeypatch)
-
-
-def test_the_plan_can_be_read() -> None:
-    plan = Path(__file__).parents[2] / "results/plans/causal_lm.txt"
-    runs = runs_of_plan(plan)
-    assert {"plain", "gfsa", "gfsa-even"} <= {run.method for run in runs}
-    assert {run.config.seed for run in runs} >= {0, 1, 2}
 
 
 def test_the_lens_sees_what_chooses(tmp_path: Path) -> None:

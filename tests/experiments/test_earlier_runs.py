@@ -12,7 +12,7 @@ import pytest
 from accelerate import Accelerator
 
 from gfsa_experiments.engine.evaluate import evaluate
-from gfsa_experiments.results.load_rows import read_folder
+from gfsa_experiments.results.tables import read_folder
 from gfsa_experiments.runs.load_run import trained_task
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row, read_rows

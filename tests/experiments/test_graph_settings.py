@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.engine.config import from_text, settings_of
 from gfsa_experiments.runs.run import Run
 from gfsa_experiments.tasks.graph.data_sets import DataName
@@ -88,20 +86,3 @@ def test_every_model_has_settings_for_every_data_set(data: str, model: str) -> N
 def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GraphConfig(**settings).check()
-
-
-def test_the_planned_experiments_are_runs() -> None:
-    plan = Path(__file__).parents[2] / "results" / "plans" / "graph.txt"
-    runs = runs_of_plan(plan)
-    compared: dict[str, set[str]] = {}
-    for one in runs:
-        compared.setdefault(one.config.label(), set()).add(settings_of(one.config))
-    assert set(compared) == {
-        "zinc graphormer-slim",
-        "zinc gps",
-        "peptides-func gps",
-        "peptides-func graph-vit",
-        "molhiv graph-vit",
-    }
-    # what is compared differs in the method alone
-    assert all(len(settings) == 1 for settings in compared.values())

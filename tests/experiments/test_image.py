@@ -11,8 +11,6 @@ import torch
 from timm.data import Mixup
 
 import gfsa
-from gfsa_experiments.commands.train import runs_of_plan
-from gfsa_experiments.engine.config import settings_of
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import Run, carry_out
@@ -239,23 +237,6 @@ def test_jpegs_train(tmp_path: Path) -> None:
 def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **settings).check()
-
-
-def test_the_planned_experiments_are_runs() -> None:
-    plan = Path(__file__).parents[2] / "results" / "plans" / "image.txt"
-    runs = runs_of_plan(plan)
-    assert {run.config.label() for run in runs} == {
-        "cifar10 deit_tiny-d12",
-        "cifar10 deit_tiny-d24",
-    }
-    # what is compared differs in the method alone
-    assert len({settings_of(run.config) for run in runs}) == 1
-    # three seeds of everything, and more of the question itself
-    for method in {run.method for run in runs}:
-        more = {3, 4} if method in ("plain", "gfsa", "degree1") else set()
-        assert {run.config.seed for run in runs if run.method == method} == {0, 1, 2} | more
-    contranorm = {run.key().options for run in runs if run.method == "contranorm"}
-    assert contranorm == {"strength=0.01 form=vit"}
 
 
 def test_another_model_of_timms_trains_at_its_own_size(tmp_path: Path) -> None:

@@ -97,7 +97,3 @@ class TestPeak:
         monkeypatch.setattr("gfsa_experiments.engine.trainer.warn_of_unknown_peak", asked.append)
         carry_out(a_run(write_corpus(tmp_path), tmp_path / "runs", max_steps=1))
         assert asked == [torch.device("cpu")]
-
-    def test_the_page_lists_them(self) -> None:
-        page = (ROOT / "docs/recipes/pretrain.md").read_text("utf-8")
-        assert f"MFU is known for {', '.join(speed._PEAK)}" in page

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shutil
 import subprocess
 import sys
 from io import StringIO
@@ -13,20 +14,8 @@ from typer.testing import CliRunner
 
 from gfsa import cli
 from gfsa_experiments.results.figures import draw, marks
-from gfsa_experiments.results.load_rows import latest
-from gfsa_experiments.results.page_blocks import (
-    BEGIN,
-    END,
-    Bullets,
-    Commands,
-    Grid,
-    Heading,
-    Text,
-    show,
-    to_markdown,
-)
-from gfsa_experiments.results.page_sections import commands_of
-from gfsa_experiments.results.tables import make_tables, titles
+from gfsa_experiments.results.pages import Bullets, Commands, Grid, Heading, Text, show, to_markdown
+from gfsa_experiments.results.tables import latest, make_tables, titles
 from gfsa_experiments.runs.row import append_rows
 from support.result_rows import row, rows
 
@@ -79,32 +68,18 @@ def cells(text, *beginning):
 def test_markdown(folder):
     text = text_of(folder)
     # differences 1.0, 1.1, 0.9, 1.2: mean 1.05, std 0.129, t(0.975, 3) = 3.182
-    assert cells(text, "gfsa K=4", "4") == [
-        *("gfsa K=4", "4", "42.5 ± 1.3", "+1.1 (+0.8 … +1.3)", "4/4", "<0.001", "suggestive"),
-        *("–", "–", "–"),
-    ]
-    cola = text.partition("### graph")[0]
-    assert cells(cola, "plain", "–", "0")[6:] == ["50 ms", "–", "–"]
-    assert cells(text, "gfsa K=4", "–") == [
-        *("gfsa K=4", "–", "72", "0.15", "0.100 0.950 0.020", "1.070", "1.40×", "–", "–"),
+    assert cells(text, "", "gfsa K=4")[2:] == [
+        *("4", "42.5 ± 1.3", "+1.1 (+0.8 … +1.3)", "suggestive", "0.100 0.950 0.020"),
     ]
     # differences 0.5, −0.5, 0.5, −0.4: mean 0.025, std 0.55, interval ± 0.875
-    assert cells(text, "contranorm", "4")[3:7] == [
-        "+0.0 (−0.9 … +0.9)",
-        "2/4",
-        "0.933",
-        "not shown",
-    ]
-    assert "### graph: zinc gps\n" in text
-    assert "lower is better, 22.7M parameters, 5 epochs, 100 steps, NVIDIA H200, bf16. " in text
-    assert "Settings: `epochs=9`, others by default." in text
+    found = cells(text, "", "contranorm")
+    assert found[4:6] == ["+0.0 (−0.9 … +0.9)", "not shown"]
+    assert "| graph: zinc gps, mae ↓ | plain |" in text
     # a higher error speaks against the method
-    assert cells(text, "gfsa", "3")[4:7] == ["0/3", "<0.001", "suggestive (against)"]
-    assert "has 3 exploratory comparisons with plain, of which 2 exclude 0" in text
+    assert cells(text, "", "gfsa", "3")[5] == "suggestive (against)"
     # 3·0.0005 and 2·0.0003 are below 0.05
+    assert "Of 3 exploratory comparisons with plain 2 exclude 0" in text
     assert "Holm's correction over all of them leaves 2." in text
-    assert "gfsa train glue --method contranorm" in text
-    assert "Paper" not in text
 
 
 @pytest.mark.parametrize("second", [-0.2, 0.1])
@@ -118,34 +93,16 @@ def test_two_runs_from_scratch(tmp_path, second):
     text = text_of(tmp_path)
     assert "exploratory comparisons with plain" not in text
     of_two = "in 2 of 2" if second < 0 else "in 1 of 2"
-    assert f"The mean of c0 is negative {of_two} runs that learned it from scratch" in text
-    assert ("the token itself taken out" in text) == (second < 0)
-
-
-def test_better_and_worse_are_words_of_families(folder):
-    tables = text_of(folder).partition("## Tables")[2].partition("### How to read")[0]
-    assert not re.search(r"\| (better|worse) \|", tables)
-
-
-def test_what_choices_are_made_by_and_the_second_pass(tmp_path):
-    made = [*rows("plain", [50.0, 51.0], valid=40.0, commit="a", seconds=30.0, jobs=2)]
-    made += rows("degree1", [50.5, 51.6], valid=41.0, commit="b")
-    made += [row("gfsa", 0, 52.0, valid=42.0, commit="a"), row("gfsa", 1, 53.0, commit="b")]
-    append_rows(tmp_path / "glue.csv", made)
-    text = text_of(tmp_path)
-    assert cells(text, "degree1", "2")[7:] == ["+1.00", "–", "0/2"]
-    # one run of gfsa has no valid, and one pair is of one commit
-    assert cells(text, "gfsa", "2")[7:] == ["–", "+1.45 (+0.81 … +2.09)", "1/2"]
-    assert cells(text, "plain", "40.00")[-1] == "15"
+    assert f"The mean of c0 is negative {of_two} runs from scratch" in text
 
 
 def test_an_end_that_is_rounded_to_0_shows_on_which_side_it_is(tmp_path):
     made = rows("plain", [0.0, 10.0, 20.0, 30.0, 40.0])
     made += rows("gfsa", [1.06, 10.49, 23.99, 32.75, 40.8])
     append_rows(tmp_path / "glue.csv", made)
-    line = cells(text_of(tmp_path), "gfsa", "5")
-    assert line[3] == "+1.8 (−0.04 … +3.68)"
-    assert line[6] == "not shown"
+    line = cells(text_of(tmp_path), "", "gfsa", "5")
+    assert line[4] == "+1.8 (−0.04 … +3.68)"
+    assert line[5] == "not shown"
 
 
 def test_titles_tell_apart_what_differs_and_no_more():
@@ -169,12 +126,11 @@ def test_other_data_has_its_own_title_line_and_record(tmp_path):
     append_rows(tmp_path / "glue.csv", made)
     text = text_of(tmp_path, "--csv", tmp_path / "lines.csv")
     for data, difference in ((A, "+1.7"), (B, "−1.3")):
-        title = f"cola minilm (otherwise, data {data})"
-        part = text.partition(f"### glue: {title}\n")[2].partition("###")[0]
-        assert cells(part, "gfsa", "3")[3].startswith(difference)
-        assert f"not compared with these, which are on {data} (" in text
+        part = text.partition(f"| glue: cola minilm (otherwise, data {data})")[2]
+        line = next(line for line in part.splitlines() if "| gfsa |" in line)
+        assert f"| {difference} (" in line
     # these settings ran on one
-    assert "### glue: cola minilm (lr=1)\n" in text
+    assert "| glue: cola minilm (lr=1), " in text
     with (tmp_path / "lines.csv").open(newline="") as file:
         found = [(line["data"], line["method"], line["mean"]) for line in csv.DictReader(file)]
     assert (B, "plain", "11.0") in found
@@ -193,43 +149,42 @@ def test_the_first_page_chooses_no_best_of_several(folder):
     assert cells(text_of(folder), "GLUE, fine-tuned")[3].startswith("−0.4 % (")
 
 
-def test_paper(folder):
-    text = text_of(folder, "--paper")
-    assert cells(text, "gfsa K=4", "4")[-1] == "+2.77"
-    assert "| BERT-base (110M) | gfsa K=4 | matthews | 59.56 | +2.77 | – | – | Table 10 |" in text
-    assert "| GPS | gfsa | mae ↓ | 0.0690 ± 0.0020 | −0.0010 | – | – | Table 6 |" in text
-    assert text.count("**Paper, not measured here**") == 2
-
-
 def test_filters(folder):
-    text = text_of(folder, "--recipe", "glue", "--method", "gfsa").partition("## Tables")[2]
+    text = text_of(folder, "--recipe", "glue", "--method", "gfsa")
     assert "zinc" not in text
     assert "contranorm" not in text
-    assert "zinc" in text_of(folder, "--task", "zin").partition("## Tables")[2]
-    # what the whole folder says is not about a part of it
-    assert "exploratory comparisons" not in text_of(folder, "--recipe", "glue")
+    assert "zinc" in text_of(folder, "--task", "zin")
+    # a line may be named with its options; what the whole folder says is not about a part of it
+    text = text_of(folder, "--method", "gfsa K=4")
+    assert "zinc" not in text
+    assert "exploratory comparisons with plain" not in text
+
+
+def test_a_part_alone(folder):
+    assert text_of(folder, "--show", "domains").startswith("| domain |")
+    assert "| 3, failed" not in text_of(folder, "--show", "tables")
+    assert text_of(folder, "--show", "verdicts") == "\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--recipe", "image"), "no exploratory run of recipe 'image'; there are glue, graph"),
-        (("--task", "rte"), "no task with 'rte' in its name; there are cola minilm, zinc gps"),
-        (("--method", "gfsa,nope"), "no run of method nope; there are contranorm, gfsa, plain"),
-        (("--write", "--task", "zinc"), "--write makes the whole pages"),
+        (("--recipe", "image"), "no exploratory run of such a task; there are glue: cola"),
+        (("--task", "rte"), "no exploratory run of such a task; there are glue: cola"),
+        (
+            ("--method", "gfsa,nope"),
+            "no run of method nope; there are contranorm, gfsa,",
+        ),
+        (("--write", "--task", "zinc"), "--write makes whole pages"),
         (("--family", "nope"), "there is no family 'nope'; there are none"),
         (("--plan", "x.txt"), "--plan writes the runs of a family; name it by --family"),
         (("--contrast", "gfsa"), "--contrast takes 'A - B', two lines of a table or of a family"),
         (("--contrast", "gfsa - plain", "--method", "gfsa"), "leave out --method"),
-        (("--contrast", "gfsa - plain", "--recipe", "image"), "no exploratory run of recipe"),
+        (("--contrast", "gfsa - plain", "--recipe", "image"), "no task has both lines"),
+        (("--show", "all"), "--show takes verdicts, domains, costs, tables, tuning, forest, got"),
         (("--family", "nope", "--contrast", "gfsa - plain"), "there is no family 'nope'"),
         (("--family", "nope", "--recipe", "glue"), "leave out --recipe, --task and --method"),
-        (
-            ("--family", "nope", "--plan", "x.txt", "--contrast", "gfsa - plain"),
-            "--plan writes runs and --contrast compares them; leave one out",
-        ),
         (("--contrast", "gfsa - nope"), "no task has both lines of 'gfsa - nope'"),
-        (("--write", "--plot", "/elsewhere/x.svg"), "--plot has to be a file in"),
         (("--plot", "x.jpeg2"), "cannot write .jpeg2; known extensions: "),
         (("--dir", "/nowhere"), "there is no folder /nowhere"),
         (("--csv", str(HERE)), f"{HERE} is a folder; name a file in it"),
@@ -245,15 +200,14 @@ def test_what_cannot_be_done_is_said_in_a_line(folder, arguments, message):
 
 
 def test_csv_has_every_line_and_is_no_table_of_runs(folder):
-    text_of(folder, "--csv", folder / "lines.csv", "--paper")
+    text_of(folder, "--csv", folder / "lines.csv")
     with (folder / "lines.csv").open(newline="") as file:
         lines = {(line["task"], line["method"]): line for line in csv.DictReader(file)}
     assert len(lines) == 5
     gfsa = lines["cola minilm", "gfsa"]
     assert float(gfsa["difference"]) == pytest.approx(1.05)
     assert float(gfsa["low"]) == pytest.approx(0.8446, abs=1e-4)
-    assert gfsa["verdict"] == "suggestive"
-    assert gfsa["paper_not_measured"] == "+2.77 matthews (CoLA, BERT-base, Table 10)"
+    assert gfsa["reading"] == "suggestive"
     assert lines["zinc gps", "plain"]["difference"] == ""
     # read again, it is left alone
     text_of(folder)
@@ -294,25 +248,37 @@ def test_nothing_to_plot(tmp_path):
     assert not (tmp_path / "x.png").exists()
 
 
+MARK = "<!-- gfsa results --show domains -->"
+END = "<!-- end -->"
+
+
 def test_write_begins_a_page_and_keeps_what_is_written_around(folder):
     page = folder / "README.md"
-    done = run(folder, "--write", "--paper", "--plot", folder / "d.svg")
-    assert done.exit_code == 0, done.output
+    assert run(folder, "--write").exit_code == 0
     begun = page.read_text()
-    assert begun.startswith(f"# Results\n\n{BEGIN}")
-    assert "](d.svg)" in begun
-    assert f"`gfsa results --write --dir {folder} --paper --plot {folder / 'd.svg'}`" in begun
-    assert "[graphs](graph.md)" in begun
-    assert (folder / "glue.md").read_text().startswith(f"# GLUE, fine-tuned\n\n{BEGIN}")
-
+    assert begun.startswith("# Results\n\n<!-- gfsa results --show verdicts -->")
+    assert "| GLUE, fine-tuned |" in begun
+    other = folder / "other.md"
+    other.write_text(f"Before.\n{MARK}\nold\n{END}\nAfter.\n")
     page.write_text(f"Before, by hand.\n{begun}\nAfter, by hand.\n")
     run(folder, "--write")
     text = page.read_text()
-    assert text.startswith("Before, by hand.\n# Results")
-    assert text.endswith(f"{END}\n\nAfter, by hand.\n")
-    assert "d.svg" not in text
+    assert text == f"Before, by hand.\n{begun}\nAfter, by hand.\n"
+    assert other.read_text().startswith(f"Before.\n{MARK}\n\n| domain |")
+    assert other.read_text().endswith(f"{END}\nAfter.\n")
     run(folder, "--write")
     assert page.read_text() == text
+
+
+def test_the_readme_above_has_links_into_the_folder(folder):
+    rows_in = folder / "results"
+    rows_in.mkdir()
+    append_rows(rows_in / "glue.csv", COLA)
+    page = folder / "README.md"
+    page.write_text(f"<!-- gfsa results --show forest -->\n{END}\n")
+    assert run(rows_in, "--write").exit_code == 0
+    assert "](results/forest.svg)" in page.read_text()
+    assert (rows_in / "forest.svg").exists()
 
 
 def test_a_command_is_found_without_an_entry_point(folder):
@@ -321,15 +287,19 @@ def test_a_command_is_found_without_an_entry_point(folder):
     assert done.stdout == text_of(folder)
 
 
-@pytest.mark.parametrize("page", ["no marks", BEGIN, f"{END}\n{BEGIN}", f"{BEGIN}{END}{END}"])
-def test_write_refuses_a_page_without_its_marks(folder, page):
+@pytest.mark.parametrize(
+    "page", [MARK, f"{END}\n{MARK}", f"{MARK}{END}{END}", f"<!-- gfsa results --nope x -->{END}"]
+)
+def test_write_refuses_a_page_with_wrong_marks(folder, page):
+    other = f"{MARK}\n{END}\n"
+    (folder / "a.md").write_text(other)
     (folder / "README.md").write_text(page)
     done = run(folder, "--write")
     assert done.exit_code == 1
-    assert "Nothing was written" in done.stderr
-    assert (folder / "README.md").read_text() == page
+    assert "mark" in done.stderr
     # all pages or none
-    assert not (folder / "glue.md").exists()
+    assert (folder / "README.md").read_text() == page
+    assert (folder / "a.md").read_text() == other
 
 
 def test_damaged_rows_are_an_error_not_a_table(folder):
@@ -344,7 +314,13 @@ def test_damaged_rows_are_an_error_not_a_table(folder):
 BLOCKS = [
     Heading("Title"),
     Text("Some **bold** words."),
-    Grid(("method", "score", "time"), [["a|b", "1.0", "–"], ["[red]c", "2.0", "–"]], ("method",)),
+    Grid(
+        [
+            {"method": "a|b", "score": "1.0", "time": "–"},
+            {"method": "[red]c", "score": "2.0", "time": "–"},
+        ],
+        ("method",),
+    ),
     Bullets(["*one*"]),
     Commands(["gfsa train x"]),
 ]
@@ -366,19 +342,30 @@ def test_blocks_in_a_terminal():
     text = console.export_text()
     assert "Some bold words." in text
     assert "• one" in text
-    # taken as they are, without markup; empty columns and commands are left out
+    # taken as they are, without markup; empty columns are left out
     assert "[red]c" in text
     assert "time" not in text
-    assert "gfsa train" not in text
 
 
-def test_runs_that_differ_in_their_seed_alone_are_one_command():
-    def command(method, seed):
-        return f"gfsa train glue --method {method} --seeds {seed} --set lr=1"
+def test_the_pages_of_this_repository_are_those_of_its_rows(tmp_path):
+    """Regenerating changes nothing, in a folder without any history."""
+    root = HERE.parents[1]
+    shutil.copytree(root / "results", tmp_path / "results")
+    shutil.copy(root / "README.md", tmp_path)
+    text_of(tmp_path / "results", "--write")
+    assert (tmp_path / "README.md").read_text() == (root / "README.md").read_text()
+    for path in sorted((root / "results").glob("*.md")):
+        assert (tmp_path / "results" / path.name).read_text() == path.read_text(), path.name
 
-    made = [row(m, seed=s, command=command(m, s)) for m in ("plain", "gfsa") for s in (1, 0, 11)]
-    runs = latest([*made, row("plain", seed=3, command="")])
-    assert commands_of(runs.rows) == [
-        "gfsa train glue --method plain --seeds 0,1,11 --set lr=1",
-        "gfsa train glue --method gfsa --seeds 0,1,11 --set lr=1",
-    ]
+
+def test_the_best_choice_of_each_arm_is_named(folder):
+    (folder / "tuning").mkdir()
+    tried = {"lr=1": 41.0, "lr=2": 43.0}
+    made = [row("plain", 0, 0.0, valid=valid, settings=s) for s, valid in tried.items()]
+    made += [row("gfsa", 0, 0.0, valid=valid + 1, settings=s) for s, valid in tried.items()]
+    made += [row("plain", 0, 0.0, valid=50.0, settings="lr=2 gate=True")]
+    append_rows(folder / "tuning" / "glue.csv", made)
+    text = text_of(folder, "--show", "tuning")
+    assert cells(text, "", "gfsa")[2:] == ["2", "44.00", "+1.00", "`lr=2`"]
+    # another model is another arm
+    assert cells(text, "", "plain gate=True")[4] == "+7.00"

@@ -9,14 +9,10 @@ import pandas as pd
 import pytest
 from scipy.stats import ttest_ind, ttest_rel
 
-from gfsa_experiments.results.contrast_blocks import contrast_blocks
-from gfsa_experiments.results.contrasts import contrast, pooled_reduction
-from gfsa_experiments.results.line_pairs import find_pairs
-from gfsa_experiments.results.load_rows import latest
-from gfsa_experiments.results.number_format import NONE, Scale, contrast_cells
-from gfsa_experiments.results.page_blocks import Grid
-from gfsa_experiments.results.statistics import Interval, mean_of_groups
-from gfsa_experiments.results.tables import make_tables
+from gfsa_experiments.results.pages import Grid
+from gfsa_experiments.results.report import contrast_blocks
+from gfsa_experiments.results.statistics import Interval, contrast, mean_of_groups, pooled_reduction
+from gfsa_experiments.results.tables import latest, make_tables
 from gfsa_experiments.runs.row import Row
 from support.result_rows import row, rows
 
@@ -115,7 +111,6 @@ def test_pairs_of_one_commit_are_counted() -> None:
     unnamed = contrast(frame([row("gfsa", 0, commit="")]), frame([row("plain", 0, commit="")]))
     assert unnamed is not None
     assert unnamed.one_commit is None
-    assert contrast_cells(unnamed, Scale(1, 1))["one commit"] == NONE
 
 
 @pytest.mark.parametrize(
@@ -181,67 +176,54 @@ MADE = [
 ]
 
 
+def pairs(recorded: list[Row], *texts: str) -> list[dict[str, str]]:
+    """The rows of the table that ``--contrast`` prints."""
+    _, grid = contrast_blocks(make_tables(latest(recorded)), [], texts)
+    assert isinstance(grid, Grid)
+    return [dict(row) for row in grid.rows]
+
+
 def test_lines_are_named_by_some_of_their_words() -> None:
-    tables = make_tables(latest(MADE))
-    ((table, a, b, found),) = find_pairs(tables, "gfsa filter_lr=0.01 - degree1")
-    assert (table.settings, a.name, b.name) == ("", "gfsa filter_lr=0.01", "degree1 filter_lr=0.01")
-    assert found.test.values == pytest.approx((1, 0.5, 2.5))
-    ((_, a, _, _),) = find_pairs(tables, "gfsa K=2 − degree1")
-    assert a.name == "gfsa K=2 filter_lr=0.01"
+    (found,) = pairs(MADE, "gfsa filter_lr=0.01 - degree1")
+    assert (found["a"], found["b"]) == ("gfsa filter_lr=0.01", "degree1 filter_lr=0.01")
+    # 1, 0.5 and 2.5
+    assert found["difference"].startswith("+1.3 (−1.3 … +3.9)")
+    assert (found["reading"], found["at"]) == ("not shown", "equal epochs")
+    (found,) = pairs(MADE, "gfsa K=2 − degree1")
+    assert found["a"] == "gfsa K=2 filter_lr=0.01"
 
 
 def test_lines_with_settings_of_their_own_are_compared_too() -> None:
     """Equal time: a plain model that trains for longer has other settings."""
-    tables = make_tables(latest(MADE))
-    ((_, a, b, found),) = find_pairs(tables, "gfsa filter_lr=0.01 - plain epochs=6")
-    assert (a.method, b.mean) == ("gfsa", pytest.approx(123.5 / 3))
-    assert found.test.values == pytest.approx((11, 11, 12))
     # of two lines that have the word, the one with fewer other settings
-    ((_, _, b, _),) = find_pairs(tables, "gfsa filter_lr=0.01 - plain lr=1")
-    assert b.mean == pytest.approx(33.5 / 3)
+    longer, fewer, plain = pairs(
+        MADE,
+        "gfsa filter_lr=0.01 - plain epochs=6",
+        "gfsa filter_lr=0.01 - plain lr=1",
+        "gfsa filter_lr=0.01 - plain",
+    )
+    assert longer["difference"].startswith("+11.33 (")
+    assert fewer["difference"].startswith("+41.33 (")
+    assert [line["b"] for line in (longer, plain)] == ["plain epochs=6", "plain"]
 
 
 def test_lines_with_settings_of_their_own_are_on_the_same_data() -> None:
     """Each table has rows on one set of data alone, so that neither names it."""
     recorded = [
-        *(dataclasses.replace(row, data="1+1+1 a") for row in rows("gfsa", GFSA)),
-        *(
-            dataclasses.replace(row, data="1+1+1 b")
-            for row in rows("plain", DEGREE_1, settings="epochs=6")
-        ),
+        *rows("gfsa", GFSA, data="1+1+1 a"),
+        *rows("plain", DEGREE_1, settings="epochs=6", data="1+1+1 b"),
     ]
     with pytest.raises(ValueError, match=r"not compared: gfsa on 1\+1\+1 a; plain on 1\+1\+1 b"):
-        find_pairs(make_tables(latest(recorded)), "gfsa - plain epochs=6")
+        pairs(recorded, "gfsa - plain epochs=6")
     # rows of earlier versions do not note their data
     recorded = [dataclasses.replace(row, data=row.data.replace("1+1+1 b", "")) for row in recorded]
-    assert len(find_pairs(make_tables(latest(recorded)), "gfsa - plain epochs=6")) == 1
+    assert len(pairs(recorded, "gfsa - plain epochs=6")) == 1
 
 
 def test_a_name_that_two_lines_have_is_refused() -> None:
     recorded = [*MADE, *rows("plain", [1.0, 2.0, 3.0], settings="lr=1 clip=2")]
-    with pytest.raises(ValueError, match=r"no task has both lines.*no line 'gfsa filter_lr=0\.5'"):
-        contrast_blocks(make_tables(latest(recorded)), [], ["gfsa filter_lr=0.5 - plain clip=2"])
+    with pytest.raises(ValueError, match=r"no task has both lines.*; there are plain, degree1"):
+        pairs(recorded, "gfsa filter_lr=0.5 - plain clip=2")
     recorded += rows("plain", [1.0, 2.0, 3.0], settings="epochs=6 clip=2")
     with pytest.raises(ValueError, match="'plain clip=2' is more than one line; name more"):
-        find_pairs(make_tables(latest(recorded)), "degree1 - plain clip=2")
-
-
-def grid_of(texts: list[str]) -> list[dict[str, str]]:
-    _, grid = contrast_blocks(make_tables(latest(MADE)), [], texts)
-    assert isinstance(grid, Grid)
-    return [dict(zip(grid.columns, row, strict=True)) for row in grid.rows]
-
-
-def test_the_grid_shows_the_settings_that_were_asked_for() -> None:
-    """The line of a table with settings of its own is called plain, like the one without."""
-    texts = ["gfsa filter_lr=0.01 - plain epochs=6", "gfsa filter_lr=0.01 - plain"]
-    assert [(line["a"], line["b"]) for line in grid_of(texts)] == [
-        ("gfsa filter_lr=0.01", "plain epochs=6"),
-        ("gfsa filter_lr=0.01", "plain"),
-    ]
-
-
-def test_the_grid_says_what_was_equal() -> None:
-    (line,) = grid_of(["gfsa filter_lr=0.01 - degree1"])
-    assert line["difference"] == "+1.3 (−1.3 … +3.9)"
-    assert (line["reading"], line["at"]) == ("not shown", "equal epochs")
+        pairs(recorded, "degree1 - plain clip=2")

@@ -10,13 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from gfsa import cli
-from gfsa_experiments.results.families import Family, read_family
-from gfsa_experiments.results.family_details import families_page
-from gfsa_experiments.results.family_summary import all_families, of_recipe, runs_of
+from gfsa_experiments.results.families import Family, outcomes, read_family
 from gfsa_experiments.results.figures import marks
-from gfsa_experiments.results.load_rows import latest
-from gfsa_experiments.results.page_blocks import to_markdown
-from gfsa_experiments.results.verdicts import outcomes
+from gfsa_experiments.results.pages import to_markdown
+from gfsa_experiments.results.report import family_section, verdicts
+from gfsa_experiments.results.tables import latest
 from gfsa_experiments.runs.row import Row, append_rows
 from support.result_rows import row, rows_of_family
 
@@ -42,6 +40,7 @@ a = "gfsa"
 b = "gain"
 """
 TEST = {"gfsa": [60.0, 61.0, 62.5], "gain": [57.0, 58.2, 58.0], "plain": [55.0, 57.0, 57.0]}
+FIRST = "| [toy](families/toy.toml): A toy | GFSA − plain |"
 COEFFICIENTS = {
     "gfsa": ["-0.2 1.0 0.4", "0.1 1.0 0.4", "-0.2 1.0 0.4"],
     "gain": ["0.0 1.5"] * 3,
@@ -73,9 +72,9 @@ def rows_of(family: Family) -> list[Row]:
 
 
 def pages(family: Family, rows: list[Row]) -> tuple[str, str]:
-    """The part of the first page, and the page of families."""
-    judged = [(family, outcomes(family, latest(rows).rows))]
-    return to_markdown(all_families(judged)), to_markdown(families_page(judged))
+    """The verdicts of all families, and this one by itself."""
+    found = outcomes(family, latest(rows).rows)
+    return to_markdown(verdicts([(family, found)])), to_markdown(family_section(family, found))
 
 
 def row_of(page: str, first: str) -> dict[str, str]:
@@ -83,7 +82,7 @@ def row_of(page: str, first: str) -> dict[str, str]:
     lines = page.splitlines()
     (at,) = [at for at, line in enumerate(lines) if line.startswith(first)]
     above = at
-    while lines[above - 1].startswith("|"):
+    while above and lines[above - 1].startswith("|"):
         above -= 1
     names, values = ([c.strip() for c in lines[i].strip("|").split("|")] for i in (above, at))
     return dict(zip(names, values, strict=True))
@@ -91,23 +90,22 @@ def row_of(page: str, first: str) -> dict[str, str]:
 
 def test_a_comparison_has_its_difference_on_valid(family: Family) -> None:
     first, page = pages(family, rows_of(family))
-    short, whole = row_of(first, "| toy | gfsa − plain |"), row_of(page, "| gfsa − plain |")
+    short, whole = row_of(first, FIRST), row_of(page, "| gfsa − plain |")
     for found in (short, whole):
         assert found["difference"].startswith("+4.83 (")
     assert whole["on valid"].startswith("+3.83 (")
-    assert whole["one commit"] == "3/3"
     # the first page leaves it to the other
     assert not {"on valid", "at"} & short.keys()
-    assert "- gfsa − plain (seeds 100–102): +5.00, +4.00, +5.50" in page
+    assert "- gfsa − plain by seed: 100: +5.00, 101: +4.00, 102: +5.50" in page
 
 
 def test_a_line_has_its_coefficients_and_what_a_run_costs(family: Family) -> None:
     first, page = pages(family, rows_of(family))
     gfsa, gain, plain = (row_of(page, f"| {name} | `") for name in ("gfsa", "gain", "plain"))
-    assert (gfsa["c0 c1 …"], gfsa["sum"], gfsa["c0 < 0"]) == ("−0.100 1.000 0.400", "1.300", "2/3")
+    assert (gfsa["c0 c1 …"], gfsa["c0 < 0"]) == ("−0.100 1.000 0.400", "2/3")
     # c0 is not learned
-    assert (gain["sum"], gain["c0 < 0"]) == ("1.500", "–")
-    assert (plain["c0 c1 …"], plain["sum"]) == ("–", "–")
+    assert (gain["c0 c1 …"], gain["c0 < 0"]) == ("0.000 1.500", "–")
+    assert plain["c0 c1 …"] == "–"
     assert [line["GPU seconds"] for line in (gfsa, gain, plain)] == ["30", "25", "20"]
     # not registered, so that it stands here and not among the comparisons
     assert gain["to plain"].startswith("+1.4 (")
@@ -126,15 +124,14 @@ def test_pairs_of_several_commits(family: Family) -> None:
         dataclasses.replace(row, commit="def5678") if row.seed == 102 else row
         for row in rows_of(family)
     ]
-    said = runs_of(outcomes(family, latest(rows).rows))
-    assert said.startswith("9 runs at commits abc1234, def5678 (each pair at one), 20–30 GPU")
+    assert "9 runs at commit abc1234, def5678, 20–30 GPU" in pages(family, rows)[1]
 
 
 def test_nothing_is_shown_of_a_family_that_lacks_a_run(family: Family) -> None:
     first, page = pages(family, rows_of(family)[:-1])
     for text in (first, page):
         assert "1 of 3 pairs missing: no verdict" in text
-        assert "|" not in text
+        assert "+" not in text
         assert "GPU seconds" not in text
 
 
@@ -146,25 +143,17 @@ def test_a_loss_in_nats_is_shown_and_drawn_in_the_unit_of_perplexity(family: Fam
     first, page = pages(family, losses)
     # differences 0.05, 0.04, 0.055
     reduction = f"−{100 * math.expm1(0.145 / 3):.1f} % ("
-    for found in (row_of(first, "| toy | gfsa − plain |"), row_of(page, "| gfsa − plain |")):
+    for found in (row_of(first, FIRST), row_of(page, "| gfsa − plain |")):
         assert found["error reduction"].startswith(reduction)
-    said = "that of the perplexity, 1 − exp(difference)"
-    assert said in first
-    assert said not in pages(family, rows_of(family))[0]
-    assert said in page
     drawn = marks([], [(family, outcomes(family, latest(losses).rows))])
     assert {mark.group for mark in drawn} == {"A toy (perplexity)"}
 
 
 def test_a_withdrawn_family_has_its_reason_instead_of_a_plan(family: Family) -> None:
     withdrawn = dataclasses.replace(family, withdrawn="another one answers it")
-    first, page = pages(withdrawn, [])
-    assert "- Withdrawn before any run, [with reasons](families.md): [toy](families/to" in first
-    assert "Planned" not in first
-    said = "2 comparisons (gfsa − plain; gfsa − gain), 3 seeds, withdrawn before any run: another"
-    assert said in page
-    own = to_markdown(of_recipe([(withdrawn, outcomes(withdrawn, latest([]).rows))], "toy"))
-    assert "withdrawn before any run: another one answers it." in own
+    for text in pages(withdrawn, []):
+        assert "A toy; withdrawn before any run: another one answers it." in text
+        assert "gfsa train" not in text
 
 
 def test_the_command_gives_no_runs_of_a_withdrawn_family(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gfsa_experiments.results.load_rows import read_folder, read_folder_if_any
+from gfsa_experiments.results.tables import read_folder, read_folder_if_any
 from gfsa_experiments.runs.row import COLUMNS, Row, append_rows, read_rows
 from support.result_rows import row, rows
 

@@ -4,10 +4,8 @@ import math
 
 import pytest
 
-from gfsa_experiments.results.load_rows import latest
-from gfsa_experiments.results.notes import notes_of
-from gfsa_experiments.results.overview import domain_of, domains
-from gfsa_experiments.results.tables import make_tables
+from gfsa_experiments.results.report import notes_of
+from gfsa_experiments.results.tables import latest, make_tables
 from support.result_rows import row, rows
 
 
@@ -63,7 +61,7 @@ def test_options_are_lines_of_their_own():
 def test_without_plain_there_is_no_difference_and_it_says_so():
     table = table_of(rows("gfsa", [50, 51]))
     assert line_of(table, "gfsa").difference is None
-    assert notes_of(table) == ["No run of plain with these settings: no difference can be given."]
+    assert notes_of(table) == ["no run of plain with these settings, so no difference."]
 
 
 def test_the_latest_row_of_a_run_counts_and_it_says_so():
@@ -121,16 +119,14 @@ def test_runs_on_other_data_are_neither_paired_nor_averaged():
     assert line_of(tables[B], "gfsa").difference.values == (3, 4)
     assert tables[A].replaced.empty
     assert tables[B].replaced.empty
-    (note,) = notes_of(tables[A])
-    assert note.startswith("Runs on other data have tables of their own")
-    assert A in note
+    assert A in notes_of(tables[A])[0]
 
 
 def test_a_method_on_other_data_than_plain_has_no_difference():
     made = [*rows("plain", [50, 51], data=A), *rows("gfsa", [10, 11], data=B)]
     gfsa = tables_by_data(made)[B]
     assert line_of(gfsa, "gfsa").difference is None
-    assert "No run of plain with these settings: no difference can be given." in notes_of(gfsa)
+    assert "no run of plain with these settings, so no difference." in notes_of(gfsa)
 
 
 def test_other_data_of_another_task_is_no_matter():
@@ -143,10 +139,7 @@ def test_rows_that_do_not_say_go_with_any_and_it_is_said():
     table = table_of(made)
     assert table.data is None
     assert line_of(table, "gfsa").difference.values == (2, 3)
-    assert notes_of(table) == [
-        "2 of 4 rows are of a version that did not note the data; they are taken to be on that of "
-        "the others."
-    ]
+    assert notes_of(table)[0].startswith("2 of 4 rows do not name their data")
 
 
 def test_rows_that_do_not_say_stay_together_where_there_are_several_data():
@@ -160,8 +153,8 @@ def test_rows_that_do_not_say_stay_together_where_there_are_several_data():
     assert line_of(tables[A], "plain").values == {0: 10}
     assert line_of(tables[A], "gfsa").difference.values == (3,)
     assert line_of(tables[B], "plain").values == {0: 70, 1: 70, 2: 70}
-    assert any("did not note the data, and there are later" in n for n in notes_of(tables[""]))
-    assert not any("of a version" in note for note in notes_of(tables[A]))
+    assert any("do not name their data" in note for note in notes_of(tables[""]))
+    assert not any("do not name their data" in note for note in notes_of(tables[A]))
 
 
 def test_a_later_row_takes_the_place_of_one_that_may_be_on_the_same_data():
@@ -232,25 +225,3 @@ def test_p_is_adjusted_over_every_table_of_the_folder():
     other += rows("gfsa", [1.5, 2.0, 2.9], task="rte")
     tables = make_tables(latest(made + other))
     assert line_of(tables[0], "gfsa").adjusted_p == pytest.approx(2 * alone.difference.p)
-
-
-@pytest.mark.parametrize(
-    ("tasks", "name"),
-    [
-        (["bigclonebench roberta-d4-w256"], "code clones"),
-        (["devign roberta-d4-w256", "devign codebert-base"], "code defects"),
-        (["data=my codebert-base"], "code (my)"),
-        (["data=my codebert-base", "bigclonebench codebert-base"], "code"),
-    ],
-)
-def test_code_is_what_its_data_is_about(tasks: list[str], name: str) -> None:
-    made = [
-        found
-        for task in tasks
-        for method in ("plain", "gfsa")
-        for found in rows(method, [50, 51, 53], recipe="code", task=task)
-    ]
-    tables = make_tables(latest(made))
-    assert [domain.name for domain in domains(tables)] == [name]
-    assert domain_of("code", tables) == name
-    assert domain_of("image", tables) == "images"

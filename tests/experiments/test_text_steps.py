@@ -82,10 +82,3 @@ def test_a_step_asks_nothing(
     with Questions() as questions:
         task.loss(task.model, batch).backward()
     assert questions.asked == []
-
-
-def test_questions_are_noticed() -> None:
-    with Questions() as questions:
-        torch.ones(3).sum().item()
-        torch.ones(3)[torch.ones(3) > 0]
-    assert questions.asked == ["aten::_local_scalar_dense", "aten::index.Tensor"]

@@ -211,22 +211,6 @@ def test_every_recipe_is_looked_at() -> None:
     assert {recipe for recipe, _ in CHOICES} == set(RECIPES)
 
 
-def test_a_used_setting_would_be_noticed(data: Path) -> None:
-    """The comparison sees what it is there to see: sizes, rates, batches, ways to decode."""
-    for recipe, choice, name, value in (
-        ("lra", {"task": "listops"}, "pad_to_multiple", 128),
-        ("lra", {"task": "image"}, "holdout", 0.5),
-        ("graph", {"model": "gps", "encoding_width": 4}, "pooling", "mean"),
-        ("image", {"dataset": "cifar10"}, "smoothing", 0.5),
-        ("speech", JOINT, "label_smoothing", 0.5),
-    ):
-        config, build = config_of(recipe, choice, data), find_recipe(recipe).build
-        changed = dataclasses.replace(config, **{name: value})
-        assert not are_alike(
-            what_comes_of(config, build, data), what_comes_of(changed, build, data)
-        )
-
-
 @pytest.mark.parametrize(
     ("settings", "unused"),
     [

@@ -18,7 +18,7 @@ import torch
 
 import gfsa
 from gfsa.lens import LensReport
-from support.chromium import Browser, install_chromium
+from support.chromium import Browser, find_chromium
 from support.reports import example_report, example_trajectory
 
 PLOTS = {
@@ -42,11 +42,11 @@ ARTEFACTS = Path(__file__).parents[2] / "test-artefacts" / "lens"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    path = install_chromium()
+    path = find_chromium()
     if path is None:
         message = (
-            "THE LENS'S PAGE WAS NOT TESTED: no Chromium here and none could be installed; "
-            "apt-get install chromium, or set $CHROMIUM"
+            "THE LENS'S PAGE WAS NOT TESTED: no Chromium was found; install it (Debian: "
+            "apt-get install chromium), or set $CHROMIUM to its path"
         )
         # a skip is a letter; a warning is in the summary
         warnings.warn(message, stacklevel=2)

@@ -7,7 +7,6 @@ on file descriptors 3 and 4 of the browser.
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
 import os
 import select
@@ -27,27 +26,6 @@ def find_chromium() -> str | None:
     if named:
         return named
     return next((path for name in NAMES if (path := shutil.which(name))), None)
-
-
-def install_chromium() -> str | None:
-    """Chromium's path, installing Debian's package first where that is allowed."""
-    found = find_chromium()
-    if found or not shutil.which("apt-get") or os.geteuid() != 0:
-        return found
-    # workers of one test run ask at the same time; dpkg serves one
-    with open(Path(tempfile.gettempdir()) / "gfsa-chromium.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if find_chromium() is None:
-            _apt_get()
-    return find_chromium()
-
-
-def _apt_get() -> None:
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": False}
-    install = ["apt-get", "install", "-y", "--no-install-recommends", "chromium"]
-    if subprocess.run(install, **quiet).returncode:
-        subprocess.run(["apt-get", "update"], **quiet)
-        subprocess.run(install, **quiet)
 
 
 class Browser:

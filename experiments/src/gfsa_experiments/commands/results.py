@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 import sys
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from gfsa_experiments.results.families import Judged
+    from gfsa_experiments.results.pages import Block
+    from gfsa_experiments.results.tables import ResultTable, Runs
 
-    from gfsa_experiments.results.family_summary import Judged
-    from gfsa_experiments.results.page_blocks import Block
-    from gfsa_experiments.results.tables import ResultTable
-
-PAGE = "README.md"
-FAMILIES = "families.md"
-EXPLORED = "exploratory.md"
+PARTS = ("verdicts", "domains", "costs", "tables", "tuning", "forest")
+FOREST = "forest.svg"
 
 
 def results(
     folder: Annotated[Path, typer.Option("--dir", help="The folder with the rows of runs.")] = Path(
         "results"
     ),
+    show: Annotated[str, typer.Option(help=f"Only this part: {', '.join(PARTS)}.")] = "",
     recipe: Annotated[str, typer.Option(help="Only this recipe: glue, image …")] = "",
     task: Annotated[str, typer.Option(help="Only tasks whose name has this in it.")] = "",
     method: Annotated[
-        str, typer.Option(help="Only these methods, separated by commas (and plain).")
+        str, typer.Option(help="Only these methods or lines, separated by commas (and plain).")
     ] = "",
     contrast: Annotated[
         list[str] | None,
         typer.Option(help="'A - B': compare any two lines, also of --family; repeat it."),
     ] = None,
-    family: Annotated[str, typer.Option(help="Only families/NAME.toml.")] = "",
+    family: Annotated[str, typer.Option(help="Only families/NAME.toml; several by commas.")] = "",
     plan: Annotated[
         Path | None, typer.Option(help="Write the family's runs here, for gfsa train --plan.")
     ] = None,
-    paper: Annotated[
-        bool, typer.Option("--paper", help="Show the paper's own figures beside ours.")
-    ] = False,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Markdown, also in a terminal.")
     ] = False,
@@ -51,37 +47,36 @@ def results(
         Path | None, typer.Option(help="Draw the forest plot: .png, .svg or .pdf.")
     ] = None,
     write: Annotated[
-        bool,
-        typer.Option("--write", help=f"Update {PAGE}, {FAMILIES}, {EXPLORED}, RECIPE.md there."),
+        bool, typer.Option("--write", help="Update the marked parts of the folder's pages.")
     ] = False,
 ) -> None:
     """Compare methods over paired seeds: differences with intervals, verdicts, costs."""
+    asked = Asked(show, recipe, task, method, tuple(contrast or ()), family)
     try:
-        chosen = bool(recipe or task or method or contrast or family)
-        if write:
-            _refuse_to_write(folder, plot, chosen)
+        asked.check()
+        if write and asked != Asked():
+            raise ValueError("--write makes whole pages; leave out every option but --dir")
+        if plan is not None and not family:
+            raise ValueError("--plan writes the runs of a family; name it by --family")
         _refuse_places(plan, csv, plot)
-        _refuse_together(family, plan, contrast, method, bool(recipe or task))
-        found = _read(folder)
-        shown = _shown(found, recipe, task, method, bool(contrast))
+        found = Folder(folder)
+        if plan is not None:
+            _write_plan(found, family, plan)
         if plot is not None:
             from gfsa_experiments.results import figures
 
-            figures.plot(shown, plot, found.judged)
+            figures.plot(found.chosen(asked), plot, found.judged)
             typer.echo(f"wrote {plot}", err=True)
         if csv is not None:
-            from gfsa_experiments.results.export import write_csv
+            from gfsa_experiments.results.report import records
 
-            write_csv(csv, shown, paper)
+            csv.parent.mkdir(parents=True, exist_ok=True)
+            records(found.chosen(asked)).to_csv(csv, index=False, lineterminator="\r\n")
             typer.echo(f"wrote {csv}", err=True)
         if write:
-            _write(folder, found, paper, plot)
-        elif contrast:
-            _print(_contrasts(found, contrast, family, recipe, task), markdown)
-        elif family:
-            _print(_family(found, family, plan), markdown)
+            typer.echo(f"wrote {', '.join(map(str, write_folder(found)))}", err=True)
         else:
-            _print(_page(found, shown, paper, chosen), markdown)
+            _print(blocks_of(found, asked), markdown)
     except (ValueError, OSError) as error:
         typer.echo(f"gfsa results: {error}", err=True)
         raise typer.Exit(1) from error
@@ -90,31 +85,233 @@ def results(
         raise typer.Exit(1) from error
 
 
-def _refuse_to_write(folder: Path, plot: Path | None, chosen: bool) -> None:
-    """Raise if ``--write`` could not make whole pages with a link to the figure."""
-    if chosen:
-        raise ValueError(
-            "--write makes the whole pages; leave out --recipe, --task, --method, --contrast "
-            "and --family"
-        )
-    if plot is not None and not plot.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(
-            f"--write links to the figure, so --plot has to be a file in {folder}, got {plot}"
-        )
+@dataclass(frozen=True)
+class Asked:
+    """The options that say what is shown, of a command or of a page's mark."""
+
+    show: str = ""
+    recipe: str = ""
+    task: str = ""
+    method: str = ""
+    contrast: tuple[str, ...] = ()
+    family: str = ""
+
+    def check(self) -> None:
+        """Raise ValueError for options of which one would be ignored."""
+        if self.show not in ("", *PARTS):
+            raise ValueError(f"--show takes {', '.join(PARTS)}, got {self.show!r}")
+        if self.family and (self.recipe or self.task or self.method):
+            raise ValueError("--family shows families; leave out --recipe, --task and --method")
+        if self.contrast and (self.method or self.show):
+            raise ValueError("--contrast names its two lines; leave out --method and --show")
 
 
-def _refuse_together(
-    family: str, plan: Path | None, contrast: list[str] | None, method: str, part: bool
-) -> None:
-    """Raise for options of which one would be ignored; ``part``: a recipe or task is asked for."""
-    if plan is not None and not family:
-        raise ValueError("--plan writes the runs of a family; name it by --family")
-    if plan is not None and contrast:
-        raise ValueError("--plan writes runs and --contrast compares them; leave one out")
-    if family and (part or method):
-        raise ValueError("--family shows one family; leave out --recipe, --task and --method")
-    if contrast and method:
-        raise ValueError("--contrast names its two lines; leave out --method")
+class Folder:
+    """What the rows of a folder say; each part is read when it is first asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def _families(self) -> list[Any]:
+        from gfsa_experiments.results.families import read_families
+
+        return read_families(self.path)
+
+    @cached_property
+    def _runs(self) -> Runs:
+        from gfsa_experiments.results.families import refuse_unregistered
+        from gfsa_experiments.results.tables import read_folder, read_folder_if_any
+
+        # a family is there before its first run, and --plan writes what to run
+        runs = read_folder_if_any(self.path) if self._families else read_folder(self.path)
+        refuse_unregistered(self._families, runs.every, self.tuning.every)
+        return runs
+
+    @cached_property
+    def tuning(self) -> Runs:
+        """The rows by which arms were tuned."""
+        from gfsa_experiments.results.tables import read_folder_if_any
+
+        return read_folder_if_any(self.path / "tuning")
+
+    @cached_property
+    def judged(self) -> list[Judged]:
+        from gfsa_experiments.results.families import outcomes
+
+        return [(family, outcomes(family, self._runs.rows)) for family in self._families]
+
+    @cached_property
+    def tables(self) -> list[ResultTable]:
+        """Exploratory; runs of families are not among them."""
+        from gfsa_experiments.results.families import is_of
+        from gfsa_experiments.results.tables import make_tables
+
+        keys = {key for family in self._families for key in family.keys}
+        return make_tables(self._runs.where(lambda rows: ~is_of(rows, keys)))
+
+    @cached_property
+    def times(self) -> list[ResultTable]:
+        from gfsa_experiments.results.tables import make_tables, read_folder_if_any
+
+        return make_tables(read_folder_if_any(self.path / "times"))
+
+    def families(self, asked: Asked) -> list[Judged]:
+        """The families that are asked for by name, recipe or task."""
+        by_name = {family.name: (family, outcomes) for family, outcomes in self.judged}
+        if asked.family:
+            names = asked.family.split(",")
+            unknown = [name for name in names if name not in by_name]
+            if unknown:
+                there = ", ".join(by_name) or "none"
+                raise ValueError(f"there is no family {unknown[0]!r}; there are {there}")
+            return [by_name[name] for name in names]
+        tasks = {
+            name: [one for comparison in family.comparisons for one in comparison.tasks]
+            for name, (family, _) in by_name.items()
+        }
+        return [
+            judged
+            for name, judged in by_name.items()
+            if any(asked.recipe in ("", own) and asked.task in of for own, of in tasks[name])
+        ]
+
+    def chosen(self, asked: Asked, may_be_none: bool = False) -> list[ResultTable]:
+        """The exploratory tables and lines that are asked for; a ValueError says what there is."""
+        tables = [t for t in self.tables if asked.recipe in ("", t.recipe) and asked.task in t.task]
+        if (asked.recipe or asked.task) and not tables and not may_be_none:
+            there = ", ".join(sorted({f"{t.recipe}: {t.task}" for t in self.tables})) or "none"
+            names = ", ".join(family.name for family, _ in self.families(asked))
+            more = f". Runs of families are shown by --family: {names}" if names else ""
+            raise ValueError(f"no exploratory run of such a task; there are {there}{more}")
+        wanted = {name.strip() for name in asked.method.split(",") if name.strip()}
+        return _of_methods(tables, wanted) if wanted else tables
+
+
+def _of_methods(tables: Sequence[ResultTable], wanted: set[str]) -> list[ResultTable]:
+    """The tables that have a line of these methods or names, with those lines and plain's."""
+    known = {name for table in tables for line in table.lines for name in (line.method, line.name)}
+    if wanted - known:
+        raise ValueError(
+            f"no run of method {', '.join(sorted(wanted - known))}; "
+            f"there are {', '.join(sorted(known))}"
+        )
+    found = []
+    for table in tables:
+        kept = tuple(line for line in table.lines if wanted & {line.method, line.name})
+        plain = tuple(line for line in table.lines if line.method == "plain" and line not in kept)
+        if kept:
+            found.append(replace(table, lines=(*plain, *kept), replaced=table.replaced[:0]))
+    return found
+
+
+def blocks_of(found: Folder, asked: Asked) -> list[Block]:
+    """What a command or a mark shows."""
+    from gfsa_experiments.results import report
+    from gfsa_experiments.results.pages import Heading, Picture
+
+    asked.check()
+    if asked.contrast:
+        tables = [] if asked.family else found.chosen(asked, may_be_none=True)
+        judged = found.families(asked)
+        _refuse_incomplete(asked, judged)
+        return report.contrast_blocks(tables, judged, asked.contrast)
+    if asked.family and not asked.show:
+        families = found.families(asked)
+        return [block for judged in families for block in report.family_section(*judged)]
+    if asked.show == "verdicts":
+        return report.verdicts(found.families(asked))
+    if asked.show == "domains":
+        return report.domain_blocks(found.chosen(asked))
+    if asked.show == "costs":
+        return report.cost_blocks([t for t in found.times if asked.recipe in ("", t.recipe)])
+    if asked.show == "tuning":
+        rows = found.tuning.rows
+        kept = rows[rows.task.str.contains(asked.task, regex=False)] if asked.task else rows
+        return report.tuning_blocks(kept[kept.recipe == asked.recipe] if asked.recipe else kept)
+    if asked.show == "tables":
+        return report.table_blocks(found.chosen(asked))
+    if asked.show == "forest":
+        return [Picture(FOREST, "Relative error reduction with 95 % intervals")]
+    shown = found.chosen(asked)
+    parts = {"Exploratory comparisons": report.table_blocks(shown)}
+    if asked == Asked():
+        parts = {
+            "Confirmatory comparisons": report.verdicts(found.judged),
+            "Exploratory, by domain": report.domain_blocks(found.tables),
+            "What it costs": report.cost_blocks(found.times),
+        } | parts
+    return [block for name, own in parts.items() if own for block in (Heading(name), *own)]
+
+
+def _refuse_incomplete(asked: Asked, judged: Sequence[Judged]) -> None:
+    from gfsa_experiments.results.families import is_complete
+
+    for family, outcomes in judged if asked.family else ():
+        if not is_complete(outcomes):
+            raise ValueError(
+                f"the family {family.name} is not complete, and nothing of a family is compared "
+                f"before its last run; `gfsa results --family {family.name}` says what it lacks"
+            )
+
+
+def write_folder(found: Folder) -> list[Path]:
+    """Update the pages of a folder and the README beside it, all or none; the paths written.
+
+    A folder without a README gets one with everything in it.
+    """
+    from gfsa_experiments.results.pages import updated_page, write_pages
+
+    first = found.path / "README.md"
+    if not first.exists():
+        parts = [f"<!-- gfsa results --show {part} -->\n<!-- end -->\n" for part in PARTS[:4]]
+        first.write_text("\n".join(["# Results\n", *parts]), encoding="utf-8")
+    root = found.path.resolve().parent
+    pages = {}
+    for path in (*sorted(found.path.glob("*.md")), root / "README.md"):
+        if path.exists() and "<!-- gfsa results" in path.read_text(encoding="utf-8"):
+            beside = "" if path.resolve().parent != root else f"{found.path.resolve().name}/"
+            pages[path] = updated_page(path, partial(_part, found, prefix=beside))
+    if any("--show forest -->" in page for page in pages.values()):
+        from gfsa_experiments.results import figures
+
+        figures.plot(found.tables, found.path / FOREST, found.judged)
+    write_pages(pages)
+    return list(pages)
+
+
+def _part(found: Folder, words: str, prefix: str) -> str:
+    """The Markdown of one mark; ``prefix`` leads from its page to the folder of rows."""
+    from gfsa_experiments.results.pages import to_markdown
+
+    given: dict[str, Any] = {}
+    flags = shlex.split(words)
+    for flag, value in zip(flags[::2], flags[1::2], strict=False):
+        given[flag.removeprefix("--")] = value
+    inside = given.pop("dir", None)
+    unknown = [name for name in given if name not in Asked.__dataclass_fields__]
+    if len(flags) % 2 or unknown:
+        raise ValueError(
+            f"a mark takes the options --dir, --{', --'.join(Asked.__dataclass_fields__)}, "
+            f"each with a value, got {words.strip()!r}"
+        )
+    if "contrast" in given:
+        given["contrast"] = (given["contrast"],)
+    rows = found if inside is None else Folder(found.path.resolve().parent / inside)
+    text = to_markdown(blocks_of(rows, Asked(**given))).strip()
+    return text.replace("](families/", f"]({prefix}families/").replace(
+        f"]({FOREST}", f"]({prefix}{FOREST}"
+    )
+
+
+def _write_plan(found: Folder, name: str, plan: Path) -> None:
+    ((family, _), *others) = found.families(Asked(family=name))
+    if others:
+        raise ValueError(f"--plan writes the runs of one family, got {name}")
+    if family.withdrawn:
+        raise ValueError(f"the family {name} is withdrawn: {family.withdrawn}")
+    plan.write_text("\n".join([f"# {family.title}", *family.plan, ""]), encoding="utf-8")
+    typer.echo(f"wrote {plan}: {len(family.keys)} runs", err=True)
 
 
 def _refuse_places(*places: Path | None) -> None:
@@ -127,157 +324,12 @@ def _refuse_places(*places: Path | None) -> None:
         refuse_inside_file(place)
 
 
-@dataclass(frozen=True)
-class _Folder:
-    """What the rows of a folder say."""
-
-    tables: list[ResultTable]
-    """Exploratory; runs of families are not among them."""
-    times: list[ResultTable]
-    judged: list[Judged]
-    tuning: pd.DataFrame
-    """The rows by which arms were tuned."""
-
-
-def _read(folder: Path) -> _Folder:
-    from gfsa_experiments.results.families import (
-        has_history,
-        is_of,
-        read_families,
-        refuse_unregistered,
-    )
-    from gfsa_experiments.results.load_rows import read_folder, read_folder_if_any
-    from gfsa_experiments.results.tables import make_tables
-    from gfsa_experiments.results.verdicts import outcomes
-
-    families = read_families(folder)
-    # a family is there before its first run, and --plan writes what to run
-    runs = read_folder_if_any(folder) if families else read_folder(folder)
-    tuning = read_folder_if_any(folder / "tuning")
-    refuse_unregistered(families, runs.every, tuning.every)
-    keys = {key for family in families for key in family.keys}
-    if is_of(runs.rows, keys).any() and not has_history(families[0].path):
-        typer.echo(
-            f"gfsa results: {folder} is not in a git repository with its whole history, so that "
-            "families were committed before their runs cannot be checked here",
-            err=True,
-        )
-    times = make_tables(read_folder_if_any(folder / "times"))
-    judged = [(family, outcomes(family, runs.rows)) for family in families]
-    tables = make_tables(runs.where(lambda rows: ~is_of(rows, keys)))
-    return _Folder(tables, times, judged, tuning.rows)
-
-
-def _shown(
-    found: _Folder, recipe: str, task: str, method: str, or_families: bool
-) -> list[ResultTable]:
-    """The exploratory tables that were asked for; ``or_families``: families may have all runs."""
-    from gfsa_experiments.results.choice import chosen_tables, families_of, tables_of
-
-    if or_families and families_of(found.judged, recipe, task):
-        return tables_of(found.tables, recipe, task)
-    return chosen_tables(found.tables, found.judged, recipe, task, method)
-
-
-def _page(found: _Folder, shown: list[ResultTable], paper: bool, part: bool) -> list[Block]:
-    """The tables that are shown, after what the whole folder says unless a ``part`` is wanted."""
-    from gfsa_experiments.results.overview import confirmed, costs, explored
-    from gfsa_experiments.results.page_blocks import Heading
-    from gfsa_experiments.results.page_sections import sections
-
-    head: list[Block] = []
-    if not part:
-        head = [*confirmed(found.judged), *explored(found.tables), *costs(found.times)]
-    # a folder may have the runs of families alone
-    return [*head, Heading("Tables"), *sections(shown, paper)] if shown else head
-
-
-def _family(found: _Folder, name: str, plan: Path | None) -> list[Block]:
-    from gfsa_experiments.results.choice import family_named
-    from gfsa_experiments.results.family_details import family_section
-    from gfsa_experiments.results.family_summary import family_blocks, is_complete
-    from gfsa_experiments.results.page_blocks import Commands
-
-    family, outcomes = family_named(found.judged, name)
-    if plan is not None and family.withdrawn:
-        raise ValueError(f"the family {name} is withdrawn: {family.withdrawn}")
-    if plan is not None:
-        plan.write_text("\n".join([f"# {family.title}", *family.plan, ""]), encoding="utf-8")
-        typer.echo(f"wrote {plan}: {len(family.keys)} runs", err=True)
-    if is_complete(outcomes):
-        return family_section(family, outcomes)
-    if family.withdrawn:
-        return family_blocks(family, outcomes)
-    commands = [f"gfsa train {arguments}" for arguments in family.plan]
-    return [*family_blocks(family, outcomes), Commands(commands)]
-
-
-def _contrasts(
-    found: _Folder, texts: list[str], family: str, recipe: str, task: str
-) -> list[Block]:
-    """Of one family; without it, of the tables and families of a recipe and task."""
-    from gfsa_experiments.results.choice import families_of, family_named, tables_of
-    from gfsa_experiments.results.contrast_blocks import contrast_blocks, family_contrast_blocks
-
-    if family:
-        return family_contrast_blocks(family_named(found.judged, family), texts)
-    tables, judged = tables_of(found.tables, recipe, task), families_of(found.judged, recipe, task)
-    return contrast_blocks(tables, judged, texts)
-
-
 def _print(blocks: list[Block], markdown: bool) -> None:
     from rich.console import Console
 
-    from gfsa_experiments.results.page_blocks import show, to_markdown
+    from gfsa_experiments.results.pages import show, to_markdown
 
     if markdown or not sys.stdout.isatty():
         typer.echo(to_markdown(blocks), nl=False)
     else:
         show(blocks, Console())
-
-
-def _write(folder: Path, found: _Folder, paper: bool, plot: Path | None) -> None:
-    """Update the first page, those of families and domains and one per recipe, all or none."""
-    from gfsa_experiments.results.family_details import families_page
-    from gfsa_experiments.results.family_summary import of_recipe
-    from gfsa_experiments.results.overview import confirmed, costs, domain_of, explored
-    from gfsa_experiments.results.page_blocks import Picture, Text, updated_page, write_pages
-    from gfsa_experiments.results.page_sections import sections
-    from gfsa_experiments.results.tuning_table import tuning_blocks
-
-    command = "gfsa results --write"
-    if folder != Path("results"):
-        command += f" --dir {folder}"
-    command += " --paper" if paper else ""
-    command += f" --plot {plot}" if plot is not None else ""
-    source = Text(f"Made by `{command}` from the rows in this folder; edit outside the two marks.")
-    by_recipe = {r: list(own) for r, own in groupby(found.tables, key=lambda t: t.recipe)}
-    head: list[Block] = []
-    if plot is not None:
-        place = Path(os.path.relpath(plot, folder)).as_posix()
-        head = [Picture(place, "Relative error reduction by domain, with 95 % intervals")]
-    titles = {recipe: domain_of(recipe, tables) for recipe, tables in by_recipe.items()}
-    links = ", ".join(f"[{title}]({recipe}.md)" for recipe, title in titles.items())
-    pointer = f"Families line by line and seed by seed: [{FAMILIES}]({FAMILIES}). "
-    pointer = pointer if found.judged else ""
-    pointer += f"Exploratory comparisons by domain: [{EXPLORED}]({EXPLORED}). " if links else ""
-    pointer += f"Tables, commands, figures of the paper: {links}. " if links else ""
-    foot = Text(f"{pointer}{source.text}")
-    first = [*head, *confirmed(found.judged), *costs(found.times), foot]
-    pages = {folder / PAGE: updated_page(folder / PAGE, "Results", first)}
-    if found.judged:
-        path = folder / FAMILIES
-        blocks = [source, *families_page(found.judged)]
-        pages[path] = updated_page(path, "Confirmatory families", blocks)
-    if found.tables:
-        path = folder / EXPLORED
-        pages[path] = updated_page(
-            path, "Exploratory comparisons", [source, *explored(found.tables)]
-        )
-    for recipe, tables in by_recipe.items():
-        path, title = folder / f"{recipe}.md", titles[recipe]
-        tuned = tuning_blocks(found.tuning[found.tuning.recipe == recipe])
-        blocks = [source, *of_recipe(found.judged, recipe), *tuned, *sections(tables, paper)]
-        pages[path] = updated_page(path, title[0].upper() + title[1:], blocks)
-    write_pages(pages)
-    typer.echo(f"wrote {', '.join(map(str, pages))}", err=True)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from gfsa_experiments.demo.comparison import LONGER
-from gfsa_experiments.results.load_rows import latest
 from gfsa_experiments.results.statistics import PairedDifference, paired_difference
-from gfsa_experiments.results.tables import ResultTable, make_tables
+from gfsa_experiments.results.tables import ResultTable, latest, make_tables
 from gfsa_experiments.runs.row import Row
 
 # what a difference of each metric is counted in

@@ -23,17 +23,19 @@ planned, and may have no row.
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+
+from gfsa_experiments.results.statistics import LEVEL, Contrast, contrast, finite, holm
+from gfsa_experiments.results.tables import Line
 
 if TYPE_CHECKING:
     from gfsa_experiments.runs.run import Key, Run
@@ -44,21 +46,6 @@ tomllib: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "toml
 FOLDER = "families"
 FIRST_SEED = 100
 """Lower seeds are for tuning and exploration."""
-
-METRICS = {
-    "text": {"accuracy", "rmse"},
-    "glue": {"accuracy", "f1", "matthews", "spearman"},
-    "causal_lm": {"perplexity"},
-    "code": {"accuracy", "f1"},
-    "image": {"accuracy"},
-    "graph": {"mae", "rmse", "ap", "rocauc", "accuracy"},
-    "speech": {"wer"},
-    "lra": {"accuracy"},
-    "pretrain": {"loss"},
-    "stdlib": {"bits_per_byte"},
-    "digits": {"accuracy"},
-}
-"""What rows of each recipe report; a recipe of the user's own may report anything."""
 
 _KEY = ["recipe", "task", "method", "options", "settings", "seed"]
 _SHARED = ("recipe", "metric", "seeds", "settings")
@@ -102,7 +89,6 @@ class Family:
     """None while the family is planned."""
     comparisons: tuple[Comparison, ...]
     path: Path
-    content: dict[str, Any]
     withdrawn: str = ""
     """Why it will not be run; empty for all others."""
 
@@ -149,7 +135,7 @@ def _family(path: Path, content: dict[str, Any]) -> Family:
     if any(pair in pairs[:at] or pair[::-1] in pairs[:at] for at, pair in enumerate(pairs)):
         raise ValueError("a comparison is listed twice; it would count twice in Holm's correction")
     title = content.get("title", path.stem)
-    return Family(path.stem, title, registered, comparisons, path, content, withdrawn or "")
+    return Family(path.stem, title, registered, comparisons, path, withdrawn or "")
 
 
 def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
@@ -160,12 +146,6 @@ def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
     lacking = [name for name in (*_SHARED, "a", "b") if name not in given]
     if lacking:
         raise ValueError(f"a [[comparison]] lacks {', '.join(lacking)}")
-    metrics = METRICS.get(given["recipe"], {given["metric"]})
-    if given["metric"] not in metrics:
-        raise ValueError(
-            f"the metric of {given['recipe']} is {' or '.join(sorted(metrics))}, "
-            f"got {given['metric']!r}"
-        )
     seeds = numbers_of("seeds", str(given["seeds"]))
     listed = [seed for part in str(given["seeds"]).split(",") for seed in numbers_of("seeds", part)]
     _refuse_repeated("seeds", map(str, listed))
@@ -227,7 +207,7 @@ def refuse_unregistered(
             refusal = _refusal_of_seeds(family, comparison, rows, tuning)
             if refusal is not None:
                 raise ValueError(f"{family.path}: {comparison.name}: {refusal}")
-        refusal = _refusal_of_repeats(family, rows) or refusal_of_history(family, rows)
+        refusal = _refusal_of_repeats(family, rows)
         if refusal is not None:
             raise ValueError(f"{family.path}: {refusal}")
 
@@ -289,48 +269,153 @@ def _refusal_of_repeats(family: Family, rows: pd.DataFrame) -> str | None:
     )
 
 
-def refusal_of_history(family: Family, rows: pd.DataFrame) -> str | None:
-    """Why git does not show that the family, as it is, was committed before its first run.
-
-    None if git shows it, if no run is recorded, and where the history is not there.
-    """
-    own = rows[is_of(rows, family.keys)]
-    if own.empty or not has_history(family.path):
-        return None
-    first = min(_began(own))
-    commits = _git(family.path, "log", "--format=%H %cI", "--", family.path.name)
-    dated = [line.split() for line in (commits or "").splitlines()]
-    before = [commit for commit, date in dated if datetime.fromisoformat(date) <= first]
-    if not before:
-        return f"it was not committed before its first run, begun at {first}"
-    then = _git(family.path, "show", f"{before[0]}:./{family.path.name}")
-    # comments may change, what is compared may not
-    if then is None or tomllib.loads(then) != family.content:
-        return (
-            f"it was changed after its first run, begun at {first}; "
-            f"restore it as at {before[0][:7]}"
-        )
-    return None
-
-
-def has_history(path: Path) -> bool:
-    """Whether ``path`` is in a git repository that has all commits, unlike a shallow clone."""
-    return _git(path, "rev-parse", "--is-shallow-repository") == "false\n"
-
-
-def _git(path: Path, *arguments: str) -> str | None:
-    """What git prints, None if it fails: without git, or outside of a repository."""
-    try:
-        ran = subprocess.run(
-            ["git", *arguments], cwd=path.parent, capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
-        return None
-    return ran.stdout if ran.returncode == 0 else None
-
-
 def is_of(rows: pd.DataFrame, keys: set[Key]) -> pd.Series:
     """Which rows are of these runs."""
     found = rows[_KEY].itertuples(index=False, name=None)
     wanted = {tuple(key) for key in keys}
     return pd.Series([key in wanted for key in found], index=rows.index, dtype=bool)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One comparison of a family; until all its pairs count, nothing is compared."""
+
+    comparison: Comparison
+    missing: int
+    """Pairs that lack a row."""
+    unusable: dict[str, int] = field(default_factory=dict)
+    """Why pairs that have both rows do not count → how many; no further run can change that."""
+    failed: int = 0
+    """Pairs of which a run ended without a finite number."""
+    contrast: Contrast | None = None
+    p_holm: float | None = None
+    lines: dict[str, Line] = field(default_factory=dict)
+    """The runs of ``a`` and ``b`` by these names; none before the family is complete."""
+
+    @property
+    def pairs(self) -> int:
+        """The pairs that count."""
+        return len(self.comparison.seeds) - self.missing - sum(self.unusable.values())
+
+    @property
+    def is_complete(self) -> bool:
+        return self.pairs == len(self.comparison.seeds)
+
+    @property
+    def verdict(self) -> str:
+        """*better* or *worse* where Holm's p is below 0.05; that of ``a``, compared with ``b``."""
+        if self.unusable:
+            reasons = ", ".join(f"{count} {why}" for why, count in self.unusable.items())
+            return (
+                f"{reasons}, of {len(self.comparison.seeds)} pairs: no verdict. A run of a family "
+                "is not repeated: register another family with fresh seeds, and run it at one "
+                "commit without local changes"
+            )
+        if self.missing:
+            return f"{self.missing} of {len(self.comparison.seeds)} pairs missing: no verdict"
+        if self.failed:
+            return f"not finite in {self.failed} of {len(self.comparison.seeds)} pairs: no verdict"
+        if self.contrast is None:
+            return "other pairs of the family missing or unusable: no verdict"
+        found = self.contrast.test
+        if self.p_holm is not None and found.verdict is not None and self.p_holm < 1 - LEVEL:
+            # adjusted p values are never below the unadjusted: the interval excludes 0 as well
+            return found.verdict
+        return found.reading or "not shown"
+
+
+def outcomes(family: Family, rows: pd.DataFrame) -> list[Outcome]:
+    """Every comparison of a family; ``rows`` has one row per run."""
+    found = [_outcome(comparison, rows) for comparison in family.comparisons]
+    if not all(outcome.is_complete for outcome in found):
+        # no peeking: a family is read when it is complete
+        return [replace(outcome, failed=0, contrast=None, lines={}) for outcome in found]
+    # a comparison without a p value still counts among those that are corrected for
+    tests = [outcome.contrast.test.p if outcome.contrast is not None else None for outcome in found]
+    adjusted = holm([1.0 if p is None else p for p in tests])
+    return [replace(outcome, p_holm=p) for outcome, p in zip(found, adjusted, strict=True)]
+
+
+def _outcome(comparison: Comparison, rows: pd.DataFrame) -> Outcome:
+    a, b = (rows[is_of(rows, set(comparison.keys(line)))] for line in (comparison.a, comparison.b))
+    if a.seed.duplicated().any() or b.seed.duplicated().any():
+        raise ValueError(f"{comparison.name}: runs of a family must all be on the same data")
+    pairs = a.merge(b, on="seed", suffixes=("_a", "_b"))
+    # a pair on two data sets does not count, below
+    data = sorted(set(pairs.data_a[pairs.data_a == pairs.data_b]) - {""})
+    if len(data) > 1:
+        raise ValueError(
+            f"{comparison.name}: runs of a family must all be on the same data, these are on "
+            f"{'; '.join(data)}"
+        )
+    reasons = pd.Series([_refusal_of(*pair) for pair in _facts(pairs)], pairs.index, dtype=object)
+    missing = len(comparison.seeds) - len(pairs)
+    unusable = reasons.dropna().value_counts(sort=False).to_dict()
+    failed = len(pairs) - len(finite(a).merge(finite(b), on="seed"))
+    found = None if failed else contrast(a, b)
+    lines = {comparison.a: a, comparison.b: b}
+    return Outcome(
+        comparison,
+        missing,
+        unusable,
+        failed,
+        found,
+        lines={name: _line(rows) for name, rows in lines.items() if len(rows)},
+    )
+
+
+def _line(rows: pd.DataFrame) -> Line:
+    rows = rows.sort_values("seed", kind="stable")
+    kept = finite(rows)
+    failed = tuple(rows.seed.drop(kept.index))
+    return Line(rows.method.iloc[0], rows.options.iloc[0], kept, failed)
+
+
+def _facts(pairs: pd.DataFrame) -> Iterable[tuple[str, str, str, str]]:
+    return zip(pairs.commit_a, pairs.commit_b, pairs.data_a, pairs.data_b, strict=True)
+
+
+def _refusal_of(commit_a: str, commit_b: str, data_a: str, data_b: str) -> str | None:
+    """Why the two rows of a seed are not compared: something else may differ than their lines."""
+    if not (commit_a and commit_b):
+        return "without a commit"
+    if any(commit.endswith("-dirty") for commit in (commit_a, commit_b)):
+        return "with local changes"
+    if commit_a != commit_b:
+        return "of two commits"
+    return "on two data sets" if data_a != data_b else None
+
+
+@dataclass(frozen=True, eq=False)
+class FamilyLine:
+    """A line as the family's file names it, with its runs."""
+
+    name: str
+    keys: tuple[Key, ...]
+    """Those of its runs, in the order of the seeds."""
+    metric: str
+    line: Line
+
+    @property
+    def task(self) -> tuple[str, str]:
+        """Recipe and task."""
+        return self.keys[0][:2]
+
+
+Judged = tuple[Family, list[Outcome]]
+
+
+def is_complete(outcomes: Sequence[Outcome]) -> bool:
+    return all(outcome.is_complete for outcome in outcomes)
+
+
+def lines_of(outcomes: Iterable[Outcome]) -> list[FamilyLine]:
+    """Every line of a complete family once, in the order of the comparisons."""
+    found: dict[tuple[object, ...], FamilyLine] = {}
+    for outcome in outcomes:
+        for name, line in outcome.lines.items():
+            keys = tuple(outcome.comparison.keys(name))
+            one = FamilyLine(name, keys, outcome.comparison.metric, line)
+            # two comparisons may give one name settings of their own
+            found.setdefault((name, *keys), one)
+    return list(found.values())

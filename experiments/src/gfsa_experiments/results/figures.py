@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gfsa.lens.colours import COLOURS, MARKERS, series_of
-from gfsa_experiments.results.contrasts import pooled_reduction
-from gfsa_experiments.results.family_summary import NAMES
-from gfsa_experiments.results.overview import FILTERS, Judged, domains
-from gfsa_experiments.results.statistics import Interval
+from gfsa_experiments.results.families import Judged
+from gfsa_experiments.results.report import FILTERS, domains, named
+from gfsa_experiments.results.statistics import Interval, pooled_reduction
 from gfsa_experiments.results.tables import ResultTable
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def marks(tables: Sequence[ResultTable], judged: Sequence[Judged] = ()) -> list[
     """Families that are complete first, then the domains."""
     found = [
         Mark(
-            " − ".join(NAMES.get(x, x) for x in (outcome.comparison.a, outcome.comparison.b)),
+            named(outcome.comparison.name),
             "",
             reduction,
             verdict=outcome.verdict,

@@ -88,9 +88,10 @@ def plug(
             in each forward that this is self-attention.
         dry_run: change nothing, only report.
         inputs: a batch (a tensor, a dict of keyword or a tuple of positional arguments) for a
-            trial forward, in evaluation mode without gradients. A layer that raises in it, or does
-            not call its filter, is skipped with that reason, and so is one of a registered adapter
-            whose q and k are projected from different arguments; one that the batch does not reach
+            trial forward, in evaluation mode without gradients. A layer is skipped, with the
+            reason, if it raises, does not call its filter, or returns another output than without
+            a filter although the filter is ordinary attention; so is one of a registered adapter
+            whose q and k are projected from different arguments. One that the batch does not reach
             (a vision tower, say) keeps its filter, and the report says so. Buffers, random
             generators, training modes and gradients are afterwards as before. ``layers`` counts
             the layers before the trial.

@@ -11,7 +11,7 @@ from torch import nn
 
 from gfsa.filters import GraphFilter
 from gfsa.plugs.adapter import CHILD, has_bound_forward
-from gfsa.plugs.call_check import stop_checking, watch_first_forward
+from gfsa.plugs.call_check import stop_checking, stop_watching_training, watch_forwards
 from gfsa.plugs.cross_attention import forget_tokens
 from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import ADAPTER, Site
@@ -27,7 +27,7 @@ def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> No
         for site, filter in planned:
             attach(site, filter)
         notify_adapters(model, [site for site, _ in planned])
-        watch_first_forward(model, {site.name: (site.module, filter) for site, filter in planned})
+        watch_forwards(model, {site.name: (site.module, filter) for site, filter in planned})
 
 
 def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:
@@ -36,6 +36,9 @@ def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:
     with all_or_nothing(model):
         for site in plugged:
             detach(site)
+        for module in model.modules():
+            if not any(isinstance(inner, GraphFilter) for inner in module.modules()):
+                stop_watching_training(module)
         notify_adapters(model, plugged)
 
 

@@ -25,6 +25,11 @@ def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> No
     _refuse_offloaded_whole(model, [site for site, _ in planned])
     with all_or_nothing(model):
         for site, filter in planned:
+            if ADAPTER in site.module.__dict__:
+                raise ValueError(
+                    f"{site.name} was plugged by another thread in the meantime; change a model in "
+                    "one thread"
+                )
             attach(site, filter)
         notify_adapters(model, [site for site, _ in planned])
         watch_forwards(model, {site.name: (site.module, filter) for site, filter in planned})
@@ -32,8 +37,8 @@ def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> No
 
 def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:
     """Detach the filters of these sites of ``model``: all of them, or none if anything raises."""
-    refuse_changed_since(plugged)
     with all_or_nothing(model):
+        refuse_changed_since(plugged)
         for site in plugged:
             detach(site)
         for module in model.modules():

@@ -17,6 +17,7 @@ from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.presets import preset_for
 from gfsa.plugs.registry import Unknown
 from gfsa.plugs.report import ROOT, PlugReport
+from gfsa.plugs.rollback import CHANGING
 from gfsa.plugs.sites import (
     Site,
     accepting_sites,
@@ -133,16 +134,17 @@ def plug(
     if unknown not in get_args(Unknown):
         raise ValueError(f"unknown must be one of {get_args(Unknown)}, got {unknown!r}")
     factory = _factory(filter, given)
-    found = sites(model, unknown)
-    planned, report = plan_filters(model, found, layers, factory)
-    report.skipped |= token_mixers(model, found)
-    report.dry_run = dry_run
-    for _, new_filter in planned:
-        new_filter.dropout_after = place
-    if inputs is not None:
-        planned = _tried(model, planned, report, inputs)
-    if not dry_run:
-        install(model, planned)
+    with CHANGING:
+        found = sites(model, unknown)
+        planned, report = plan_filters(model, found, layers, factory)
+        report.skipped |= token_mixers(model, found)
+        report.dry_run = dry_run
+        for _, new_filter in planned:
+            new_filter.dropout_after = place
+        if inputs is not None:
+            planned = _tried(model, planned, report, inputs)
+        if not dry_run:
+            install(model, planned)
     return report
 
 
@@ -164,11 +166,12 @@ def unplug(model: nn.Module) -> None:
         >>> gfsa.filters_of(model)
         {}
     """
-    plugged = plugged_sites(model)
-    if not plugged:
-        raise ValueError(f"{type(model).__name__} has no filters to unplug")
-    refuse_wrapped(plugged)
-    uninstall(model, list(plugged.values()))
+    with CHANGING:
+        plugged = plugged_sites(model)
+        if not plugged:
+            raise ValueError(f"{type(model).__name__} has no filters to unplug")
+        refuse_wrapped(plugged)
+        uninstall(model, list(plugged.values()))
 
 
 def plan_filters(

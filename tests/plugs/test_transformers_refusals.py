@@ -495,3 +495,17 @@ def test_an_overridden_entry_of_the_registry_is_what_runs(name: str, common: boo
     gfsa.unplug(model)
     gfsa.plug(model)
     torch.testing.assert_close(model(ids()).logits, ordinary)
+
+
+def test_attention_that_an_input_has_switched_is_refused() -> None:
+    """A folder of its filters would fit no model that its config builds."""
+    size = {"vocab_size": 70, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = hf.BigBirdConfig(**size, intermediate_size=16, block_size=4, num_random_blocks=1)
+    model = hf.BigBirdModel(config).eval()
+    model(torch.arange(8)[None])
+    with pytest.raises(ValueError, match="attention_type='original_full'"):
+        gfsa.plug(model)
+    config.attention_type = "original_full"
+    full = hf.BigBirdModel(config).eval()
+    full(torch.arange(8)[None])
+    assert len(gfsa.plug(full).plugged) == 2

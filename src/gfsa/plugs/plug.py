@@ -15,8 +15,8 @@ from gfsa.plugs.attach import install, uninstall
 from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
 from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.presets import preset_for
-from gfsa.plugs.registry import Unknown
-from gfsa.plugs.report import ROOT, PlugReport
+from gfsa.plugs.registry import Unknown, example_inputs, is_traced_after_trial
+from gfsa.plugs.report import ROOT, PlugReport, listed_reasons
 from gfsa.plugs.rollback import CHANGING
 from gfsa.plugs.sites import (
     Site,
@@ -86,7 +86,8 @@ def plug(
             override it.
         unknown: what to do with attention that no adapter knows: ``"refuse"`` skips it and
             reports the reason, ``"trace"`` follows its softmax to its product with v and verifies
-            in each forward that this is self-attention.
+            in each forward that this is self-attention. Classes of timm are traced in both cases
+            if that works in a trial forward, on ``inputs`` or on images of the model's own size.
         dry_run: change nothing, only report.
         inputs: a batch (a tensor, a dict of keyword or a tuple of positional arguments) for a
             trial forward, in evaluation mode without gradients. A layer is skipped, with the
@@ -136,13 +137,20 @@ def plug(
     factory = _factory(filter, given)
     with CHANGING:
         found = sites(model, unknown)
-        planned, report = plan_filters(model, found, layers, factory)
-        report.skipped |= token_mixers(model, found)
+        tracing = _traced_after_trial(model, found)
+        batch = example_inputs(model) if tracing and inputs is None else inputs
+        if tracing and batch is not None:
+            try:
+                planned, report = _planned(model, found | tracing, layers, factory, place, batch)
+                planned = _without_unreached(planned, report, tracing, found)
+            except (ValueError, torch.OutOfMemoryError):
+                if inputs is not None:
+                    raise
+                # nothing was shown: they stay refused
+                tracing = {}
+        if not tracing or batch is None:
+            planned, report = _planned(model, found, layers, factory, place, inputs)
         report.dry_run = dry_run
-        for _, new_filter in planned:
-            new_filter.dropout_after = place
-        if inputs is not None:
-            planned = _tried(model, planned, report, inputs)
         if not dry_run:
             install(model, planned)
     return report
@@ -192,7 +200,8 @@ def plan_filters(
     accepting = accepting_sites(model, found)
     selected = select_layers({name: site.module for name, site in accepting.items()}, layers)
     report = PlugReport(
-        skipped={name: site.refusal for name, site in found.items() if site.refusal is not None}
+        skipped={name: site.refusal for name, site in found.items() if site.refusal is not None},
+        numbers={name: number for number, name in enumerate(accepting, start=1)},
     )
     planned: list[tuple[Site, GraphFilter]] = []
     taken = {id(site.filter): other for other, site in accepting.items() if site.is_plugged}
@@ -224,6 +233,42 @@ def plan_filters(
     return planned, report
 
 
+def _traced_after_trial(model: nn.Module, found: Mapping[str, Site]) -> dict[str, Site]:
+    """The refused sites that are traced where a trial forward shows that this works."""
+    refused = {n for n, site in found.items() if is_traced_after_trial(site.adapter, site.module)}
+    traced = sites(model, "trace") if refused else {}
+    return {n: site for n, site in traced.items() if n in refused and site.refusal is None}
+
+
+def _without_unreached(
+    planned: list[tuple[Site, GraphFilter]],
+    report: PlugReport,
+    tracing: Mapping[str, Site],
+    found: Mapping[str, Site],
+) -> list[tuple[Site, GraphFilter]]:
+    """The plan without sites that need a trial forward and were not reached by it."""
+    unshown = {n: str(found[n].refusal) for n in tracing if UNREACHED in report.how.get(n, "")}
+    return _skip(planned, report, unshown)
+
+
+def _planned(
+    model: nn.Module,
+    found: Mapping[str, Site],
+    layers: Layers,
+    factory: FilterFactory,
+    place: DropoutPlace,
+    inputs: Any,
+) -> tuple[list[tuple[Site, GraphFilter]], PlugReport]:
+    """The filters to install, after a trial forward if there are inputs, and the report."""
+    planned, report = plan_filters(model, found, layers, factory)
+    report.skipped |= token_mixers(model, found)
+    for _, new_filter in planned:
+        new_filter.dropout_after = place
+    if inputs is not None:
+        planned = _tried(model, planned, report, inputs)
+    return planned, report
+
+
 def _tried(
     model: nn.Module,
     planned: list[tuple[Site, GraphFilter]],
@@ -232,18 +277,26 @@ def _tried(
 ) -> list[tuple[Site, GraphFilter]]:
     """The planned filters that work on ``inputs``; the report is corrected for the others."""
     trial = try_forward(model, planned, inputs)
-    for name, reason in trial.refused.items():
-        del report.plugged[name], report.how[name]
-        report.skipped[name] = reason
     for name in trial.unreached:
         report.how[name] += f", {UNREACHED}"
-    kept = [(site, filter) for site, filter in planned if site.name not in trial.refused]
+    kept = _skip(planned, report, trial.refused)
     if not kept and planned:
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in trial.refused.items())
         raise ValueError(
-            f"no filter works in {type(model).__name__} on these inputs:{reasons}\n"
-            "gfsa.register_adapter teaches gfsa an attention class of your own"
+            f"no filter works in {type(model).__name__} on these inputs:"
+            + listed_reasons(trial.refused)
+            + "\ngfsa.register_adapter teaches gfsa an attention class of your own"
         )
+    return kept
+
+
+def _skip(
+    planned: list[tuple[Site, GraphFilter]], report: PlugReport, refused: Mapping[str, str]
+) -> list[tuple[Site, GraphFilter]]:
+    """The plan without the refused layers, which the report lists with their reasons."""
+    for name, reason in refused.items():
+        del report.plugged[name], report.how[name]
+        report.skipped[name] = reason
+    kept = [(site, filter) for site, filter in planned if site.name not in refused]
     report.parameters = sum(p.numel() for _, filter in kept for p in filter.parameters())
     return kept
 

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 import gfsa
 from gfsa.plugs import FilterNotCalledError
 from gfsa.plugs.adapters.transformers import mask_hooks
+from gfsa.plugs.call_check import TrainingCheck
 from support.tiny import TinyEncoder
 from support.zoo import ZOO
 
@@ -250,8 +251,8 @@ def test_the_papers_parameter_count() -> None:
 
 
 def checks_of(model: nn.Module) -> list[object]:
-    """The hooks that look whether filters are called; those of masks stay."""
-    hooks = model._forward_hooks.values()
+    """The hooks that look whether filters are called; those of masks and of training stay."""
+    hooks = [h for h in model._forward_hooks.values() if not isinstance(h, TrainingCheck)]
     return [hook for hook in hooks if type(hook).__module__ != mask_hooks.__name__]
 
 
@@ -461,7 +462,7 @@ def test_a_forward_of_another_thread_is_not_counted() -> None:
         go_on.set()
         other.join()
         handle.remove()
-    assert not model._forward_hooks
+    assert not checks_of(model)
     assert not model._forward_pre_hooks
 
 
@@ -614,3 +615,48 @@ def test_filters_that_cannot_learn_are_noticed() -> None:
 def test_unknown_arguments_are_told_where_to_go(argument: str, advice: str) -> None:
     with pytest.raises(TypeError, match=f"no argument '{argument}'; .*{advice}"):
         gfsa.plug(TinyEncoder(), **{argument: 1e-2})
+
+
+@pytest.mark.parametrize("clears", ["optimizer", "model"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_an_optimizer_without_the_filters_is_warned_of_once(order: str, clears: str) -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    early = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    gfsa.plug(model)
+    optimizer = early if order == "before" else torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(50):
+            model(torch.randn(2, 4, 8)).square().sum().backward()
+            optimizer.step()
+            (optimizer if clears == "optimizer" else model).zero_grad()
+    told = [str(w.message) for w in caught if "no filter has" in str(w.message)]
+    assert len(told) == (order == "before")
+    assert not any(isinstance(h, TrainingCheck) for h in model._forward_hooks.values())
+
+
+def test_no_warning_while_gradients_accumulate_or_filters_have_none(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    class Probe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            self.head = nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.body(x)
+            y: Tensor = self.head(x)
+            return y
+
+    probe = Probe()
+    gfsa.plug(probe)
+    optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
+    accumulating = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    gfsa.plug(accumulating)
+    for _ in range(50):
+        probe(torch.randn(2, 4, 8)).sum().backward()
+        optimizer.step()
+        accumulating(torch.randn(2, 4, 8)).sum().backward()
+    assert not [w for w in recwarn if "no filter has" in str(w.message)]

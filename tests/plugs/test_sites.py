@@ -127,7 +127,7 @@ class Reduced(Unseen):
 
 
 REFUSED = {
-    Mixer: "Mixer computes no softmax and calls no attention of torch",
+    Mixer: "Mixer calls neither softmax nor",
     Router: "Router has heads and a softmax, but neither its name nor its projections show",
     OneHead: "OneHead has a projection and a softmax, but neither its name nor a number of heads",
     type("ProjectedAttention", (Projected,), {}): "keys and values that were projected outside it",

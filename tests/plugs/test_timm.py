@@ -248,3 +248,38 @@ def test_fx_needs_plugged_layers_as_leaves():
 
     traced = torch.fx.GraphModule(model, Tracer().trace(model))
     assert torch.equal(traced(IMAGE), model(IMAGE))
+
+
+@pytest.mark.parametrize(
+    ("name", "plugged", "skipped"),
+    [("levit_128s", 9, 2), ("twins_svt_small", 11, 7), ("maxvit_nano_rw_256", 14, 0)],
+)
+def test_classes_without_an_adapter_are_traced_after_a_trial_on_their_own_size(
+    name: str, plugged: int, skipped: int, tmp_path
+) -> None:
+    model = timm.create_model(name).eval()
+    x = torch.randn(1, *model.pretrained_cfg["input_size"])
+    before = model(x)
+    report = gfsa.plug(model)
+    assert (len(report.plugged), len(report.skipped)) == (plugged, skipped)
+    torch.testing.assert_close(model(x), before, atol=1e-5, rtol=1e-4)
+    disturb(model)
+    gfsa.save(model, tmp_path)
+    loaded = timm.create_model(name).eval()
+    loaded.load_state_dict({k: v for k, v in model.state_dict().items() if ".gfsa." not in k})
+    gfsa.load(loaded, tmp_path)
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_what_no_trial_has_shown_stays_refused() -> None:
+    model = timm.create_model("levit_128s").eval()
+    # a backbone with classes of timm that does not say what it takes
+    backbone = nn.Sequential(model.stem)
+    backbone.append(model.stages)
+    with pytest.raises(ValueError, match="no adapter knows Attention"):
+        gfsa.plug(backbone)
+    # a part that the forward does not reach
+    model.spare = timm.create_model("levit_128s").stages
+    report = gfsa.plug(model)
+    assert len(report.plugged) == 9
+    assert all("no adapter knows" in report.skipped[f"spare.0.blocks.{i}.attn"] for i in (0, 1))

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gfsa
 from gfsa.plugs.tracing.adapter import TraceError
@@ -133,3 +133,27 @@ def test_the_error_while_decoding_with_a_cache_names_adapters():
     model(X)
     with pytest.raises(TraceError, match=r"1×8, not square.*with a cache.*docs/adapters\.md"):
         model(X[:, :1])
+
+
+def test_an_einsum_with_values_that_heads_share() -> None:
+    class OneHeadOfValues(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads = 2
+            self.q, self.kv = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            k, v = self.kv(x).chunk(2, -1)
+            q = self.q(x).unflatten(-1, (2, 4))
+            return torch.einsum("bihd,bjd->bhij", q, k).softmax(-1), v
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum("bhij,bjd->bihd", *self.parts(x)).flatten(2)
+
+    module, x = OneHeadOfValues().double(), torch.randn(3, 5, 8, dtype=torch.float64)
+    gfsa.plug(module, unknown="trace")
+    nn.init.normal_(module.gfsa.theta)
+    matrix, v = module.parts(x)
+    filtered = module.gfsa.map(gfsa.operators.DenseOperator(matrix))
+    expected = torch.einsum("bhij,bjd->bihd", filtered, v).flatten(2)
+    torch.testing.assert_close(module(x), expected)

@@ -79,3 +79,26 @@ def test_places_that_are_cross_attention_are_left_alone():
     report = gfsa.plug(model, unknown="trace")
     assert list(report.plugged) == ["attn1"]
     assert all("cross-attention" in why for why in report.skipped.values())
+
+
+class NextTokens(Reader):
+    """Its keys and values are the tokens that follow its queries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.to_q(x[:, :-1]) @ self.to_k(x[:, 1:]).mT).softmax(-1) @ x[:, 1:]
+
+
+class FirstAndLast(Reader):
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = x[:, 0, None], x[:, -1, None]
+        return (self.to_q(first) @ self.to_k(last).mT).softmax(-1) @ last
+
+
+@pytest.mark.parametrize("tokens", [2, 3])
+@pytest.mark.parametrize("kind", [NextTokens, FirstAndLast])
+def test_keys_of_other_tokens_are_refused_in_a_map_of_one_token_too(kind, tokens):
+    module = kind()
+    gfsa.plug(module, unknown="trace")
+    for _ in range(2):
+        with pytest.raises(TraceError, match="cannot filter"):
+            module(X[:, :tokens])

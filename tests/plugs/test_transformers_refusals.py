@@ -531,3 +531,17 @@ def test_a_registered_function_that_is_not_linear_in_v_is_refused(when: str, nam
             model.set_attn_implementation(name)
             with pytest.raises(ValueError, match=r"cannot be filtered.*squashed.*not linear"):
                 model(ids(), use_cache=False)
+
+
+def test_attention_that_an_input_has_switched_is_refused() -> None:
+    """A folder of its filters would fit no model that its config builds."""
+    size = {"vocab_size": 70, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = hf.BigBirdConfig(**size, intermediate_size=16, block_size=4, num_random_blocks=1)
+    model = hf.BigBirdModel(config).eval()
+    model(torch.arange(8)[None])
+    with pytest.raises(ValueError, match="attention_type='original_full'"):
+        gfsa.plug(model)
+    config.attention_type = "original_full"
+    full = hf.BigBirdModel(config).eval()
+    full(torch.arange(8)[None])
+    assert len(gfsa.plug(full).plugged) == 2

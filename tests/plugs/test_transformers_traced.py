@@ -376,7 +376,7 @@ def test_mixers_without_a_softmax_are_not_said_to_have_one() -> None:
         vocab_size=61, hidden_size=32, num_hidden_layers=1, num_heads=8, head_dim=8, n_groups=1
     )
     for unknown in ("refuse", "trace"):
-        with pytest.raises(ValueError, match="computes no softmax") as error:
+        with pytest.raises(ValueError, match="calls neither softmax") as error:
             gfsa.plug(hf.Mamba2Model(mamba), unknown=unknown)
         assert "follows its softmax" not in str(error.value)
 

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 import gfsa
 from census.timm_models import TIMM
+from gfsa.operators import AttentionOperator
+from gfsa.plugs import SwapClass
+from gfsa.plugs.registry import _registered
 from support.random_filters import randomise
 
 
@@ -239,11 +242,10 @@ def test_families_of_timm(key: str, fails: bool) -> None:
     torch.testing.assert_close(model(x), expected)
 
 
-def test_convits_gated_attention_is_named() -> None:
+def test_convits_gated_attention_is_plugged() -> None:
     architecture, _, options = TIMM["convit"]
     model = timm.create_model(architecture, **options)
-    with pytest.raises(ValueError, match="no adapter knows GPSA"):
-        gfsa.plug(model)
+    assert len(gfsa.plug(model, dry_run=True).plugged) == 3
     assert len(gfsa.plug(model, unknown="trace", inputs=torch.randn(1, 3, 32, 32)).plugged) == 3
 
 
@@ -309,3 +311,51 @@ def test_a_cache_that_was_filled_with_gradients_is_copied() -> None:
     found = model(**inputs).logits
     assert torch.equal(found, expected)
     found.sum().backward()
+
+
+class Causal(Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class ForgetsCausal(Causal):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.gfsa(AttentionOperator(q, k), v)
+
+
+class ForgetsTranspose(Causal):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return self.gfsa(AttentionOperator(q, k, is_causal=True), v).transpose(1, 2)
+
+
+class Faithful(Causal):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.gfsa(AttentionOperator(q, k, is_causal=True), v)
+
+
+@pytest.mark.parametrize("filter", [None, gfsa.Twicing, gfsa.Laplacian])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_that_computes_another_attention_is_refused(
+    filter: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = X[:, :2].to(dtype)
+    for filtered in (ForgetsCausal, ForgetsTranspose):
+        monkeypatch.setitem(_registered, Causal, SwapClass(filtered, "num_heads"))
+        model = Model(Causal(), Attention(), Causal()).to(dtype)
+        report = gfsa.plug(model, unknown="trace", inputs=x, filter=filter)
+        assert list(report.plugged) == ["layers.1"]
+        for name in ("layers.0", "layers.2"):
+            assert "its output changes by" in report.skipped[name]
+            assert "is_causal" in report.skipped[name]
+    monkeypatch.setitem(_registered, Causal, SwapClass(Faithful, "num_heads"))
+    model = Model(Causal(), Attention(), Causal()).to(dtype)
+    assert not gfsa.plug(model, unknown="trace", inputs=x, filter=filter).skipped
+
+
+def test_a_model_that_differs_from_run_to_run_is_not_judged() -> None:
+    class Unsteady(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + len(self.seen))
+
+    assert len(plug(Unsteady(Attention(), Attention())).plugged) == 2

@@ -238,9 +238,7 @@ def _refusal_of_tensor(q: Tensor, gpu: tuple[int, int] | None) -> str | None:
     return None
 
 
-def situation_of(
-    call: AttentionCall, v: Tensor, degree: int, exclusive: bool = False
-) -> Situation:
+def situation_of(call: AttentionCall, v: Tensor, degree: int, exclusive: bool = False) -> Situation:
     """The situation of a filter of ``degree`` on ``v``."""
     call = call.with_key_mask()
     q, visible, dropout_p = call.q, call.visible, call.dropout_p

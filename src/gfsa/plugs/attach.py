@@ -13,7 +13,7 @@ from torch import nn
 from gfsa.filters import GraphFilter
 from gfsa.filters.depth import FirstValues
 from gfsa.plugs.adapter import CHILD, has_bound_forward
-from gfsa.plugs.call_check import stop_checking, watch_first_forward
+from gfsa.plugs.call_check import stop_checking, stop_watching_training, watch_forwards
 from gfsa.plugs.cross_attention import forget_tokens
 from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import ADAPTER, Site, plugged_sites
@@ -27,10 +27,15 @@ def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> No
     _refuse_offloaded_whole(model, [site for site, _ in planned])
     with all_or_nothing(model):
         for site, filter in planned:
+            if ADAPTER in site.module.__dict__:
+                raise ValueError(
+                    f"{site.name} was plugged by another thread in the meantime; change a model in "
+                    "one thread"
+                )
             attach(site, filter)
         connect_depth(plugged_sites(model).values())
         notify_adapters(model, [site for site, _ in planned])
-        watch_first_forward(model, {site.name: (site.module, filter) for site, filter in planned})
+        watch_forwards(model, {site.name: (site.module, filter) for site, filter in planned})
 
 
 def stacks_of(names: Iterable[str]) -> dict[str, list[str]]:
@@ -74,10 +79,13 @@ def connect_depth(plugged: Iterable[Site]) -> None:
 
 def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:
     """Detach the filters of these sites of ``model``: all of them, or none if anything raises."""
-    refuse_changed_since(plugged)
     with all_or_nothing(model):
+        refuse_changed_since(plugged)
         for site in plugged:
             detach(site)
+        for module in model.modules():
+            if not any(isinstance(inner, GraphFilter) for inner in module.modules()):
+                stop_watching_training(module)
         notify_adapters(model, plugged)
 
 

@@ -1,16 +1,20 @@
-"""Check that plugged filters are called: a filter that no forward calls is an error."""
+"""Check that plugged filters are called, and that training moves them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter
+from gfsa.plugs.crossing import leaves_of
+from gfsa.plugs.partitioned import is_partitioned
 
 Event = Literal["reached", "ran", "called", "ended"]
 
@@ -189,12 +193,95 @@ def _not_called(names: list[str]) -> FilterNotCalledError:
     return error
 
 
-def watch_first_forward(
-    model: nn.Module, plugged: Mapping[str, tuple[nn.Module, GraphFilter]]
-) -> None:
-    """Check at the end of the model's next forwards that each of these filters is called."""
+class TrainingCheck:
+    """A hook of a plugged model that warns once if training moves other weights but no filter.
+
+    That is what an optimizer does that was built before the filters were plugged. Weights are
+    compared by their version counters, which is free; filters also by value, but only before the
+    warning. The check ends when a filter has moved.
+    """
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.next_look = _FORWARDS
+        # by name, at the first training forward
+        self.versions: dict[str, int] = {}
+        self.start: dict[str, Tensor] = {}
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+            return
+        self.forwards += 1
+        if self.forwards == 1:
+            self._begin(model)
+        elif self.forwards == self.next_look:
+            # while gradients accumulate, nothing moves
+            self.next_look *= 2
+            self._look(model, output)
+
+    def _begin(self, model: nn.Module) -> None:
+        weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if any(is_partitioned(p) or p.is_meta for p in weights.values()):
+            # such parameters are replaced between forwards
+            weights = {}
+        self.versions = {name: p._version for name, p in weights.items()}
+        for name, filter in model.named_modules():
+            if isinstance(filter, GraphFilter):
+                own = ((f"{name}.{n}", p) for n, p in filter.named_parameters())
+                self.start |= {n: p.detach().clone() for n, p in own if n in weights}
+        if not self.start:
+            self._end(model)
+
+    def _look(self, model: nn.Module, output: Any) -> None:
+        weights = dict(model.named_parameters())
+        moved = {n for n, v in self.versions.items() if n in weights and weights[n]._version != v}
+        filters = {n: weights[n] for n in self.start if n in weights}
+        if moved & filters.keys() or not filters:
+            self._end(model)
+        elif moved and (
+            any(p.grad is not None for p in filters.values()) or _leads_to(filters.values(), output)
+        ):
+            self._end(model)
+            if all(torch.equal(p, self.start[n].to(p.device)) for n, p in filters.items()):
+                warnings.warn(
+                    f"in {self.forwards} training forwards of {type(model).__name__} other weights "
+                    "have changed, but no filter has, although filters got gradients: the "
+                    "optimizer does not have their parameters. Build it after gfsa.plug, with "
+                    "gfsa.parameter_groups(model, ...) or model.parameters(); to keep the filters "
+                    "as they are, call requires_grad_(False) on them",
+                    stacklevel=2,
+                )
+
+    def _end(self, model: nn.Module) -> None:
+        for key, hook in list(model._forward_hooks.items()):
+            if hook is self:
+                del model._forward_hooks[key]
+
+
+def _leads_to(weights: Iterable[Tensor], output: Any) -> bool:
+    """Whether gradients of an output reach one of these weights."""
+    tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+    reached: set[int] = set().union(*map(leaves_of, tensors))
+    return any(id(weight) in reached for weight in weights)
+
+
+# how many training forwards go by before filters are looked at
+_FORWARDS = 10
+
+
+def watch_forwards(model: nn.Module, plugged: Mapping[str, tuple[nn.Module, GraphFilter]]) -> None:
+    """Check that the model's next forward calls each of these filters, and that training does."""
     if plugged:
         CallCheck(model, plugged)
+        stop_watching_training(model)
+        model.register_forward_hook(TrainingCheck())
+
+
+def stop_watching_training(module: nn.Module) -> None:
+    """End the check that training moves the filters of this module."""
+    for hook in list(module._forward_hooks.values()):
+        if isinstance(hook, TrainingCheck):
+            hook._end(module)
 
 
 def stop_checking(filter: GraphFilter) -> None:

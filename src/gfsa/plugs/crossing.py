@@ -111,7 +111,7 @@ class _Call:
 
     def crosses(self, q: Tensor, k: Tensor) -> bool:
         leaves = {id(leaf) for _, leaf in self.arguments}
-        of_q, of_k = _leaves_of(q), _leaves_of(k)
+        of_q, of_k = leaves_of(q), leaves_of(k)
         if not (of_q & self.weights and of_k & self.weights):
             # what is projected elsewhere may come from one tensor
             return False
@@ -128,7 +128,7 @@ def _queries_and_keys(operator: Any) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _leaves_of(x: Tensor) -> set[int]:
+def leaves_of(x: Tensor) -> set[int]:
     """The ids of the leaves that a tensor was computed from."""
     found: set[int] = set()
     seen: set[Any] = set()

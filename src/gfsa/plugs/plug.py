@@ -16,8 +16,9 @@ from gfsa.plugs.attach import install, stacks_of, uninstall
 from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
 from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.presets import preset_for
-from gfsa.plugs.registry import Unknown
-from gfsa.plugs.report import ROOT, PlugReport
+from gfsa.plugs.registry import Unknown, example_inputs, is_traced_after_trial
+from gfsa.plugs.report import ROOT, PlugReport, listed_reasons
+from gfsa.plugs.rollback import CHANGING
 from gfsa.plugs.sites import (
     Site,
     accepting_sites,
@@ -88,12 +89,14 @@ def plug(
             override it.
         unknown: what to do with attention that no adapter knows: ``"refuse"`` skips it and
             reports the reason, ``"trace"`` follows its softmax to its product with v and verifies
-            in each forward that this is self-attention.
+            in each forward that this is self-attention. Classes of timm are traced in both cases
+            if that works in a trial forward, on ``inputs`` or on images of the model's own size.
         dry_run: change nothing, only report.
         inputs: a batch (a tensor, a dict of keyword or a tuple of positional arguments) for a
-            trial forward, in evaluation mode without gradients. A layer that raises in it, or does
-            not call its filter, is skipped with that reason, and so is one of a registered adapter
-            whose q and k are projected from different arguments; one that the batch does not reach
+            trial forward, in evaluation mode without gradients. A layer is skipped, with the
+            reason, if it raises, does not call its filter, or returns another output than without
+            a filter although the filter is ordinary attention; so is one of a registered adapter
+            whose q and k are projected from different arguments. One that the batch does not reach
             (a vision tower, say) keeps its filter, and the report says so. Buffers, random
             generators, training modes and gradients are afterwards as before. ``layers`` counts
             the layers before the trial.
@@ -139,25 +142,33 @@ def plug(
     if unknown not in get_args(Unknown):
         raise ValueError(f"unknown must be one of {get_args(Unknown)}, got {unknown!r}")
     factory = _factory(filter, given)
-    found = sites(model, unknown)
-    planned, report = plan_filters(model, found, layers, factory)
-    report.skipped |= token_mixers(model, found)
-    if depth:
-        _add_depth(planned)
-        report.parameters = _parameters(planned)
-    report.dry_run = dry_run
-    for _, new_filter in planned:
-        new_filter.dropout_after = place
-    if inputs is not None:
-        planned = _tried(model, planned, report, inputs)
+    with CHANGING:
+        found = sites(model, unknown)
+        tracing = _traced_after_trial(model, found)
+        batch = example_inputs(model) if tracing and inputs is None else inputs
+        if tracing and batch is not None:
+            try:
+                planned, report = _planned(model, found | tracing, layers, factory, place, batch)
+                planned = _without_unreached(planned, report, tracing, found)
+            except (ValueError, torch.OutOfMemoryError):
+                if inputs is not None:
+                    raise
+                # nothing was shown: they stay refused
+                tracing = {}
+        if not tracing or batch is None:
+            planned, report = _planned(model, found, layers, factory, place, inputs)
+        if depth:
+            _add_depth(planned)
+            report.parameters = _parameters(planned)
+        report.dry_run = dry_run
+        if not dry_run:
+            install(model, planned)
     if filter is None and not report.parameters and not {"w0", "w1", "wK"} & given.keys():
         warnings.warn(
             "the filters are ordinary attention and have nothing to learn; name what they learn, "
             'as in learn=("w0", "w1", "wK"), or give fixed values (w0=…)',
             stacklevel=2,
         )
-    if not dry_run:
-        install(model, planned)
     return report
 
 
@@ -192,11 +203,12 @@ def unplug(model: nn.Module) -> None:
         >>> gfsa.filters_of(model)
         {}
     """
-    plugged = plugged_sites(model)
-    if not plugged:
-        raise ValueError(f"{type(model).__name__} has no filters to unplug")
-    refuse_wrapped(plugged)
-    uninstall(model, list(plugged.values()))
+    with CHANGING:
+        plugged = plugged_sites(model)
+        if not plugged:
+            raise ValueError(f"{type(model).__name__} has no filters to unplug")
+        refuse_wrapped(plugged)
+        uninstall(model, list(plugged.values()))
 
 
 def plan_filters(
@@ -217,7 +229,8 @@ def plan_filters(
     accepting = accepting_sites(model, found)
     selected = select_layers({name: site.module for name, site in accepting.items()}, layers)
     report = PlugReport(
-        skipped={name: site.refusal for name, site in found.items() if site.refusal is not None}
+        skipped={name: site.refusal for name, site in found.items() if site.refusal is not None},
+        numbers={name: number for number, name in enumerate(accepting, start=1)},
     )
     planned: list[tuple[Site, GraphFilter]] = []
     taken = {id(site.filter): other for other, site in accepting.items() if site.is_plugged}
@@ -249,6 +262,42 @@ def plan_filters(
     return planned, report
 
 
+def _traced_after_trial(model: nn.Module, found: Mapping[str, Site]) -> dict[str, Site]:
+    """The refused sites that are traced where a trial forward shows that this works."""
+    refused = {n for n, site in found.items() if is_traced_after_trial(site.adapter, site.module)}
+    traced = sites(model, "trace") if refused else {}
+    return {n: site for n, site in traced.items() if n in refused and site.refusal is None}
+
+
+def _without_unreached(
+    planned: list[tuple[Site, GraphFilter]],
+    report: PlugReport,
+    tracing: Mapping[str, Site],
+    found: Mapping[str, Site],
+) -> list[tuple[Site, GraphFilter]]:
+    """The plan without sites that need a trial forward and were not reached by it."""
+    unshown = {n: str(found[n].refusal) for n in tracing if UNREACHED in report.how.get(n, "")}
+    return _skip(planned, report, unshown)
+
+
+def _planned(
+    model: nn.Module,
+    found: Mapping[str, Site],
+    layers: Layers,
+    factory: FilterFactory,
+    place: DropoutPlace,
+    inputs: Any,
+) -> tuple[list[tuple[Site, GraphFilter]], PlugReport]:
+    """The filters to install, after a trial forward if there are inputs, and the report."""
+    planned, report = plan_filters(model, found, layers, factory)
+    report.skipped |= token_mixers(model, found)
+    for _, new_filter in planned:
+        new_filter.dropout_after = place
+    if inputs is not None:
+        planned = _tried(model, planned, report, inputs)
+    return planned, report
+
+
 def _tried(
     model: nn.Module,
     planned: list[tuple[Site, GraphFilter]],
@@ -257,18 +306,26 @@ def _tried(
 ) -> list[tuple[Site, GraphFilter]]:
     """The planned filters that work on ``inputs``; the report is corrected for the others."""
     trial = try_forward(model, planned, inputs)
-    for name, reason in trial.refused.items():
-        del report.plugged[name], report.how[name]
-        report.skipped[name] = reason
     for name in trial.unreached:
         report.how[name] += f", {UNREACHED}"
-    kept = [(site, filter) for site, filter in planned if site.name not in trial.refused]
+    kept = _skip(planned, report, trial.refused)
     if not kept and planned:
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in trial.refused.items())
         raise ValueError(
-            f"no filter works in {type(model).__name__} on these inputs:{reasons}\n"
-            "gfsa.register_adapter teaches gfsa an attention class of your own"
+            f"no filter works in {type(model).__name__} on these inputs:"
+            + listed_reasons(trial.refused)
+            + "\ngfsa.register_adapter teaches gfsa an attention class of your own"
         )
+    return kept
+
+
+def _skip(
+    planned: list[tuple[Site, GraphFilter]], report: PlugReport, refused: Mapping[str, str]
+) -> list[tuple[Site, GraphFilter]]:
+    """The plan without the refused layers, which the report lists with their reasons."""
+    for name, reason in refused.items():
+        del report.plugged[name], report.how[name]
+        report.skipped[name] = reason
+    kept = [(site, filter) for site, filter in planned if site.name not in refused]
     report.parameters = _parameters(kept)
     return kept
 

@@ -15,7 +15,7 @@ from gfsa.filters import GraphFilter, Polynomial
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.attach import attach, detach, notify_adapters, refuse_changed_since
-from gfsa.plugs.call_check import stop_checking, watch_first_forward
+from gfsa.plugs.call_check import stop_checking, watch_forwards
 from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.running import call, evaluating
@@ -214,7 +214,7 @@ def _finish(model: nn.Module, changed: Iterable[Site], before: Mapping[str, Site
             stop_checking(site.filter)
     known = {id(site.filter) for site in before.values()}
     fresh = {name: (s.module, s.filter) for name, s in now.items() if id(s.filter) not in known}
-    watch_first_forward(model, fresh)
+    watch_forwards(model, fresh)
 
 
 def _outputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from gfsa.plugs.adapter import Adapter, SwapClass
 from gfsa.plugs.adapters import torch_mha
@@ -82,6 +82,20 @@ def find_adapter(module: nn.Module, unknown: Unknown = "refuse") -> Adapter | No
 
 OLDEST_TRANSFORMERS = (5, 15)
 """The oldest version of transformers whose models are plugged, as declared in pyproject.toml."""
+
+
+def is_traced_after_trial(adapter: Adapter, module: nn.Module) -> bool:
+    """Whether a refused module is traced if a trial forward shows that it works: timm's own."""
+    return adapter is UNKNOWN and type(module).__module__.startswith("timm.")
+
+
+def example_inputs(model: nn.Module) -> Tensor | None:
+    """A batch for a trial forward, if the model says what it takes: those of timm do."""
+    if "timm.models" not in sys.modules:
+        return None
+    from gfsa.plugs.adapters.timm import example_images
+
+    return example_images(model)
 
 
 def _find_in_transformers(module: nn.Module) -> Adapter | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,9 @@ from gfsa.plugs.call_check import checks_of
 # parameters, buffers, children and hooks: what torch keeps in containers of a module
 _CONTAINERS = [name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set))]
 
+CHANGING = threading.RLock()
+"""Held while a model is changed: threads that plug and unplug one model take turns."""
+
 
 @contextmanager
 def all_or_nothing(model: nn.Module, values: Iterable[Tensor] = ()) -> Iterator[None]:
@@ -23,12 +27,13 @@ def all_or_nothing(model: nn.Module, values: Iterable[Tensor] = ()) -> Iterator[
     state of the check for uncalled filters, and the numbers in ``values``. Attributes that are
     plain dicts, lists or sets get their content back.
     """
-    before = _Snapshot(model, values)
-    try:
-        yield
-    except BaseException:
-        before.restore()
-        raise
+    with CHANGING:
+        before = _Snapshot(model, values)
+        try:
+            yield
+        except BaseException:
+            before.restore()
+            raise
 
 
 @contextmanager
@@ -37,11 +42,12 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
     Restored is what :func:`all_or_nothing` restores, and the numbers in the buffers.
     """
-    before = _Snapshot(model, [buffer for buffer in model.buffers() if _can_be_written(buffer)])
-    try:
-        yield
-    finally:
-        before.restore()
+    with CHANGING:
+        before = _Snapshot(model, [buffer for buffer in model.buffers() if _can_be_written(buffer)])
+        try:
+            yield
+        finally:
+            before.restore()
 
 
 def _can_be_written(tensor: Tensor) -> bool:

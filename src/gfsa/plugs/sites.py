@@ -13,6 +13,7 @@ from gfsa.plugs.adapter import CHILD, Adapter
 from gfsa.plugs.cross_attention import Owners
 from gfsa.plugs.partitioned import is_partitioned
 from gfsa.plugs.registry import Unknown, find_adapter
+from gfsa.plugs.report import listed_reasons
 
 ADAPTER = "_gfsa_adapter"
 """The key in ``module.__dict__`` under which a plugged module keeps its adapter."""
@@ -118,7 +119,7 @@ def accepting_sites(model: nn.Module, found: Mapping[str, Site]) -> dict[str, Si
     """The sites without a refusal; raises a ValueError with all refusals if there are none."""
     accepting = {name: site for name, site in found.items() if site.refusal is None}
     if not accepting:
-        reasons = "".join(f"\n  {name}: {site.refusal}" for name, site in found.items())
+        reasons = listed_reasons({name: str(site.refusal) for name, site in found.items()})
         raise ValueError(
             f"found no self-attention in {type(model).__name__} that a filter can be plugged into"
             + (f"; the attention that was found is refused:{reasons}" if reasons else "")

@@ -1,9 +1,13 @@
-"""timm: ViT and DeiT, Swin, CaiT by adapters; families with attention of their own by tracing."""
+"""timm: ViT and DeiT, Swin, CaiT by adapters; families with attention of their own by tracing.
+
+Classes that the tests have traced are plugged as they are; others after a trial forward.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gfsa.filters import GraphFilter
@@ -169,3 +173,19 @@ def find(module: nn.Module) -> Adapter | None:
     if adapter is not None and names_in_forward(cls) == _WRITTEN_FOR[cls]:
         return adapter
     return KNOWN_TRACER if (cls.__module__, cls.__name__) in _TRACED else None
+
+
+def example_images(model: nn.Module) -> Tensor | None:
+    """Two images of the size that a model of timm takes, or None if it does not say."""
+    config = getattr(model, "pretrained_cfg", None)
+    size = config.get("input_size") if isinstance(config, dict) else None
+    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if not isinstance(size, (tuple, list)) or len(size) != 3 or weight is None:
+        return None
+    # a model may have been built for another size than its config
+    patches = getattr(model, "patch_embed", None)
+    side = getattr(patches, "img_size", None) or getattr(model, "img_size", None)
+    side = (side, side) if isinstance(side, int) else side
+    channels, *sides = size
+    images = torch.randn(2, channels, *(side or sides), generator=torch.Generator().manual_seed(0))
+    return images.to(weight.device, weight.dtype)

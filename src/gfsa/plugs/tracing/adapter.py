@@ -91,6 +91,18 @@ class Traced(nn.Module):
         return _new, (self.__dict__["_gfsa_class"],), *reduced[2:]
 
 
+def _refusal_of_switched(owner: nn.Module) -> str | None:
+    """Why a block cannot be plugged that has other attention than its config builds."""
+    now = getattr(owner, "attention_type", None)
+    built = getattr(getattr(owner, "config", None), "attention_type", None)
+    if not (isinstance(now, str) and isinstance(built, str)) or now == built:
+        return None
+    return (
+        f"a short input switched it to {now!r} attention, while its config says {built!r}, so its "
+        f"filter could not be loaded again; build the model with attention_type={now!r}"
+    )
+
+
 def _has_buffers(module: nn.Module) -> bool:
     """Whether a module has buffers beside those of its filter."""
     return any(not name.startswith(f"{CHILD}.") for name, _ in module.named_buffers())
@@ -146,7 +158,9 @@ class TracerAdapter(Adapter):
     def refusal_inside(self, owners: Owners) -> str | None:
         owner = owners[0][0] if owners else None
         crosses = getattr(owner, "is_cross_attention", False) is True
-        return REASON if crosses or crosses_by_design(owners) else None
+        if crosses or crosses_by_design(owners):
+            return REASON
+        return next(filter(None, (_refusal_of_switched(owner) for owner, _ in owners)), None)
 
     def wants_maps(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
         """Whether the caller of this forward looks at attention weights that it returns."""

@@ -103,8 +103,9 @@ def refusal_by_code(module: nn.Module) -> str | None:
     kind = type(module).__name__
     if not computes_softmax(module):
         return (
-            f"{kind} computes no softmax and calls no attention of torch: it has no attention map "
-            "that could be followed to its product with v"
+            f"{kind} calls neither softmax nor scaled_dot_product_attention, whose map could be "
+            "followed to its product with v; for flex_attention or a kernel of your own, "
+            "gfsa.register_adapter teaches gfsa the class"
         )
     if (reduction := _reduction(module)) is not None:
         return (

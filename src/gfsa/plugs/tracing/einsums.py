@@ -9,11 +9,14 @@ class ProductEquations(NamedTuple):
     """An einsum of a map with values as three steps, of which the second is ``A·v``.
 
     Args:
-        values: the einsum that gives the values the axes ``(lead of the map, keys, features)``.
+        values: the einsum that gives the values the axes ``(lead of the map, keys, features)``,
+            without those of the lead that they share, such as the heads of multi-query attention.
+        shared: the axes that are missing, in order: the values get one of size 1 for each.
         result: the einsum that gives ``A·v`` the axes of the result.
     """
 
     values: str
+    shared: tuple[int, ...]
     result: str
 
 
@@ -39,10 +42,12 @@ def product_equations(equation: str, place: int) -> ProductEquations | None:
     of_map, of_values = inputs[place], inputs[1 - place]
     lead, row, column = of_map[:-2], of_map[-2], of_map[-1]
     features = [letter for letter in of_values if letter not in of_map]
-    if len(features) != 1 or set(of_values) != {*lead, column, *features}:
+    if len(features) != 1 or column not in of_values or row in of_values:
         return None
+    own = "".join(letter for letter in lead if letter in of_values)
     return ProductEquations(
-        values=f"{of_values}->{lead}{column}{features[0]}",
+        values=f"{of_values}->{own}{column}{features[0]}",
+        shared=tuple(axis for axis, letter in enumerate(lead) if letter not in of_values),
         result=f"{lead}{row}{features[0]}->{out}",
     )
 

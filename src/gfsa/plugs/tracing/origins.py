@@ -22,6 +22,8 @@ class OriginTable:
         self.known: Any = WeakIdKeyDictionary()
         self.channels: set[tuple[str, Atom]] = set()
         """Axes of inputs over which a projection sums."""
+        self.cut_to_one = False
+        """Whether one position of a longer axis was taken: which one, an axis does not show."""
         self._serials = itertools.count()
         self._alive: list[Any] = []
 

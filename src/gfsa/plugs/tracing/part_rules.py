@@ -43,10 +43,17 @@ def _slice(table: OriginTable, x: Any, axis: int, start: int, stop: int) -> Orig
 
     def rule(dims: tuple[Dim, ...]) -> list[Dim]:
         result = list(dims)
-        result[axis] = sliced(result[axis], start, stop, 1)
+        result[axis] = _part(table, result[axis], start, stop, 1)
         return result
 
     return table.each(x, rule)
+
+
+def _part(table: OriginTable, dim: Dim, start: int, stop: int, step: int) -> Dim:
+    part = sliced(dim, start, stop, step)
+    if dim and not part and not is_features(dim):
+        table.cut_to_one = True
+    return part
 
 
 def select(table: OriginTable, args: Any, kwargs: Any, result: Tensor) -> Origins:
@@ -94,7 +101,7 @@ def _indexed(
             continue
         dim, size = next(axes)
         if isinstance(i, slice):
-            dims.append(sliced(dim, *i.indices(size)))
+            dims.append(_part(table, dim, *i.indices(size)))
         elif isinstance(i, (Tensor, list)):
             dims.append(taken(dim, i, table.key(i), size))
         elif dim and not is_features(dim):

@@ -244,6 +244,8 @@ class Trace(TorchFunctionMode):
         if equations is None:
             self.refusals.refuse(f"its map is in an einsum that is not understood: {equation!r}")
         values = self._run(torch.einsum, (equations.values, operands[1 - place]), {})
+        for axis in equations.shared:
+            values = self._run(torch.unsqueeze, (values, axis), {})
         y = self.product.of_map(step, operands[place], values)
         return torch.einsum(equations.result, y)
 

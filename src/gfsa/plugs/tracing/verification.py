@@ -97,8 +97,15 @@ class Verifier:
             # nothing is computed, so any layout of these sizes will do
             return self._by_sizes(scores)
         if scores[-1] == 1:
-            # the map of one token is the number one, whatever its queries and keys are
-            layout = find_heads([*rows, *columns, *of_values], scores, self.heads)
+            # an axis of one token does not show which token it is; if it is the only one, the map
+            # is the number one
+            sides = [*rows, *columns, *of_values]
+            if follower.cut_to_one or len({side.picks for side in sides}) > 1:
+                return (
+                    "its map is 1×1, of one token among several, and whether its query, key and "
+                    "value are the same token is not known"
+                )
+            layout = find_heads(sides, scores, self.heads)
             return self._by_sizes(scores) if isinstance(layout, str) else layout
 
         def equal(first: str, second: str) -> bool:

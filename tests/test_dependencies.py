@@ -1,8 +1,8 @@
 """Imports point one way, from a user to what it uses; adapters alone import frameworks.
 
-operators and kernels ← filters ← functional, plugs ← lens ← cli, info, serve ← experiments, and benchmarks may
-import all of them. The library reaches models and baselines of the experiments by the names
-``gfsa.models`` and ``gfsa.baselines`` alone.
+operators and kernels ← filters ← functional, plugs ← lens ← cli, info, serve ← experiments, and
+benchmarks may import all of them. The library reaches models and baselines of the experiments by
+the names ``gfsa.models`` and ``gfsa.baselines`` alone.
 """
 
 from __future__ import annotations

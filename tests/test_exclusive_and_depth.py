@@ -163,10 +163,7 @@ def with_depth(model: nn.Module, filter: Callable[[int], gfsa.GraphFilter] | Non
 
 def layer_by_layer(model: nn.TransformerEncoder, x: Tensor, reentrant: bool | None) -> Tensor:
     for layer in model.layers:
-        if reentrant is None:
-            x = layer(x)
-        else:
-            x = checkpoint(layer, x, use_reentrant=reentrant)
+        x = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
     return x
 
 
@@ -207,7 +204,7 @@ class TestDepthTerm:
         expected = model(x)
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(copied(x), expected)
-            ours, theirs = (list(gfsa.filters_of(m).values())[0] for m in (model, copied))
+            ours, theirs = (next(iter(gfsa.filters_of(m).values())) for m in (model, copied))
             assert ours.first_values is not theirs.first_values
         gfsa.save(model, tmp_path)
         state = model.state_dict()

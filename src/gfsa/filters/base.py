@@ -184,9 +184,10 @@ class GraphFilter(nn.Module):
         # each layer
         if type(theta) is not nn.Parameter or base.is_meta:
             theta, base = self._learned(theta), self.base
+        numbers: Tensor = theta
         if theta.shape[1] > powers:
-            theta = theta[:, :powers]
-        return Coefficients(theta, base, self.basis, self.basis_is_diagonal)
+            numbers = theta[:, :powers]
+        return Coefficients(numbers, base, self.basis, self.basis_is_diagonal)
 
     def exclude(self, share: float | Sequence[float] | Tensor = 1.0, learn: bool = False) -> Self:
         r"""Take the part along a token's own v out of its output, :math:`H - a\,diag(p)`.
@@ -276,13 +277,9 @@ class GraphFilter(nn.Module):
             dtype = torch.promote_types(self.theta.dtype, torch.float32)
             self._place_constants(self.theta.device, dtype)
 
-    def forward(self, operator: Operator, v: Tensor, is_mixed: bool = False) -> Tensor:
-        r"""Filter the tokens: :math:`y = \sum_k c_k A^k v` on the graph of ``operator``.
-
-        Args:
-            is_mixed: whether the caller called :meth:`mix_values` already.
-        """
-        if not is_mixed:
+    def forward(self, operator: Operator, v: Tensor) -> Tensor:
+        r"""Filter the tokens: :math:`y = \sum_k c_k A^k v` on the graph of ``operator``."""
+        if not operator.values_are_mixed:
             v = self.mix_values(v)
         coefficients = self.polynomial_coefficients()
         if type(coefficients) is Tensor and coefficients.device != v.device:
@@ -333,7 +330,7 @@ class GraphFilter(nn.Module):
     def describe(self) -> dict[str, Any]:
         """What this filter is, as plain data."""
         arguments = self.config()
-        description = {
+        description: dict[str, Any] = {
             "kind": kind_of(type(self)),
             "arguments": arguments,
             "dropout_after": self.dropout_after,

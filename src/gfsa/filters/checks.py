@@ -129,7 +129,7 @@ def check_finite(base: Tensor, basis: Tensor, theta: Tensor) -> None:
         )
 
 
-def per_head(name: str, value: float | Sequence[float], num_heads: int) -> Tensor:
+def per_head(name: str, value: float | Sequence[float] | Tensor, num_heads: int) -> Tensor:
     try:
         numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
     except (RuntimeError, OverflowError, TypeError, ValueError) as error:

@@ -86,7 +86,7 @@ class FirstValues:
 
     def _await(self, first: Tensor, mixed: Tensor, v: Tensor, layer: int) -> None:
         """Remember V⁰ until its gradient has come, or the graph is gone."""
-        node = mixed.grad_fn
+        node: Any = mixed.grad_fn
         if node is None or not first.requires_grad:
             return
         # under checkpointing the graph saves no tensors, and would let go of V⁰

@@ -58,11 +58,11 @@ class PartialPolynomial(Polynomial):
             self._exact_basis = self._exact_basis * kept
         self._place_constants(self.basis.device, self.basis.dtype)
 
-    def forward(self, operator: Operator, v: Tensor, is_mixed: bool = False) -> Tensor:
+    def forward(self, operator: Operator, v: Tensor) -> Tensor:
         some = operator.second_pass(self.high)
         if some is None:
-            return super().forward(operator, v, is_mixed)
-        if not is_mixed:
+            return super().forward(operator, v)
+        if not operator.values_are_mixed:
             v = self.mix_values(v)
         columns = columns_of(self.coefficients())
         tokens, mixed = operator.powers(v, 1)

@@ -136,6 +136,9 @@ class Operator(ABC):
     Only :class:`~gfsa.operators.dense.DenseOperator` has to build the n×n matrix.
     """
 
+    #: whether the tokens that come with it have been through a filter's ``mix_values`` already
+    values_are_mixed = False
+
     @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
         """``A·x`` for tokens ``x`` of shape ``(..., H, N, D)``."""

@@ -193,7 +193,7 @@ class AttnScale(BaselineFilter):
         y = mixed + self._lambda() * (mixed - mean)
         return y.to(mixed.dtype)
 
-    def map(self, operator: DenseOperator) -> Tensor:
+    def map(self, operator: DenseOperator, v: Tensor | None = None) -> Tensor:
         matrix = operator.dense()
         return matrix + self._lambda() * (
             matrix - self._visibility(operator).dense(matrix.shape[-1], matrix)
@@ -277,7 +277,7 @@ class NeuTRENO(BaselineFilter):
         y = mixed + self.alpha * (first - own).to(at_least_float32(mixed.dtype))
         return y.to(mixed.dtype)
 
-    def map(self, operator: DenseOperator) -> Tensor:
+    def map(self, operator: DenseOperator, v: Tensor | None = None) -> Tensor:
         # the added term contains another layer's values: it is no part of this layer's map
         return operator.dense()
 

@@ -98,7 +98,12 @@ def _plug(model: nn.Module, config: MethodConfig, make: Any, layers: Any = None)
 def _attention(model: nn.Module, config: MethodConfig, **terms: Any) -> int:
     """``A·V`` itself, without learned coefficients, for terms beside it."""
     config = replace(config, **terms)
-    fixed = {"K": None, "learn": (), "w0": config.w0, "lr_multiplier": config.lr_multiplier}
+    fixed: dict[str, Any] = {
+        "K": None,
+        "learn": (),
+        "w0": config.w0,
+        "lr_multiplier": config.lr_multiplier,
+    }
     return _plug(model, config, lambda heads: gfsa.GFSA(heads, **fixed))
 
 

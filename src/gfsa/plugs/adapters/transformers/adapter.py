@@ -225,14 +225,14 @@ def _filtered_attention(
     )
     operator = _with_past(module, operator, query, value, dropout, cache)
     weights: Tensor | None = None
-    # a cache holds V + r·V⁰ of a layer with a depth term
-    is_mixed = cache is not None and module.gfsa.first_values is not None
-    mixed = {"is_mixed": True} if is_mixed else {}
+    if cache is not None and module.gfsa.first_values is not None:
+        # the cache holds V + r·V⁰
+        operator.values_are_mixed = True
     # not by getattr: to ask whether there is a config costs a compiled call checks in each layer
     if _wants_maps(module, module.config.real, kwargs):
-        y, weights = _filter_with_map(module, operator, value, mixed)
+        y, weights = _filter_with_map(module, operator, value)
     else:
-        y = module.gfsa(operator, value, **mixed)
+        y = module.gfsa(operator, value)
     return y.transpose(1, 2).contiguous(), weights
 
 
@@ -291,9 +291,7 @@ def _wants_maps(module: Any, config: Any, kwargs: Mapping[str, Any]) -> bool:
     return bool(recorded) and any("attentions" in name for name in recorded)
 
 
-def _filter_with_map(
-    module: Any, operator: Operator, value: Tensor, mixed: Mapping[str, bool]
-) -> tuple[Tensor, Tensor]:
+def _filter_with_map(module: Any, operator: Operator, value: Tensor) -> tuple[Tensor, Tensor]:
     """The filtered tokens and the map ``H`` that a plugged module returns."""
     filter = module.gfsa
     cached = operator if isinstance(operator, CachedOperator) else None
@@ -314,9 +312,10 @@ def _filter_with_map(
         return filter(operator, value), filter.map(matrix).to(value.dtype)
     if cached is not None and _needs_powers(filter):
         # for the powers that the cache keeps
-        filter(cached, value, **mixed)
+        filter(cached, value)
     keeper = _MapKeeper(matrix)
-    y = filter(keeper, value, **mixed)
+    keeper.values_are_mixed = operator.values_are_mixed
+    y = filter(keeper, value)
     return y, filter.map(matrix).to(value.dtype) if keeper.map is None else keeper.map
 
 

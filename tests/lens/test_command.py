@@ -14,8 +14,7 @@ from typer.testing import CliRunner, Result
 import gfsa
 from gfsa.lens import LensReport
 from gfsa.lens.command import diagnose
-from gfsa.lens.command_inputs import load_batches
-from gfsa.lens.command_models import Source, load_source
+from gfsa.lens.sources import Source, load_batches, load_source
 from support.reports import example_trajectory
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "dogs"]

@@ -8,8 +8,7 @@ import pytest
 
 from gfsa.lens import LensReport
 from gfsa.lens.colours import COLOURS, series_of
-from gfsa.lens.findings import grouped_reasons
-from gfsa.lens.headline import headline
+from gfsa.lens.findings import grouped_reasons, headline
 from gfsa.lens.page import render
 from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading
 from gfsa.lens.trajectory import LayerTrajectory, Trajectory

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 if TYPE_CHECKING:
-    from gfsa.lens.command_models import Source
     from gfsa.lens.report import LensReport
+    from gfsa.lens.sources import Source
 
 
 # options that say how models are measured
@@ -62,8 +62,8 @@ def diagnose(
     ] = False,
 ) -> None:
     """Measure whether a model over-smooths, where, and what its filters change."""
-    from gfsa.lens.command_models import SourceError
     from gfsa.lens.report import LensReport
+    from gfsa.lens.sources import SourceError
 
     try:
         _make_places(html, json, figures)
@@ -90,7 +90,7 @@ def diagnose(
 
 def _refuse_given(context: typer.Context, why: str, *names: str) -> None:
     """Raise for options that were given and would have no effect."""
-    from gfsa.lens.command_models import SourceError
+    from gfsa.lens.sources import SourceError
 
     sources = {name: context.get_parameter_source(name) for name in names}
     # by name: newer versions of typer have a copy of click's enumeration
@@ -102,7 +102,7 @@ def _refuse_given(context: typer.Context, why: str, *names: str) -> None:
 
 def _make_places(html: Path | None, json: Path | None, figures: Path | None) -> None:
     """Make the folders to write into, before minutes of measuring."""
-    from gfsa.lens.command_models import SourceError
+    from gfsa.lens.sources import SourceError
 
     for file in (html, json):
         if file is not None and file.is_dir():
@@ -146,9 +146,8 @@ def _diagnose(
     trace: bool,
 ) -> LensReport:
     """Load the models and measure all of them on the same inputs."""
-    from gfsa.lens.command_inputs import load_batches, refuse_unfit
-    from gfsa.lens.command_models import SourceError, load_source
     from gfsa.lens.diagnosis import diagnose as diagnose_models
+    from gfsa.lens.sources import SourceError, load_batches, load_source, refuse_unfit
 
     data = inputs.data
     if not names or not data:
@@ -175,7 +174,7 @@ def _diagnose(
 
 def _warn_of_inputs(sources: list[Source], inputs: _Inputs) -> None:
     """Say where the first model's inputs are shorter than asked, or differ from another model's."""
-    from gfsa.lens.command_inputs import other_inputs
+    from gfsa.lens.sources import other_inputs
 
     first, *others = sources
     data, samples, _, tokens = inputs
@@ -198,7 +197,7 @@ def _warn_of_inputs(sources: list[Source], inputs: _Inputs) -> None:
 
 def _trajectories(names: list[str]) -> dict[str, Any]:
     """``[LABEL=]FILE``, by label; without one, the folder of the file is its name."""
-    from gfsa.lens.command_models import SourceError
+    from gfsa.lens.sources import SourceError
     from gfsa.lens.trajectory import Trajectory
 
     found: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,13 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.lens.axes import AXES_IN_DOUBT
-from gfsa.lens.layer_record import LensOptions
-from gfsa.lens.progress import Progress, progress_bar
 from gfsa.lens.readings import ModelReading
-from gfsa.lens.recorder import Recorder
+from gfsa.lens.record import LensOptions, Recorder, no_nested_tensors, plugged_everywhere
 from gfsa.lens.report import LensReport
-from gfsa.lens.sites import no_nested_tensors, plugged_everywhere
+from gfsa.lens.tokens import AXES_IN_DOUBT
 from gfsa.plugs.layer_selection import Layers
 from gfsa.plugs.registry import Unknown
 from gfsa.plugs.running import call, evaluating
@@ -256,3 +254,37 @@ def _to_device(batch: Any, device: torch.device) -> Any:
     if hasattr(batch, "to") and not inspect.isclass(batch):
         return batch.to(device)
     return batch
+
+
+Progress = Callable[[int, int | None], None]
+
+
+@contextmanager
+def progress_bar(
+    progress: bool | Progress | None, title: str, total: int | None
+) -> Iterator[Callable[[], None]]:
+    """Yields a function that the caller calls after each batch."""
+    if callable(progress):
+        report, done = progress, 0
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            report(done, total)
+
+        yield advance
+        return
+    if progress is None:
+        # a single batch needs no bar
+        progress = sys.stderr.isatty() and total != 1
+    if not progress:
+        yield lambda: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import Progress as Bar
+    except ImportError:
+        raise ImportError("a progress bar needs rich: pip install 'gfsa[cli]'") from None
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"measuring {title}", total=total)
+        yield lambda: bar.advance(task)

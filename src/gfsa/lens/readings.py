@@ -22,7 +22,7 @@ class FeatureReading:
     residual: float
     norm: float
     singular_values: Numbers = field(default_factory=list)
-    """``s(u)`` on evenly spaced u in [0, 1], see :func:`gfsa.lens.metrics.singular_profile`."""
+    """``s(u)`` on evenly spaced u in [0, 1], see :func:`gfsa.lens.measure.singular_profile`."""
 
 
 @dataclass

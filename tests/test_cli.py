@@ -31,7 +31,7 @@ def test_without_the_cli_extra_one_line_says_what_to_install(monkeypatch, missin
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     message = str(stopped.value)
-    assert "pip install 'gfsa[cli]'" in message
+    assert "pip install typer rich" in message
     assert "\n" not in message
 
 

@@ -67,7 +67,7 @@ def main() -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ModuleNotFoundError as error:
-        sys.exit(f"gfsa's command line needs {error.name}: pip install 'gfsa[cli]'")
+        sys.exit(f"gfsa's command line needs {error.name}: pip install typer rich")
     build()()
 
 

@@ -284,7 +284,7 @@ def progress_bar(
         from rich.console import Console
         from rich.progress import Progress as Bar
     except ImportError:
-        raise ImportError("a progress bar needs rich: pip install 'gfsa[cli]'") from None
+        raise ImportError("a progress bar needs rich: pip install rich") from None
     with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"measuring {title}", total=total)
         yield lambda: bar.advance(task)

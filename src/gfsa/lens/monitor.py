@@ -280,7 +280,7 @@ def tensorboard(folder: str | Path) -> Log:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ImportError("TensorBoard is missing: pip install 'gfsa[tensorboard]'") from None
+        raise ImportError("TensorBoard is not installed: pip install tensorboard") from None
     writer = SummaryWriter(str(folder))
 
     def log(values: dict[str, float], step: int) -> None:

@@ -68,7 +68,7 @@ class LensReport:
         try:
             from gfsa.lens.figures import draw
         except ImportError:
-            raise ImportError("figures need matplotlib: pip install 'gfsa[lens]'") from None
+            raise ImportError("figures need matplotlib: pip install matplotlib") from None
         return draw(list(self.models.values()), self.trajectories)
 
     def table(self, console: Console | None = None) -> None:
@@ -147,7 +147,7 @@ def show(report: LensReport, console: Console | None) -> None:
     try:
         from rich.console import Console
     except ImportError:
-        raise ImportError("tables need rich: pip install 'gfsa[cli]'") from None
+        raise ImportError("tables need rich: pip install rich") from None
     console = console or Console()
     for name, model in report.models.items():
         console.print(table(model))

@@ -74,7 +74,7 @@ def _transformers(where: str) -> Source:
     try:
         import transformers as hf
     except ImportError:
-        raise SourceError("transformers is missing: pip install 'gfsa[transformers]'") from None
+        raise SourceError("this model needs transformers: pip install 'transformers>=5.15'") from None
     _refuse_folder_of_another_kind(Path(where))
     config = read_config(where)
     kind = getattr(hf, (config.architectures or [""])[0], hf.AutoModel)
@@ -216,7 +216,7 @@ def _timm(name: str, untrained: bool) -> Source:
     try:
         import timm
     except ImportError:
-        raise SourceError("timm is missing: pip install timm") from None
+        raise SourceError("this model needs timm: pip install timm") from None
     if not timm.is_model(name):
         raise SourceError(f"timm has no model {name!r}; timm.list_models() names them")
     model = timm.create_model(name, pretrained=not untrained)

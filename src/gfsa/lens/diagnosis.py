@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.lens.readings import ModelReading
+from gfsa.lens.readings import ModelReading, printable
 from gfsa.lens.record import LensOptions, Recorder, no_nested_tensors, plugged_everywhere
 from gfsa.lens.report import LensReport
 from gfsa.lens.tokens import AXES_IN_DOUBT
@@ -90,7 +90,8 @@ def diagnose(
         ['TransformerEncoder']
         >>> cosine = report.models["TransformerEncoder"].features[-1].cosine
     """
-    models = dict(model) if isinstance(model, Mapping) else {type(model).__name__: model}
+    given = model if isinstance(model, Mapping) else {type(model).__name__: model}
+    models = {printable(str(name)): module for name, module in given.items()}
     if not models:
         raise ValueError("expected a model, or several models by name, got an empty mapping")
     for name, module in models.items():

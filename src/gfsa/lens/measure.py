@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from gfsa.lens.readings import Verdict
 from gfsa.operators import (
     AttentionOperator,
     DenseOperator,
@@ -146,9 +146,6 @@ def _only(x: Tensor, valid: Tensor | None) -> Tensor:
     x = x.to(at_least_float32(x.dtype))
     # torch.where, not a product: padding may contain NaN
     return x if valid is None else torch.where(valid[..., None], x, 0.0)
-
-
-Verdict = Literal["low-pass", "high-pass", "all-pass", "mixed"]
 
 
 def frequency_grid(length: int, most: int = 33) -> Tensor:

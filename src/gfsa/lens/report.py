@@ -11,12 +11,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from gfsa._version import __version__
-from gfsa.lens.findings import Headline, findings, grouped_reasons, headline, high_gain
+from gfsa.lens.findings import Headline, findings, grouped_reasons, headline, passed, percent
 from gfsa.lens.readings import (
     AttentionReading,
     FeatureReading,
     ModelReading,
-    model_from_plain,
+    from_plain,
     to_plain,
 )
 from gfsa.lens.trajectory import Trajectory
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from gfsa.lens.report import LensReport
 
 FORMAT = "gfsa-lens/1"
 
@@ -95,35 +94,27 @@ class LensReport:
         """A report that :meth:`to_json` wrote."""
         try:
             plain = json.loads(Path(path).read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} is not a lens report, or damaged: expected the JSON that "
-                f"report.to_json or gfsa diagnose --json wrote, got {error}"
+                f"report.to_json wrote ({type(error).__name__}: {error})"
             ) from error
-        if not isinstance(plain, dict) or plain.get("format") != FORMAT:
-            found = plain.get("format") if isinstance(plain, dict) else type(plain).__name__
+        found = plain.get("format") if isinstance(plain, dict) else type(plain).__name__
+        if found != FORMAT:
             raise ValueError(
-                f"{path} is not a lens report: expected format {FORMAT!r}, got {found!r}"
+                f"{path} is not a lens report: expected format {FORMAT!r}, got {found!r:.40}"
             )
         try:
-            return cls._from_plain(plain)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"{path} is damaged, or was changed by hand: {type(error).__name__}: {error}"
-            ) from error
-
-    @classmethod
-    def _from_plain(cls, plain: dict[str, Any]) -> LensReport:
-        models = [model_from_plain(model) for model in plain["models"]]
-        # reports of earlier versions have no trajectories
-        paths = plain.get("trajectories", {}).items()
-        return cls(
-            {model.name: model for model in models},
-            plain["created"],
-            plain["gfsa"],
-            plain["data"],
-            {name: Trajectory.from_plain(path) for name, path in paths},
-        )
+            models = from_plain(list[ModelReading], plain.get("models"), "models")
+            # reports of earlier versions have no trajectories
+            paths = from_plain(dict[str, Trajectory], plain.get("trajectories", {}), "trajectories")
+            texts = [from_plain(str, plain.get(key), key) for key in ("created", "gfsa", "data")]
+            by_name = {model.name: model for model in models}
+            if len(by_name) < len(models):
+                raise ValueError("two models have the same name")
+            return cls(by_name, *texts, {name: path.checked() for name, path in paths.items()})
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged, or was changed by hand: {error}") from error
 
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained page: interactive, no network, light and dark, printable."""
@@ -174,7 +165,7 @@ def table(model: ModelReading) -> Table:
         caption=(
             f"{model.samples} samples, {model.tokens} tokens; heads are averaged. rank: effective"
             f"{most}. energy: of v → after the layer. high: gain on the upper half of the "
-            "frequencies, map → filter. filter: heads by Theorem 3.1"
+            "frequencies relative to frequency 0, map → filter. filter: heads by Theorem 3.1"
         ),
         box=box.SIMPLE_HEAD,
         padding=0,
@@ -211,9 +202,9 @@ def _attention_cells(reading: AttentionReading | None) -> list[str]:
         return [""] * 4
     high = ""
     if reading.spectrum is not None:
-        on_map = fmean(high_gain(row) for row in reading.spectrum.map_response)
-        on_filter = fmean(high_gain(row) for row in reading.spectrum.filter_response)
-        high = f"{on_map:.0%}" if reading.filter is None else f"{on_map:.0%}→{on_filter:.0%}"
+        high = percent(passed(reading.spectrum.map_response))
+        if reading.filter is not None:
+            high += f"→{percent(passed(reading.spectrum.filter_response))}"
     verdicts = "none"
     if reading.filter is not None:
         counts = Counter(reading.verdict).most_common()

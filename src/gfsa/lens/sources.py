@@ -1,14 +1,21 @@
-"""Models and inputs by name, for ``gfsa diagnose``."""
+"""Models and inputs by name, for ``gfsa diagnose``.
+
+What cannot be used raises ValueError with one line that says what can.
+"""
 
 from __future__ import annotations
 
+import csv
 import functools
+import importlib
 import json
+import os
+import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +25,25 @@ from gfsa.plugs.adapters.transformers.pretrained import from_pretrained, has_fil
 from gfsa.plugs.checkpoint import load
 from gfsa.plugs.running import call
 
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 # what a tokenizer returns that models take
 _FROM_TOKENIZER = {"input_ids", "attention_mask", "token_type_ids"}
+# samples that show whether two models have the same tokenizer, or take images of the same size
+_COMPARED = 4
+
+Make = Callable[[Sequence[Any], int], Any]
+"""Samples and the largest number of tokens of each → a batch."""
 
 
-class SourceError(Exception):
-    """A model or data set that was named cannot be used; the message says what can."""
+@dataclass
+class Data:
+    """What ``--data`` names, read before any model is loaded."""
+
+    name: str
+    kind: Literal["random", "texts", "images", "tensors"]
+    samples: Sequence[Any]
+    """Texts, paths of images, or numbers of rows."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -32,24 +52,172 @@ class Source:
 
     label: str
     model: nn.Module
-    texts: Callable[[list[str], int], Any] | None = None
-    """Texts and the maximal number of tokens of each → a batch."""
-    images: Callable[[list[Any]], Any] | None = None
-    """PIL images → a batch."""
-    random: Callable[[int, int], Any] | None = None
-    """Number of samples and of tokens → a batch."""
+    texts: Make | None = None
+    images: Make | None = None
+    """Takes PIL images."""
+    random: Make | None = None
+    """Uses the number of samples alone."""
     longest: int = sys.maxsize
     """The most tokens that these functions make of a text."""
 
 
+def read_data(name: str, samples: int, column: str = "") -> Data:
+    """Read at most ``samples`` samples; ``column`` names the texts of a table."""
+    path = Path(name)
+    ending = path.suffix.lower()
+    if column and ending not in (".csv", ".tsv"):
+        raise ValueError(f"--column names a column of a .csv or .tsv, which --data {name} is not")
+    if name == "random":
+        return Data(name, "random", range(samples))
+    if path.is_dir():
+        images = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGES)
+        if not images:
+            raise ValueError(f"no images ({', '.join(IMAGES)}) in {path}")
+        return Data(name, "images", images[:samples])
+    if not path.is_file():
+        raise ValueError(
+            f"--data {name!r} is no file, no folder, and not 'random'; pass a text file, a folder "
+            "of images, or a .safetensors file with the model's arguments"
+        )
+    if ending == ".safetensors":
+        tensors = _read_tensors(path)
+        return Data(name, "tensors", range(len(next(iter(tensors.values()))))[:samples], tensors)
+    if ending in (".json", ".jsonl", ".ndjson", ".parquet"):
+        raise ValueError(f"{path}: write its texts one per line into a .txt, or export a .csv")
+    text = _read_text(path)
+    lines = _column_of(path, text, column) if ending in (".csv", ".tsv") else text.splitlines()
+    lines = [line.strip() for line in lines if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} has no text in it")
+    return Data(name, "texts", lines[:samples])
+
+
+def _read_text(path: Path) -> str:
+    try:
+        # some editors write a byte order mark
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is no text in UTF-8 ({error.reason}, byte {error.start}); pass a text file, a "
+            "folder of images, or a .safetensors file with the model's arguments"
+        ) from error
+
+
+def _column_of(path: Path, text: str, column: str) -> list[str]:
+    """The cells of a column; a header line without one is not a text."""
+    head = text.split("\n", 1)[0]
+    comma = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=head.count)
+    try:
+        header, *rows = list(csv.reader(text.splitlines(keepends=True), delimiter=comma)) or [[]]
+    except csv.Error as error:
+        raise ValueError(f"{path} is damaged, or no table: {error}") from error
+    if column not in header:
+        got = f"it has no column {column!r}" if column else "--column names the one with the texts"
+        raise ValueError(f"{path} is a table with the columns {', '.join(header) or 'none'}: {got}")
+    at = header.index(column)
+    return [row[at] for row in rows if len(row) > at]
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from error
+    if not tensors:
+        raise ValueError("expected the model's arguments in --data, got a file without tensors")
+    single = [name for name, tensor in tensors.items() if not tensor.dim()]
+    if single:
+        raise ValueError(
+            f"the first dimension of a tensor in --data is its samples; {', '.join(single)} has "
+            "no dimension"
+        )
+    sizes = {name: len(tensor) for name, tensor in tensors.items()}
+    if not max(sizes.values()):
+        raise ValueError("the tensors in --data have no samples: their first dimension is 0")
+    if len(set(sizes.values())) != 1:
+        raise ValueError(f"the tensors differ in their number of samples: {json.dumps(sizes)}")
+    return tensors
+
+
+def load_batches(source: Source, data: Data, batch: int, tokens: int) -> list[Any]:
+    """The data as batches for ``source``."""
+    starts = range(0, len(data.samples), batch)
+    parts = [data.samples[start : start + batch] for start in starts]
+    if data.kind == "tensors":
+        rows = [slice(part[0], part[-1] + 1) for part in parts]
+        return [{name: tensor[at] for name, tensor in data.tensors.items()} for at in rows]
+    make: Make | None = getattr(source, data.kind)
+    if make is None:
+        what = {"texts": "text", "random": "random inputs"}.get(data.kind, data.kind)
+        raise ValueError(
+            f"{source.label} ({type(source.model).__name__}) takes no {what}; a .safetensors file "
+            "with the arguments of its forward always does"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if data.kind == "images":
+            return [make([_open_image(path) for path in part], tokens) for part in parts]
+        return [make(part, tokens) for part in parts]
+
+
+def _open_image(path: Path) -> Any:
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return image.convert("RGB")
+
+
+def other_inputs(first: Source, other: Source, data: Data, tokens: int) -> bool:
+    """Whether ``other`` would make other inputs of some of ``data`` than ``first``.
+
+    False where it cannot make any: a folder of a run often has no tokenizer.
+    """
+    if data.kind in ("random", "tensors"):
+        return False
+    some = Data(data.name, data.kind, data.samples[:_COMPARED])
+    try:
+        (own,) = load_batches(other, some, _COMPARED, tokens)
+    # whatever a library raises for a tokenizer or settings of images that are not there
+    except Exception:
+        return False
+    (given,) = load_batches(first, some, _COMPARED, tokens)
+    return not _equal(own, given)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def refuse_unfit(source: Source, batch: Any, data: str) -> None:
+    """Raise ValueError if the model does not run on a batch."""
+    try:
+        with torch.no_grad():
+            call(source.model, batch)
+    # whatever a model raises for inputs of another kind or size
+    except Exception as error:
+        raise ValueError(
+            f"{source.label} ({type(source.model).__name__}) does not run on the inputs that were "
+            f"made of --data {data}: {type(error).__name__}: {one_line(error)}"
+        ) from error
+
+
 def load_source(name: str, untrained: bool) -> Source:
-    """``[LABEL=]MODEL[@FILTERS]``: a transformers folder or hub name, or ``timm:NAME``."""
+    """``[LABEL=]MODEL[@FILTERS]``: transformers' folder or hub name, timm:NAME, module:function."""
     model, _, filters = name.partition("@")
     label, where = _label_of(model)
     if not where:
-        raise SourceError(f"expected --model [LABEL=]MODEL[@FILTERS], got {name!r}")
+        raise ValueError(f"expected --model [LABEL=]MODEL[@FILTERS], got {name!r}")
     if where.startswith("timm:"):
         source = _timm(where.removeprefix("timm:"), untrained)
+    elif re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", where) and not Path(where).exists():
+        source = _own(*where.split(":"))
     else:
         source = _transformers(where)
     if filters:
@@ -70,18 +238,49 @@ def _label_of(text: str) -> tuple[str, str]:
     return label, where
 
 
+def _own(module: str, function: str) -> Source:
+    """The model that a function of the user's own module returns."""
+    # as for python -m, modules are found in the working directory
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        build = getattr(importlib.import_module(module), function)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(f"--model {module}:{function}: {one_line(error)}") from error
+    model = build()
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"--model {module}:{function}: expected a function without arguments that returns an "
+            f"nn.Module, got {type(model).__name__}"
+        )
+    return Source(function, model)
+
+
 def _transformers(where: str) -> Source:
     try:
         import transformers as hf
     except ImportError:
-        raise SourceError("this model needs transformers: pip install 'transformers>=5.15'") from None
+        raise ValueError(
+            "this model needs transformers: pip install 'transformers>=5.15'"
+        ) from None
     _refuse_folder_of_another_kind(Path(where))
     config = read_config(where)
-    kind = getattr(hf, (config.architectures or [""])[0], hf.AutoModel)
-    build = kind.from_pretrained
-    if _has_filters(where):
-        build = functools.partial(from_pretrained, kind)
-    model = build(where)
+    named = next(iter(config.architectures or ()), None)
+    kind = getattr(hf, named, None) if isinstance(named, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, hf.PreTrainedModel)):
+        kind = hf.AutoModel
+    try:
+        # filters are saved in safetensors only; without such files it is an ordinary model
+        plugged = has_filters(where)
+    except FileNotFoundError:
+        plugged = False
+    try:
+        model = from_pretrained(kind, where) if plugged else kind.from_pretrained(where)
+    # whatever transformers raises for damaged or missing files
+    except Exception as error:
+        raise ValueError(
+            f"{where} cannot be loaded: {type(error).__name__}: {one_line(error)}"
+        ) from error
     longest = positions_of(config, model)
     source = Source(where, model, longest=longest)
     inputs = _TransformersInputs(where, config, longest)
@@ -109,9 +308,9 @@ class _TransformersInputs:
         self.config = config
         self.longest = longest
 
-    def texts(self, lines: list[str], most: int) -> dict[str, Any]:
+    def texts(self, lines: Sequence[str], most: int) -> dict[str, Any]:
         tokens = self._tokenizer(
-            lines,
+            list(lines),
             padding=True,
             truncation=True,
             max_length=min(most, self.longest),
@@ -119,20 +318,20 @@ class _TransformersInputs:
         )
         return self._finish(dict(tokens))
 
-    def images(self, found: list[Any]) -> dict[str, Any]:
+    def images(self, found: Sequence[Any], most: int) -> dict[str, Any]:
         import transformers as hf
 
         processor = hf.AutoImageProcessor.from_pretrained(self.where)
         return dict(processor(found, return_tensors="pt"))
 
-    def random_texts(self, count: int, length: int) -> dict[str, Any]:
-        ids = torch.randint(self.config.vocab_size, (count, min(length, self.longest)))
+    def random_texts(self, rows: Sequence[Any], most: int) -> dict[str, Any]:
+        ids = torch.randint(self.config.vocab_size, (len(rows), min(most, self.longest)))
         return self._finish({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
-    def random_images(self, count: int, length: int) -> dict[str, Any]:
+    def random_images(self, rows: Sequence[Any], most: int) -> dict[str, Any]:
         side = self.config.image_size
         side = side if isinstance(side, int) else side[0]
-        return {"pixel_values": torch.randn(count, self.config.num_channels, side, side)}
+        return {"pixel_values": torch.randn(len(rows), self.config.num_channels, side, side)}
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
@@ -145,9 +344,9 @@ class _TransformersInputs:
         try:
             found = hf.AutoTokenizer.from_pretrained(self.where)
         except (OSError, ValueError) as error:
-            raise SourceError(f"{missing}; {type(error).__name__}: {one_line(error)}") from error
+            raise ValueError(f"{missing}; {type(error).__name__}: {one_line(error)}") from error
         if is_empty(found):
-            raise SourceError(missing)
+            raise ValueError(missing)
         if found.pad_token is None:
             found.pad_token = found.eos_token
         return found
@@ -183,19 +382,10 @@ def is_empty(tokenizer: Any) -> bool:
     return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, "▁"}
 
 
-def _has_filters(where: str) -> bool:
-    """Whether a folder, or a model of the hub, was saved from a plugged model."""
-    try:
-        return has_filters(where)
-    except FileNotFoundError:
-        # filters are saved in safetensors only; without such files it is an ordinary model
-        return False
-
-
 def _refuse_folder_of_another_kind(folder: Path) -> None:
     """Raise for folders that hold no whole model of transformers, though they look like it."""
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise SourceError(
+        raise ValueError(
             f"{folder} is an adapter of peft, without its base; pass the folder of a whole model: "
             "gfsa.load_peft(base, folder).merge_and_unload().save_pretrained(...)"
         )
@@ -206,7 +396,7 @@ def _refuse_folder_of_another_kind(folder: Path) -> None:
             f", or show its filters over training: gfsa diagnose --coefficients {coefficients} "
             "--html page.html"
         )
-        raise SourceError(
+        raise ValueError(
             f"{folder} is a run of gfsa train, whose model transformers cannot build. Train with "
             f"--set lens=true for a lens page{over_training if coefficients.is_file() else ''}"
         )
@@ -216,166 +406,17 @@ def _timm(name: str, untrained: bool) -> Source:
     try:
         import timm
     except ImportError:
-        raise SourceError("this model needs timm: pip install timm") from None
+        raise ValueError("this model needs timm: pip install timm") from None
     if not timm.is_model(name):
-        raise SourceError(f"timm has no model {name!r}; timm.list_models() names them")
+        raise ValueError(f"timm has no model {name!r}; timm.list_models() names them")
     model = timm.create_model(name, pretrained=not untrained)
     settings = timm.data.resolve_model_data_config(model)
 
-    def images(found: list[Any]) -> Tensor:
+    def images(found: Sequence[Any], most: int) -> Tensor:
         transform = timm.data.create_transform(**settings, is_training=False)
         return torch.stack([transform(image) for image in found])
 
-    def random(count: int, length: int) -> Tensor:
-        return torch.randn(count, *settings["input_size"])
+    def random(rows: Sequence[Any], most: int) -> Tensor:
+        return torch.randn(len(rows), *settings["input_size"])
 
     return Source(name, model, images=images, random=random)
-
-
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
-# samples that show whether two models have the same tokenizer, or take images of the same size
-_COMPARED = 4
-
-
-def load_batches(source: Source, data: str, samples: int, batch: int, tokens: int) -> list[Any]:
-    """What ``--data`` names, as batches for ``source``."""
-    if data == "random":
-        return _random_batches(source, samples, batch, tokens)
-    path = Path(data)
-    if path.suffix == ".safetensors":
-        return _cut(_read_tensors(path), samples, batch)
-    if path.is_dir():
-        return _image_batches(source, path, samples, batch)
-    if path.is_file():
-        return _text_batches(source, path, samples, batch, tokens)
-    raise SourceError(
-        f"--data {data!r} is no file, no folder, and not 'random'; pass a text file, a folder of "
-        "images, or a .safetensors file with the model's arguments"
-    )
-
-
-def _random_batches(source: Source, samples: int, batch: int, tokens: int) -> list[Any]:
-    make = _need(source.random, source, "random inputs")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return [make(count, tokens) for count in _counts(samples, batch)]
-
-
-def _image_batches(source: Source, folder: Path, samples: int, batch: int) -> list[Any]:
-    convert = _need(source.images, source, "images")
-    found = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGES)[:samples]
-    if not found:
-        raise SourceError(f"no images ({', '.join(IMAGES)}) in {folder}")
-    return [convert([_open_image(p) for p in part]) for part in _parts(found, batch)]
-
-
-def _text_batches(source: Source, file: Path, samples: int, batch: int, tokens: int) -> list[Any]:
-    tokenise = _need(source.texts, source, "text")
-    lines = [line.strip() for line in _read_text(file).splitlines()]
-    lines = [line for line in lines if line][:samples]
-    if not lines:
-        raise SourceError(f"{file} has no text in it")
-    return [tokenise(part, tokens) for part in _parts(lines, batch)]
-
-
-def other_inputs(first: Source, other: Source, data: str, samples: int, tokens: int) -> bool:
-    """Whether ``other`` would make other inputs of some of ``data`` than ``first``.
-
-    False where it cannot make any: a folder of a run often has no tokenizer.
-    """
-    if data == "random" or Path(data).suffix == ".safetensors":
-        return False
-    some = min(samples, _COMPARED)
-    try:
-        (own,) = load_batches(other, data, some, some, tokens)
-    # whatever a library raises for a tokenizer or settings of images that are not there
-    except Exception:
-        return False
-    (given,) = load_batches(first, data, some, some, tokens)
-    return not _equal(own, given)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    return type(a) is type(b) and bool(a == b)
-
-
-def refuse_unfit(source: Source, batch: Any, data: str) -> None:
-    """Raise SourceError if the model does not run on a batch."""
-    try:
-        with torch.no_grad():
-            call(source.model, batch)
-    # whatever a model raises for inputs of another kind or size
-    except Exception as error:
-        raise SourceError(
-            f"{source.label} ({type(source.model).__name__}) does not run on the inputs that were "
-            f"made of --data {data}: {type(error).__name__}: {one_line(error)}"
-        ) from error
-
-
-def _need(function: Any, source: Source, what: str) -> Any:
-    if function is None:
-        raise SourceError(f"{source.label} ({type(source.model).__name__}) takes no {what}")
-    return function
-
-
-def _read_text(path: Path) -> str:
-    try:
-        # some editors write a byte order mark
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise SourceError(
-            f"{path} is no text in UTF-8 ({error.reason}, byte {error.start}); pass a text file, a "
-            "folder of images, or a .safetensors file with the model's arguments"
-        ) from error
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not path.is_file():
-        raise SourceError(f"--data {path} does not exist")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise SourceError(f"{path} is damaged, or no safetensors file: {error}") from error
-
-
-def _open_image(path: Path) -> Any:
-    from PIL import Image
-
-    with Image.open(path) as image:
-        return image.convert("RGB")
-
-
-def _counts(samples: int, batch: int) -> list[int]:
-    return [min(batch, samples - start) for start in range(0, samples, batch)]
-
-
-def _parts(items: list[Any], batch: int) -> list[list[Any]]:
-    return [items[start : start + batch] for start in range(0, len(items), batch)]
-
-
-def _cut(tensors: dict[str, Tensor], samples: int, batch: int) -> list[dict[str, Tensor]]:
-    if not tensors:
-        raise SourceError("expected the model's arguments in --data, got a file without tensors")
-    single = [name for name, tensor in tensors.items() if not tensor.dim()]
-    if single:
-        raise SourceError(
-            f"the first dimension of a tensor in --data is its samples; {', '.join(single)} has "
-            "no dimension"
-        )
-    sizes = {name: len(tensor) for name, tensor in tensors.items()}
-    if not max(sizes.values()):
-        raise SourceError("the tensors in --data have no samples: their first dimension is 0")
-    if len(set(sizes.values())) != 1:
-        raise SourceError(f"the tensors differ in their number of samples: {json.dumps(sizes)}")
-    most = min(samples, *sizes.values())
-    return [
-        {name: tensor[start : min(start + batch, most)] for name, tensor in tensors.items()}
-        for start in range(0, most, batch)
-    ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from gfsa.lens.readings import csv_cell
 from gfsa_experiments.results.notes import notes_of
 from gfsa_experiments.results.paper import counterpart
 from gfsa_experiments.results.tables import Line, ResultTable
@@ -15,7 +16,14 @@ from gfsa_experiments.results.tables import Line, ResultTable
 
 def write_csv(path: Path, tables: Sequence[ResultTable], paper: bool) -> None:
     """One line per method with its options; with ``paper`` also the paper's differences."""
-    records = [_record(table, line, paper) for table in tables for line in table.lines]
+    records = [
+        {
+            name: csv_cell(value) if isinstance(value, str) else value
+            for name, value in _record(table, line, paper).items()
+        }
+        for table in tables
+        for line in table.lines
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     pd.DataFrame(records, dtype=object).to_csv(path, index=False, lineterminator="\r\n")
 

@@ -128,7 +128,7 @@ function quantities(model) {
   }
   const spectral = model.attention.some((layer) => layer.spectrum);
   if (spectral) found.push({
-    key: "high", name: "gain at high frequencies, relative to frequency 0", middle: 0,
+    key: "high", name: "high frequencies, relative to f = 0", middle: 0,
     // a head that removes frequency 0 would leave all others faint
     pick: (layer, head) => (layer.spectrum ? Math.min(2, passed([layer.spectrum.filter_response[head]]) ?? 2) : null),
     meaning: "Mean gain over the upper half of the frequencies, divided by that at frequency 0 (2 at most): faint heads smooth, strong ones pass detail.",

@@ -217,7 +217,7 @@ def headline(
         found.compares += _compared(ordered)
         if known:
             found.compares.append(
-                f"Relative to frequency 0, high frequencies pass with {', '.join(known)}."
+                f"Relative to frequency 0, the gain at high frequencies is {', '.join(known)}."
             )
         found.advises += _advice(ordered)
     for name, trajectory in (trajectories or {}).items():

@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from gfsa.lens import measure
 from gfsa.lens.record import attention_modules
 from gfsa.lens.tokens import (
-    AXES_IN_DOUBT,
     Attended,
     AxesInDoubtError,
     Calls,
@@ -24,6 +23,7 @@ from gfsa.lens.tokens import (
     TokenReader,
     attended_by_input,
     attended_by_values,
+    axes_in_doubt,
     blocks_around,
     containers_around,
     first_tensor,
@@ -147,7 +147,7 @@ class Monitor:
         unknown = sorted(self._left_out - self._warned)
         if unknown:
             self._warned |= self._left_out
-            warnings.warn(f"{', '.join(unknown)}: {AXES_IN_DOUBT}", stacklevel=2)
+            warnings.warn(axes_in_doubt(unknown), stacklevel=2)
         self.log({**values, **self._filters()}, step)
 
     def stop(self) -> None:

@@ -79,6 +79,14 @@ AXES_IN_DOUBT = (
     "as many samples as tokens, take another batch size"
 )
 
+
+def axes_in_doubt(names: Collection[str]) -> str:
+    """The warning about layers, or the input, whose tokens were not measured."""
+    some = list(names)[:3]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(some)}{more}: {AXES_IN_DOUBT}"
+
+
 # blocks with the layout that their attention's batch_first says; others may transpose around it
 _LIE_AS_DECLARED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 

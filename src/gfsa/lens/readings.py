@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -68,7 +69,7 @@ class AttentionReading:
 
     def __post_init__(self) -> None:
         heads = len(self.coefficients)
-        columns = [self.verdict, self.entropy, self.entropy_share]
+        columns: list[Sequence[Any]] = [self.verdict, self.entropy, self.entropy_share]
         columns += [self.energy_before, self.energy_after]
         if self.spectrum is not None:
             responses = (self.spectrum.map_response, self.spectrum.filter_response)

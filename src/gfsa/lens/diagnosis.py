@@ -106,8 +106,8 @@ def diagnose(
     if len(models) > 1 and isinstance(batches, Iterator):
         # a generator can be iterated only once
         batches = list(batches)
-    total: int | None = length_hint(batches, -1)
-    total = None if total == -1 else min(total, max_batches or total)
+    known = length_hint(batches, -1)
+    total = None if known < 0 else min(known, known if max_batches is None else max_batches)
     readings = {}
     for name, module in models.items():
         chosen = itertools.islice(batches, max_batches)

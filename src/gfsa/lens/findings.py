@@ -95,11 +95,13 @@ def passed(responses: Iterable[Numbers]) -> float:
     rows = list(responses)
     high = fmean(fmean(row[len(row) // 2 :]) for row in rows)
     low = fmean(row[0] for row in rows)
-    return high / low if low > 0 else math.inf
+    return high / low if low else math.inf
 
 
 def percent(share: float) -> str:
     """A share that may be larger than everything, where little of frequency 0 is left."""
+    if math.isnan(share):
+        return "–"
     return f"{share:.0%}" if share < 9.995 else ">999%"
 
 

@@ -77,7 +77,9 @@ class AttentionReading:
             columns += [*responses, self.spectrum.map_values or self.verdict]
             if not modes or any(len(row) != modes for rows in responses for row in rows):
                 raise ValueError(f"{self.name}: expected a response at each of {modes} frequencies")
-        if not all(self.coefficients) or any(len(column) != heads for column in columns):
+        # a head without coefficients is as wrong as none at all
+        rows = [len(column) for column in columns]
+        if not heads or not all(self.coefficients) or {*rows} != {heads}:
             raise ValueError(f"{self.name}: expected coefficients and numbers of {heads} heads")
 
 

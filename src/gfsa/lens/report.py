@@ -108,11 +108,14 @@ class LensReport:
             models = from_plain(list[ModelReading], plain.get("models"), "models")
             # reports of earlier versions have no trajectories
             paths = from_plain(dict[str, Trajectory], plain.get("trajectories", {}), "trajectories")
-            texts = [from_plain(str, plain.get(key), key) for key in ("created", "gfsa", "data")]
+            created, version, data = (
+                from_plain(str, plain.get(key), key) for key in ("created", "gfsa", "data")
+            )
             by_name = {model.name: model for model in models}
             if len(by_name) < len(models):
                 raise ValueError("two models have the same name")
-            return cls(by_name, *texts, {name: path.checked() for name, path in paths.items()})
+            paths = {name: path.checked() for name, path in paths.items()}
+            return cls(by_name, created, version, data, paths)
         except ValueError as error:
             raise ValueError(f"{path} is damaged, or was changed by hand: {error}") from error
 

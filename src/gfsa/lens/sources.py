@@ -266,7 +266,7 @@ def _transformers(where: str) -> Source:
     _refuse_folder_of_another_kind(Path(where))
     config = read_config(where)
     named = next(iter(config.architectures or ()), None)
-    kind = getattr(hf, named, None) if isinstance(named, str) else None
+    kind: Any = getattr(hf, named, None) if isinstance(named, str) else None
     if not (isinstance(kind, type) and issubclass(kind, hf.PreTrainedModel)):
         kind = hf.AutoModel
     try:

@@ -21,6 +21,12 @@ def test_help_names_every_command():
         assert name in shown.output
 
 
+def test_flags_do_not_look_as_if_they_took_a_value():
+    shown = runner.invoke(cli.build(), ["diagnose", "--help"], env={"COLUMNS": "200"})
+    (line,) = [line for line in shown.output.splitlines() if " --trace " in line]
+    assert "bool" not in line.lower()
+
+
 def test_version():
     assert runner.invoke(cli.build(), ["--version"]).output.strip() == gfsa.__version__
 

@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gfsa.lens.diagnosis import diagnose
-    from gfsa.lens.monitor import Monitor, tensorboard
+    from gfsa.lens.monitor import Monitor
     from gfsa.lens.report import LensReport
     from gfsa.lens.trajectory import Trajectory
 
-__all__ = ["LensReport", "Monitor", "Trajectory", "diagnose", "tensorboard"]
+__all__ = ["LensReport", "Monitor", "Trajectory", "diagnose"]
 
 
 def __getattr__(name: str) -> Any:

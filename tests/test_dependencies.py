@@ -88,7 +88,7 @@ FRAMEWORK_MODULES = {
 }
 
 # imports a module by its name because the name is an argument of the user
-BY_NAME = {"gfsa_experiments.tasks", "gfsa_experiments.tasks.graph.own"}
+BY_NAME = {"gfsa.lens.sources", "gfsa_experiments.tasks", "gfsa_experiments.tasks.graph.own"}
 
 
 @dataclass(frozen=True)

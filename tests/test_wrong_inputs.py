@@ -85,7 +85,7 @@ RANDOM = ("--data", "random", "--samples", "1", "--tokens", "4")
         ),
         (
             ("diagnose", "--model", "bert", "--data", "absent.safetensors"),
-            "--data absent.safetensors does not exist",
+            "--data 'absent.safetensors' is no file",
         ),
         (("diagnose", "--model", "bert", "--data", "single.safetensors"), "has no dimension"),
         (("diagnose", "--model", "bert", "--data", "none.safetensors"), "a file without tensors"),

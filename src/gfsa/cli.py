@@ -67,13 +67,23 @@ def main() -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ModuleNotFoundError as error:
-        sys.exit(f"gfsa's command line needs {error.name}: pip install 'gfsa[cli]'")
+        sys.exit(f"gfsa's command line needs {error.name}: pip install typer rich")
     build()()
 
 
 def build() -> typer.Typer:
     """The app with every installed command, and a hint for each of those that are not."""
     import typer
+    from typer.core import TyperCommand
+
+    class Command(TyperCommand):
+        def get_params(self, ctx: Any) -> list[Any]:
+            found = super().get_params(ctx)
+            for option in found:
+                if getattr(option, "is_flag", False):
+                    # help would show the type of a value, which a flag does not take
+                    option.metavar = ""
+            return found
 
     app = typer.Typer(
         help="Graph-filter self-attention for any PyTorch Transformer.",
@@ -100,7 +110,7 @@ def build() -> typer.Typer:
         if name in installed:
             command = installed[name]()
             settings = getattr(command, "context_settings", None)
-            app.command(name, context_settings=settings)(command)
+            app.command(name, cls=Command, context_settings=settings)(command)
         else:
             _add_missing(app, name, ELSEWHERE[name])
     return app

@@ -47,7 +47,7 @@ def test_without_the_demo_extra_one_line_says_what_to_install(monkeypatch, tmp_p
     monkeypatch.setitem(sys.modules, "sklearn", None)
     shown = runner.invoke(build(), ["demo", "--quick", "--out", str(tmp_path)])
     assert shown.exit_code == 1
-    assert "pip install gfsa-experiments" in shown.output
+    assert "pip install ./experiments" in " ".join(shown.output.split())
 
 
 @pytest.mark.parametrize(

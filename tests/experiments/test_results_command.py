@@ -199,6 +199,12 @@ def test_what_cannot_be_done_is_said_in_a_line(folder, arguments, message):
     assert message in done.stderr
 
 
+def test_csv_has_no_formulas(tmp_path):
+    append_rows(tmp_path / "runs.csv", [*rows("plain", [50.0, 51.0]), row("=cmd|' /C calc'!A0")])
+    text_of(tmp_path, "--csv", tmp_path / "lines.csv")
+    assert ",'=cmd|" in (tmp_path / "lines.csv").read_text()
+
+
 def test_csv_has_every_line_and_is_no_table_of_runs(folder):
     text_of(folder, "--csv", folder / "lines.csv")
     with (folder / "lines.csv").open(newline="") as file:

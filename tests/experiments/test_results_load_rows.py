@@ -51,6 +51,11 @@ def test_a_byte_order_mark_is_no_part_of_the_header(folder):
     assert len(read_folder(folder).rows) == 4
 
 
+def test_names_of_methods_cannot_command_a_terminal(folder):
+    append_rows(folder / "runs.csv", [row("\x1b[2Jgfsa")])
+    assert read_rows(folder / "runs.csv")[-1].method == "\\x1b[2Jgfsa"
+
+
 def test_nothing_there(tmp_path):
     with pytest.raises(ValueError, match="there is no folder"):
         read_folder(tmp_path / "nowhere")

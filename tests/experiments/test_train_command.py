@@ -110,7 +110,7 @@ def test_a_reason_that_all_runs_share_is_printed_once(tmp_path: Path) -> None:
     assert output.count("training has diverged") == 1
     first, second = [line for line in output.splitlines() if line.startswith("failed: ")]
     name = first.split(": ")[1]
-    assert second.endswith(f"for the reason of {name}")
+    assert second.endswith(f"1 more run for the reason of {name}")
     # there is nothing to show
     assert output.rstrip().endswith("0 of 2 runs done")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gfsa
-from gfsa.lens import diagnose, metrics
+from gfsa.lens import diagnose, measure
 from support.lens_readings import diagnosed, monitored, only
 from support.tiny import TinyAttention, TinyBlock
 
@@ -19,7 +19,7 @@ IN_DOUBT = "do not show which axis"
 
 
 def similar(tokens: Tensor) -> Any:
-    return pytest.approx(metrics.cosine_similarity(tokens).mean().item(), abs=1e-5)
+    return pytest.approx(measure.cosine_similarity(tokens).mean().item(), abs=1e-5)
 
 
 class Blocks(nn.Module):
@@ -305,7 +305,7 @@ def test_samples_of_several_lengths_in_one_list() -> None:
 
     model, x = Blocks(Graphs(16, 4, causal=False)).eval(), torch.randn(12, 16)
     with torch.no_grad():
-        parts = [metrics.cosine_similarity(part) for part in model(x).split(lengths)]
+        parts = [measure.cosine_similarity(part) for part in model(x).split(lengths)]
     expected = pytest.approx(torch.stack(parts).mean().item(), abs=1e-5)
     assert diagnosed(model, x)[1] == expected
     gfsa.plug(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -14,8 +15,7 @@ from typer.testing import CliRunner, Result
 import gfsa
 from gfsa.lens import LensReport
 from gfsa.lens.command import diagnose
-from gfsa.lens.command_inputs import load_batches
-from gfsa.lens.command_models import Source, load_source
+from gfsa.lens.sources import load_batches, load_source, read_data
 from support.reports import example_trajectory
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "dogs"]
@@ -86,11 +86,61 @@ def test_coefficients_alone_take_no_data() -> None:
 
 
 def test_a_byte_order_mark_is_no_word(tmp_path: Path) -> None:
-    seen: list[list[str]] = []
-    source = Source("m", torch.nn.Identity(), texts=lambda lines, tokens: seen.append(lines))
     (tmp_path / "a.txt").write_text("cat", encoding="utf-8-sig")
-    load_batches(source, str(tmp_path / "a.txt"), 1, 1, 8)
-    assert seen == [["cat"]]
+    assert read_data(str(tmp_path / "a.txt"), 1).samples == ["cat"]
+
+
+def test_a_table_needs_its_column_named(tmp_path: Path) -> None:
+    path = tmp_path / "reviews.csv"
+    path.write_text('label,text\n1,"a cat, and\ndogs"\n0,mat\n')
+    assert read_data(str(path), 9, "text").samples == ["a cat, and\ndogs", "mat"]
+    for column, said in (("", "--column names the one"), ("words", "has no column 'words'")):
+        with pytest.raises(ValueError, match=rf"columns label, text: .*{said}"):
+            read_data(str(path), 9, column)
+    (tmp_path / "a.txt").write_text("cat")
+    with pytest.raises(ValueError, match=r"which --data .*a\.txt is not"):
+        read_data(str(tmp_path / "a.txt"), 9, "text")
+
+
+def test_data_is_read_before_models_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gfsa.lens.sources.load_source", lambda *_: pytest.fail("loaded"))
+    done = run("--model", "bert", "--data", "/no/such/file")
+    assert done.exit_code == 1
+    assert "is no file" in done.output
+
+
+def test_a_model_of_the_user_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_of_test.py").write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)\n"
+        "    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)\n"
+        "number = int\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    save_file({"src": torch.randn(3, 5, 8)}, tmp_path / "src.safetensors")
+    options = ("--data", "src.safetensors", "--no-spectral")
+    done = run("--model", "mine=own_of_test:build", *options, "--json", "r.json")
+    assert done.exit_code == 0, done.output
+    assert LensReport.from_json("r.json").models["mine"].samples == 3
+    for name, said in (
+        ("own_of_test:number", "returns an nn.Module, got int"),
+        ("own_of_test:none", "has no attribute 'none'"),
+        ("no_such_module:build", "No module named"),
+    ):
+        done = run("--model", name, *options)
+        assert done.exit_code == 1
+        assert said in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("named", [["pipeline"], [5], [], "BertModel"])
+def test_damaged_architectures_are_no_traceback(bert: Path, tmp_path: Path, named: object) -> None:
+    folder = shutil.copytree(bert, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": named}))
+    done = run("--model", folder, "--data", "random", "--no-spectral", "--samples", "2")
+    assert isinstance(done.exception, SystemExit | None), done.exception
 
 
 def test_compares_with_filters_saved_on_their_own_and_in_a_model(
@@ -140,11 +190,12 @@ def test_inputs_end_where_the_model_s_positions_do(bert: Path, texts: Path, tmp_
     config = hf.AutoConfig.from_pretrained(bert, max_position_embeddings=6)
     hf.BertForSequenceClassification(config).save_pretrained(folder)
     source = load_source(str(folder), untrained=False)
-    for data in ("random", str(texts)):
-        (batch,) = load_batches(source, data, samples=3, batch=3, tokens=128)
+    for name in ("random", str(texts)):
+        data = read_data(name, samples=3)
+        (batch,) = load_batches(source, data, batch=3, tokens=128)
         assert batch["input_ids"].shape == (3, 6)
         source.model(**batch)
-        (batch,) = load_batches(source, data, samples=3, batch=3, tokens=5)
+        (batch,) = load_batches(source, data, batch=3, tokens=5)
         assert batch["input_ids"].shape == (3, 5)
 
 

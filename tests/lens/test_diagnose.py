@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import gfsa
-from gfsa.lens import diagnose, metrics
+from gfsa.lens import diagnose, measure
 from support.lens_readings import only
 from support.tiny import TinyAttention, TinyEncoder, padded_batch
 
 
 def expected_cosines(states: list[Tensor], mask: Tensor | None) -> list[float]:
     valid = None if mask is None else mask.bool()
-    return [metrics.cosine_similarity(x, valid).mean().item() for x in states]
+    return [measure.cosine_similarity(x, valid).mean().item() for x in states]
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_mask_of_ones_own_goes_before_the_batch() -> None:
     model = TinyEncoder()
     tokens = torch.randn(2, 8, 16)
     valid = torch.arange(8) < torch.tensor([[8], [3]])
-    expected = metrics.cosine_similarity(tokens, valid).mean().item()
+    expected = measure.cosine_similarity(tokens, valid).mean().item()
     for given in (valid, lambda batch: valid):
         reading = only(diagnose(model, tokens, valid=given))
         assert reading.features[0].cosine == pytest.approx(expected)
@@ -287,7 +287,7 @@ def test_grids_of_tokens(features_first: bool) -> None:
     x = torch.randn(2, 3, 4, 16)
     given = x.permute(0, 3, 1, 2) if features_first else x
     reading = only(diagnose(Grid(), given))
-    expected = metrics.cosine_similarity(x.flatten(1, 2)).mean().item()
+    expected = measure.cosine_similarity(x.flatten(1, 2)).mean().item()
     assert reading.features[0].cosine == pytest.approx(expected, abs=1e-6)
     assert reading.tokens == 24
 

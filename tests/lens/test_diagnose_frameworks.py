@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gfsa
-from gfsa.lens import diagnose, metrics
+from gfsa.lens import diagnose, measure
 from support.graphs import ATOMS, BONDS, molecule
 from support.lens_readings import only
 
@@ -18,7 +18,7 @@ MASK = torch.arange(10) < torch.tensor([[10], [6], [8]])
 
 
 def cosines(states: list[Tensor], mask: Tensor | None) -> list[float]:
-    return [metrics.cosine_similarity(x, mask).mean().item() for x in states]
+    return [measure.cosine_similarity(x, mask).mean().item() for x in states]
 
 
 def transformers_model(kind: str, implementation: str = "sdpa") -> Any:
@@ -119,7 +119,7 @@ def test_as_many_samples_as_tokens(batch_first: bool) -> None:
     model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
     tokens = torch.randn(6, 6, 16)
     reading = only(diagnose(model, tokens))
-    expected = metrics.cosine_similarity(tokens if batch_first else tokens.transpose(0, 1))
+    expected = measure.cosine_similarity(tokens if batch_first else tokens.transpose(0, 1))
     assert reading.features[0].cosine == pytest.approx(expected.mean().item(), abs=1e-6)
 
 
@@ -142,7 +142,7 @@ def test_graphs_whose_tokens_lie_one_after_another() -> None:
     batch = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
     model = Graphs().eval()
     reading = only(diagnose(model, (x, torch.zeros(2, 0, dtype=torch.long), batch)))
-    parts = [metrics.cosine_similarity(part[None]) for part in x.split(counts)]
+    parts = [measure.cosine_similarity(part[None]) for part in x.split(counts)]
     assert reading.samples == 3
     assert reading.features[0].cosine == pytest.approx(torch.cat(parts).mean().item(), abs=1e-6)
     assert len(reading.features) == 3

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from statistics import fmean
-
 import pytest
 from rich.progress import Progress
 
 from gfsa.lens import diagnose
-from gfsa.lens.findings import high_gain
+from gfsa.lens.findings import passed
 from gfsa.lens.readings import AttentionReading
 from gfsa_experiments.demo.comparison import DemoSettings
 from gfsa_experiments.demo.run_demo import train_all
 
 
 def gains(layer: AttentionReading) -> tuple[float, float]:
-    """Mean gain over the upper half of the frequencies: of the map, of the filter."""
+    """What is passed of the upper half of the frequencies, by the map and by the filter."""
     assert layer.spectrum is not None
     return (
-        fmean(high_gain(row) for row in layer.spectrum.map_response),
-        fmean(high_gain(row) for row in layer.spectrum.filter_response),
+        passed(layer.spectrum.map_response),
+        passed(layer.spectrum.filter_response),
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gfsa.lens import metrics
+from gfsa.lens import measure
 
 
 def by_definition(x: np.ndarray) -> dict[str, float]:
@@ -32,10 +32,10 @@ def by_definition(x: np.ndarray) -> dict[str, float]:
 
 def measured(x: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
     return {
-        "cosine": metrics.cosine_similarity(x, valid),
-        "residual": metrics.rank_one_residual(x, valid),
-        "norm": metrics.token_norm(x, valid),
-        "rank": metrics.effective_rank(metrics.singular_values(x, valid)),
+        "cosine": measure.cosine_similarity(x, valid),
+        "residual": measure.rank_one_residual(x, valid),
+        "norm": measure.token_norm(x, valid),
+        "rank": measure.effective_rank(measure.singular_values(x, valid)),
     }
 
 
@@ -65,7 +65,7 @@ def test_singular_values_are_numpys_for_wide_and_tall_tokens() -> None:
     for shape in ((5, 9), (9, 5), (6, 6)):
         x = torch.randn(2, *shape, dtype=torch.float64)
         expected = np.linalg.svd(x.numpy(), compute_uv=False)
-        np.testing.assert_allclose(metrics.singular_values(x).numpy(), expected, atol=1e-7)
+        np.testing.assert_allclose(measure.singular_values(x).numpy(), expected, atol=1e-7)
 
 
 def test_equal_tokens_are_collapsed() -> None:
@@ -90,29 +90,29 @@ def test_orthonormal_tokens_are_as_far_apart_as_can_be() -> None:
 def test_a_collapsed_residual_keeps_its_digits_in_float32() -> None:
     x = torch.ones(1, 64, 32) + 1e-4 * torch.randn(1, 64, 32)
     expected = by_definition(x[0].double().numpy())["residual"]
-    assert metrics.rank_one_residual(x).item() == pytest.approx(expected, rel=1e-3)
+    assert measure.rank_one_residual(x).item() == pytest.approx(expected, rel=1e-3)
 
 
 def test_what_has_no_meaning_is_nan() -> None:
-    assert metrics.cosine_similarity(torch.randn(1, 1, 4)).isnan().all()
-    assert metrics.rank_one_residual(torch.zeros(1, 3, 4)).isnan().all()
-    assert metrics.effective_rank(torch.zeros(1, 3)).isnan().all()
+    assert measure.cosine_similarity(torch.randn(1, 1, 4)).isnan().all()
+    assert measure.rank_one_residual(torch.zeros(1, 3, 4)).isnan().all()
+    assert measure.effective_rank(torch.zeros(1, 3)).isnan().all()
 
 
 def test_zero_tokens_are_similar_to_none() -> None:
     x = torch.tensor([[[1.0, 0.0], [0.0, 0.0], [1.0, 0.0]]])
-    assert metrics.cosine_similarity(x).item() == pytest.approx(2 / 6)
+    assert measure.cosine_similarity(x).item() == pytest.approx(2 / 6)
 
 
 def test_low_precision_is_summed_in_float32() -> None:
     x = torch.randn(2, 300, 64).bfloat16()
-    expected = metrics.cosine_similarity(x.double())
-    torch.testing.assert_close(metrics.cosine_similarity(x).double(), expected, atol=1e-6, rtol=0)
+    expected = measure.cosine_similarity(x.double())
+    torch.testing.assert_close(measure.cosine_similarity(x).double(), expected, atol=1e-6, rtol=0)
 
 
 def test_singular_profile_reads_every_sample_on_its_own_length() -> None:
     values = torch.tensor([[8.0, 4.0, 2.0, 1.0, 0.5], [6.0, 3.0, 1.5, 0.0, 0.0]])
-    profile = metrics.singular_profile(values, torch.tensor([5, 3]), points=3)
+    profile = measure.singular_profile(values, torch.tensor([5, 3]), points=3)
     torch.testing.assert_close(profile, torch.tensor([[1, 0.25, 0.0625], [1, 0.5, 0.25]]))
 
 
@@ -126,11 +126,11 @@ def test_dirichlet_energy(kind: str) -> None:
         "random": torch.randn(length, length, dtype=torch.float64).softmax(-1),
     }
     attention = maps[kind]
-    got = metrics.dirichlet_energy(x, attention @ x)
+    got = measure.dirichlet_energy(x, attention @ x)
     if kind == "identity":
         torch.testing.assert_close(got, torch.zeros(2, dtype=torch.float64))
     if kind == "uniform":
-        torch.testing.assert_close(got, metrics.rank_one_residual(x).square())
+        torch.testing.assert_close(got, measure.rank_one_residual(x).square())
     for sample in range(2):
         tokens = x[sample].numpy()
         symmetric = (attention.numpy() + attention.numpy().T) / 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gfsa
-from gfsa.lens import metrics
+from gfsa.lens import measure
 from gfsa.lens.monitor import Monitor, tensorboard
 from support.tiny import TinyEncoder, padded_batch
 
@@ -51,12 +51,12 @@ def test_logs_what_leaves_each_block(plugged: bool, shared: bool) -> None:
     first = logged[0][0]
     valid = batch["attention_mask"].bool()
     for depth, state in enumerate(states, start=1):
-        for name, measure in (
-            ("cosine", metrics.cosine_similarity),
-            ("residual", metrics.rank_one_residual),
-            ("norm", metrics.token_norm),
+        for name, function in (
+            ("cosine", measure.cosine_similarity),
+            ("residual", measure.rank_one_residual),
+            ("norm", measure.token_norm),
         ):
-            expected = measure(state, valid).mean().item()
+            expected = function(state, valid).mean().item()
             assert first[f"lens/{name}/{depth:02d}"] == pytest.approx(expected, rel=1e-5)
     coefficients = {name: value for name, value in logged[-1][0].items() if "/c" in name[4:7]}
     layers = 1 if shared else 3
@@ -104,7 +104,7 @@ def test_parts_that_are_called_apart_keep_their_layers_numbers() -> None:
         with torch.no_grad():
             states = model[part].states(**batch)[1:]
         for depth, state in enumerate(states, start=1 + before):
-            expected = metrics.cosine_similarity(state, valid).mean().item()
+            expected = measure.cosine_similarity(state, valid).mean().item()
             assert logged[0][0][f"lens/cosine/{depth:02d}"] == pytest.approx(expected, rel=1e-5)
     assert hooks(model) == 0
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gfsa
-from gfsa.lens import diagnose, metrics
+from gfsa.lens import diagnose, measure
 from gfsa.lens.monitor import Monitor
-from gfsa.lens.padding import shown_by_map
+from gfsa.lens.tokens import shown_by_map
 from gfsa.operators import DenseOperator
 from support.lens_readings import diagnosed, monitored, only
 from support.tiny import TinyBlock, TinyEncoder, padded_batch
@@ -41,7 +41,7 @@ def while_training(model: nn.Module, call: Callable[[], object]) -> list[float]:
 
 
 def similar(states: Any, mask: Tensor | None = None) -> list[float]:
-    return [metrics.cosine_similarity(x, mask).mean().item() for x in states]
+    return [measure.cosine_similarity(x, mask).mean().item() for x in states]
 
 
 def outputs_of(blocks: Any, call: Callable[[], object]) -> list[Tensor]:

@@ -239,6 +239,14 @@ def test_pictures_and_numbers_can_be_downloaded(browser: Browser, page: Path) ->
     assert browser.complaints() == []
 
 
+def test_the_csv_button_writes_no_formulas(browser: Browser, tmp_path: Path) -> None:
+    report = LensReport({}, trajectories={"a": example_trajectory()})
+    report.to_html(tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    row = browser.run("csvOf([['=cmd|a', '+cmd|a', '@a', '-0.5', -0.5, 'plain']])")
+    assert row == "'=cmd|a,'+cmd|a,'@a,-0.5,-0.5,plain\n"
+
+
 def test_the_legend_stays_in_sight_in_the_colours_of_the_lines(
     browser: Browser, page: Path
 ) -> None:

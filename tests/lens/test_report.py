@@ -7,14 +7,17 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import gfsa
 from gfsa.lens import LensReport
-from gfsa.lens.findings import findings, high_gain
+from gfsa.lens.findings import findings, headline, passed
 from gfsa.lens.page import render
 from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading
 from support.reports import example_report, example_trajectory
+from support.tiny import TinyEncoder, padded_batch
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +75,71 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             LensReport.from_json(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"a,b\n", b"\xff\xfe", b'{"format": "gfsa'])
+DEEP = b'{"format": "gfsa-lens/1", "models": ' + b"[" * 100_000
+
+
+@pytest.mark.parametrize("content", [b"", b"a,b\n", b"\xff\xfe", b'{"format": "gfsa', DEEP])
 def test_a_file_that_is_no_report_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(content)
     with pytest.raises(ValueError, match=r"other is not a lens report, or damaged: expected the"):
         LensReport.from_json(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("models",), None),
+        (("models",), {"a": 1}),
+        (("created",), 5),
+        (("trajectories",), [1]),
+        (("trajectories",), {"a": {"steps": [1], "layers": [{"depth": 1, "name": "a"}]}}),
+        (("models", 0), 3),
+        (("models", 0, "name"), ["a"]),
+        (("models", 0, "name"), "GFSA <all>"),
+        (("models", 0, "seconds"), {}),
+        (("models", 0, "parameters"), 10**400),
+        (("models", 0, "samples"), "3"),
+        (("models", 0, "unknown"), 1),
+        (("models", 0, "features", 1, "cosine"), "0.5"),
+        (("models", 0, "features", 1, "cosine"), 10**400),
+        (("models", 0, "features", 1, "norm"), 1e308),
+        (("models", 0, "attention", 0, "verdict", 0), "odd"),
+        (("models", 0, "attention", 0, "entropy"), []),
+        (("models", 0, "attention", 0, "coefficients", 0), []),
+        (("models", 0, "attention", 0, "spectrum", "frequencies"), []),
+        (("models", 0, "attention", 0, "spectrum", "map_response", 0), [1.0]),
+    ],
+)
+def test_a_damaged_report_has_one_kind_of_error(
+    report: LensReport, tmp_path: Path, place: tuple[str | int, ...], value: object
+) -> None:
+    plain: Any = json.loads(json.dumps(report.to_plain()))
+    inside = plain
+    for key in place[:-1]:
+        inside = inside[key]
+    inside[place[-1]] = value
+    (tmp_path / "report.json").write_text(json.dumps(plain))
+    with pytest.raises(ValueError, match="damaged, or was changed by hand"):
+        LensReport.from_json(tmp_path / "report.json")
+
+
+def test_names_cannot_command_a_terminal_or_stop_a_file(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    name = "\x1b[2J\x9b2J {{summary}} \ud800"
+    found = gfsa.diagnose({name: TinyEncoder(depth=1)}, padded_batch([4]), spectral=False)
+    plain = found.to_plain()
+    plain["models"][0]["name"] = name
+    plain["models"][0]["attention"][0]["name"] = name
+    (tmp_path / "report.json").write_text(json.dumps(plain))
+    for report in (found, LensReport.from_json(tmp_path / "report.json")):
+        out = io.StringIO()
+        report.table(Console(file=out))
+        assert not {"\x1b", "\x9b"} & set(out.getvalue())
+        report.to_html(tmp_path / "page.html")
+        page = (tmp_path / "page.html").read_text()
+        assert "{{summary}} \\ud800</title>" in page
+        report.figures["similarity"].savefig(tmp_path / "figure.svg")
 
 
 def test_table_fits_a_terminal_of_80_columns(report: LensReport) -> None:
@@ -115,8 +178,19 @@ def test_findings_say_what_the_numbers_say() -> None:
     assert "1 of 1 heads attend almost uniformly" in moved
 
 
-def test_high_gain_is_the_mean_over_the_upper_half() -> None:
-    assert high_gain([1.0, 9.0, 2.0, 4.0]) == 3.0
+def test_high_frequencies_are_relative_to_frequency_0() -> None:
+    assert passed([[2.0, 9.0, 2.0, 4.0]]) == 1.5
+    assert passed([[0.0, 1.0]]) == math.inf
+
+
+def test_a_pure_gain_passes_no_more_high_frequencies() -> None:
+    model = TinyEncoder(depth=2)
+    gfsa.plug(model, K=None, w1=2.0)
+    reading = gfsa.diagnose(model, padded_batch([12, 9])).models["TinyEncoder"]
+    (sentence,) = [text for text in findings(reading) if "frequencies" in text]
+    maps, filters = re.findall(r"(\d+)%(?: of|\.)", sentence)
+    assert maps == filters
+    assert f" {maps}% in" in " ".join(headline([reading]).compares)
 
 
 def test_str_needs_nothing_but_the_numbers(report: LensReport) -> None:
@@ -207,8 +281,8 @@ def test_the_page_is_one_file_and_names_are_text(report: LensReport) -> None:
     assert data is not None
     assert [m["name"] for m in json.loads(data[1])["models"]] == list(report.models)
     addresses = set(re.findall(r"https?://[^\"'\s<)]+", page))
-    # the XML namespace of SVG, which is not loaded
-    assert addresses == {"http://www.w3.org/2000/svg"}
+    # the XML namespace of SVG, which is not loaded, and a link
+    assert addresses == {"http://www.w3.org/2000/svg", "https://arxiv.org/abs/2312.04234"}
     assert len(page) < 200_000
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gfsa
-from gfsa.lens import spectrum
-from gfsa.lens.entropy import attention_entropy
+from gfsa.lens import measure
+from gfsa.lens.measure import attention_entropy
 from gfsa.operators import (
     AttentionCall,
     AttentionOperator,
@@ -46,9 +46,9 @@ def uniform(length: int) -> Tensor:
 
 def response(matrix: Tensor, coeffs: list[float], most: int = 64) -> tuple[Tensor, Tensor]:
     v = torch.zeros(*matrix.shape[:-1], 4, dtype=DOUBLE)
-    grid = spectrum.frequency_grid(matrix.shape[-1], most)
+    grid = measure.frequency_grid(matrix.shape[-1], most)
     numbers = torch.tensor([coeffs], dtype=DOUBLE)
-    return spectrum.frequency_response(DenseOperator(matrix), v, numbers, None, grid)
+    return measure.frequency_response(DenseOperator(matrix), v, numbers, None, grid)
 
 
 def test_identity_passes_every_frequency() -> None:
@@ -99,9 +99,9 @@ def test_responses_are_those_of_the_dense_map(
     valid = torch.arange(length) < counts[:, None] if padded else None
     mask = None if valid is None else valid[:, None, None, :]
     coeffs = torch.randn(3, 3, dtype=DOUBLE)
-    grid = spectrum.frequency_grid(length, 5)
+    grid = measure.frequency_grid(length, 5)
     operator = AttentionOperator(q, k, mask, is_causal=causal)
-    on_map, on_filter = spectrum.frequency_response(operator, v, coeffs, valid, grid)
+    on_map, on_filter = measure.frequency_response(operator, v, coeffs, valid, grid)
     attention = reference_map(q, k, mask, causal)
     filtered = reference_filter(attention, coeffs)
     for sample in range(2):
@@ -117,8 +117,8 @@ def test_responses_build_no_map() -> None:
     q, k, v = torch.randn(3, 1, 2, length, 8)
     operator = AttentionOperator(q, k, backend="sdpa")
     with Dispatched() as dispatched:
-        spectrum.frequency_response(
-            operator, v, torch.tensor([[0.0, 1.0, 0.1]] * 2), None, spectrum.frequency_grid(length)
+        measure.frequency_response(
+            operator, v, torch.tensor([[0.0, 1.0, 0.1]] * 2), None, measure.frequency_grid(length)
         )
     # the largest thing is the block of modes for all heads, far from 2·256²
     assert dispatched.largest < length * length
@@ -135,13 +135,13 @@ def test_dense_map_of_any_operator(kind: str) -> None:
         "linear": LinearOperator(q, k),
     }
     expected = operators["linear"].dense() if kind == "linear" else attention
-    torch.testing.assert_close(spectrum.dense_map(operators[kind], v), expected)
+    torch.testing.assert_close(measure.dense_map(operators[kind], v), expected)
 
 
 def test_singular_values_of_maps_leave_padding_out() -> None:
     matrix = torch.randn(2, 3, 6, 6, dtype=DOUBLE).softmax(-1)
     valid = torch.arange(6) < torch.tensor([[6], [4]])
-    got = spectrum.map_singular_values(matrix, valid)
+    got = measure.map_singular_values(matrix, valid)
     for head in range(3):
         inside = matrix[1, head, :4, :4].numpy()
         expected = np.linalg.svd(inside, compute_uv=False)
@@ -210,7 +210,7 @@ def test_entropy_of_one_hot_softmax_is_a_share_of_zero() -> None:
 
 
 def test_entropy_never_holds_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gfsa.lens.entropy._ENTRIES", 1 << 10)
+    monkeypatch.setattr("gfsa.lens.measure._ENTRIES", 1 << 10)
     q, k, v = torch.randn(3, 1, 2, 128, 4, dtype=DOUBLE)
     with Dispatched() as dispatched:
         nats, _ = attention_entropy(AttentionOperator(q, k), v)
@@ -233,7 +233,7 @@ def test_entropy_never_holds_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_verdicts(coefficients: list[float], expected: str) -> None:
-    assert spectrum.verdict(torch.tensor(coefficients, dtype=DOUBLE)) == expected
+    assert measure.verdict(torch.tensor(coefficients, dtype=DOUBLE)) == expected
 
 
 @pytest.mark.parametrize("K", [2, 3, 10, 40])
@@ -241,20 +241,20 @@ def test_verdicts(coefficients: list[float], expected: str) -> None:
 def test_theorem_3_1(K: int, alpha: float) -> None:
     """Both cases of the theorem, with the coefficients of the filter that GFSA folds to."""
     low = gfsa.GFSA(1, K=K, w0=0.2, w1=0.5, wK=0.3, power="exact")
-    assert spectrum.verdict(low.coefficients()[0]) == "low-pass"
+    assert measure.verdict(low.coefficients()[0]) == "low-pass"
     # its proof divides (−α)^k by k + 1; with a large K only 1 − ασ/2 is left
     high = gfsa.GFSA(1, K=K, w0=1.0, w1=-alpha / 2, wK=(-alpha) ** K / (K + 1), power="exact")
     if K >= 10:
-        assert spectrum.verdict(high.coefficients()[0]) == "high-pass"
+        assert measure.verdict(high.coefficients()[0]) == "high-pass"
 
 
 @given(st.lists(st.floats(-2, 2), min_size=1, max_size=5))
 def test_verdicts_agree_with_a_fine_grid(coefficients: list[float]) -> None:
     numbers = torch.tensor(coefficients, dtype=DOUBLE)
     sigma = torch.linspace(0, 1, 20001, dtype=DOUBLE)[:-1]
-    difference = spectrum.polynomial(numbers, sigma).abs() - numbers.sum().abs()
+    difference = measure.polynomial(numbers, sigma).abs() - numbers.sum().abs()
     clear = difference[difference.abs() > 1e-4]
-    said = spectrum.verdict(numbers)
+    said = measure.verdict(numbers)
     # what the grid sees clearly, the verdict must say
     if said == "low-pass":
         assert (clear < 0).all()

@@ -47,6 +47,8 @@ def test_csv_and_back(tmp_path: Path) -> None:
     again = Trajectory.from_csv(path)
     assert again == trajectory
     assert Trajectory.from_plain(again.to_plain()) == trajectory
+    again.layers[0].name = "=cmd|' /C calc'!A0"
+    assert ",'=cmd|" in again.to_text()
 
 
 def test_layers_of_different_degree_share_a_file(tmp_path: Path) -> None:
@@ -88,8 +90,11 @@ def test_a_changed_model_and_a_repeated_step_are_refused() -> None:
         ("step,layer,name,head,c0\n0,1,a,1,many\n", "damaged"),
         # a missing c0 must not make c0 of c1, nor a line that is cut off a filter of lower degree
         ("step,layer,name,head,c0,c1\n0,1,a,1,,0.5\n", "damaged"),
-        ("step,layer,name,head,c0,c1\n0,1,a,1,0,1\n0,1,a,2,0\n", "head 2 has 1 coefficients"),
-        ("step,layer,name,head,c0\n0,1,a,1,0\n0,1,a,2,0\n5,1,a,1,0\n", "step 5, a: 1 heads"),
+        ("step,layer,name,head,c0,c1\n0,1,a,1,0,1\n0,1,a,2,0\n", "as many heads"),
+        (
+            "step,layer,name,head,c0\n0,1,a,1,0\n0,1,a,2,0\n5,1,a,1,0\n",
+            "as many heads and coefficients",
+        ),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:

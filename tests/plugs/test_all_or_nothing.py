@@ -237,7 +237,7 @@ def test_diagnose_that_is_interrupted_unplugs_what_it_plugged() -> None:
         assert state_of(model) == before
 
     interrupted_everywhere(
-        lambda: gfsa.diagnose(model, X), check, inside=["lens/sites.py", "plugs/attach.py"]
+        lambda: gfsa.diagnose(model, X), check, inside=["lens/record.py", "plugs/attach.py"]
     )
 
 

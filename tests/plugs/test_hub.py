@@ -21,7 +21,7 @@ import yaml
 from torch import Tensor, nn
 
 import gfsa
-from gfsa.lens.command_models import load_source
+from gfsa.lens.sources import load_source
 from gfsa.plugs.hub.card import BEGIN, END
 from gfsa.plugs.peft_adapters import check_loaded
 from support.hub_server import HubServer, Repository, hub_server

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from gfsa.filters.checks import (
     as_number,
@@ -40,6 +39,9 @@ from gfsa.filters.spec import (
 from gfsa.operators import Coefficients, DenseOperator, Operator
 from gfsa.operators.base import value_of
 from gfsa.operators.call import DropoutPlace, check_dropout_place
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def _depth(cls: type, name: str) -> int:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from gfsa.lens.command_models import Source
     from gfsa.lens.report import LensReport
-
+    from gfsa.lens.sources import Data, Source
 
 # options that say how models are measured
-_MEASURING = ("data", "layers", "samples", "batch_size", "tokens", "spectral", "trace", "untrained")
+_MEASURING = (
+    *("data", "column", "layers", "samples", "batch_size", "tokens"),
+    *("spectral", "trace", "untrained"),
+)
 
 
 def diagnose(
@@ -21,17 +24,19 @@ def diagnose(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="A transformers model (folder or hub name) or timm:NAME; repeat to compare. "
-            "LABEL=MODEL gives it a name, MODEL@FOLDER adds filters saved by gfsa.save."
+            help="A transformers model (folder or hub name), timm:NAME, or my_module:build, a "
+            "function that returns a model; repeat to compare. LABEL=MODEL gives it a name, "
+            "MODEL@FOLDER adds filters saved by gfsa.save."
         ),
     ] = None,
     data: Annotated[
         str,
         typer.Option(
-            help="Text (one sample a line), a folder of images, a .safetensors file of the model's "
-            "arguments, or 'random' for inputs without meaning."
+            help="Text (one sample a line), a .csv with --column, a folder of images, a "
+            ".safetensors file of the model's arguments, or 'random' for inputs without meaning."
         ),
     ] = "",
+    column: Annotated[str, typer.Option(help="The column of a .csv or .tsv with the texts.")] = "",
     report: Annotated[
         Path | None, typer.Option(help="Show a report written with --json; runs no model.")
     ] = None,
@@ -61,26 +66,44 @@ def diagnose(
         bool, typer.Option("--untrained", help="timm models: random weights, no download.")
     ] = False,
 ) -> None:
-    """Measure whether a model over-smooths, where, and what its filters change."""
-    from gfsa.lens.command_models import SourceError
-    from gfsa.lens.report import LensReport
+    """Measure whether a model over-smooths, where, and what its filters change.
 
+    Example: gfsa diagnose --model bert-base-uncased --data texts.txt --html page.html
+    """
+    from gfsa.lens.report import LensReport
+    from gfsa.lens.sources import read_data
+
+    chosen = _layers(layers)
     try:
         _make_places(html, json, figures)
         if report is not None:
             _refuse_given(context, "--report shows what was measured before", "model", *_MEASURING)
-            found = LensReport.from_json(report)
         elif coefficients and not model:
             _refuse_given(context, "--coefficients without --model measures nothing", *_MEASURING)
-            found = LensReport({}, created=_now())
+        elif not model or not data:
+            raise ValueError("expected a model and data: --model NAME --data texts.txt")
+        # files first: a model may take minutes to load
+        trajectories = _trajectories(coefficients or [])
+        if report is not None:
+            found = LensReport.from_json(report)
+        elif model:
+            inputs = read_data(data, samples, column)
+            found = _diagnose(
+                _load_sources(model, untrained),
+                inputs,
+                batch_size,
+                tokens,
+                layers=chosen,
+                spectral=spectral,
+                unknown="trace" if trace else "refuse",
+            )
         else:
-            chosen = _layers(layers)
-            inputs = _Inputs(data, samples, batch_size, tokens)
-            found = _diagnose(model, inputs, untrained, chosen, spectral, trace)
-        found.trajectories |= _trajectories(coefficients or [])
+            now = datetime.now(timezone.utc)
+            found = LensReport({}, created=now.isoformat(timespec="seconds"))
+        found.trajectories |= trajectories
         found.table()
         _write(found, html, json, figures)
-    except (SourceError, ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError) as error:
         typer.echo(f"gfsa diagnose: {error}", err=True)
         raise typer.Exit(1) from error
     written = [str(path) for path in (html, json, figures) if path is not None]
@@ -90,29 +113,25 @@ def diagnose(
 
 def _refuse_given(context: typer.Context, why: str, *names: str) -> None:
     """Raise for options that were given and would have no effect."""
-    from gfsa.lens.command_models import SourceError
-
     sources = {name: context.get_parameter_source(name) for name in names}
     # by name: newer versions of typer have a copy of click's enumeration
     given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
     if given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise SourceError(f"{why}; leave out {options}")
+        raise ValueError(f"{why}; leave out {options}")
 
 
 def _make_places(html: Path | None, json: Path | None, figures: Path | None) -> None:
     """Make the folders to write into, before minutes of measuring."""
-    from gfsa.lens.command_models import SourceError
-
     for file in (html, json):
         if file is not None and file.is_dir():
-            raise SourceError(f"{file} is a folder; name a file in it")
+            raise ValueError(f"{file} is a folder; name a file in it")
     for folder in (html and html.parent, json and json.parent, figures):
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError) as error:
-                raise SourceError(
+                raise ValueError(
                     f"{folder} cannot be a folder to write into: there is a file of that name"
                 ) from error
 
@@ -128,77 +147,52 @@ def _write(report: LensReport, html: Path | None, json: Path | None, figures: Pa
             figure.savefig(figures / f"{_file_name(name)}.pdf")
 
 
-class _Inputs(NamedTuple):
-    """The options that say on what models are measured."""
+def _load_sources(names: list[str], untrained: bool) -> list[Source]:
+    from gfsa.lens.sources import load_source
 
-    data: str
-    samples: int
-    batch_size: int
-    tokens: int
-
-
-def _diagnose(
-    names: list[str] | None,
-    inputs: _Inputs,
-    untrained: bool,
-    layers: str | list[int],
-    spectral: bool,
-    trace: bool,
-) -> LensReport:
-    """Load the models and measure all of them on the same inputs."""
-    from gfsa.lens.command_inputs import load_batches, refuse_unfit
-    from gfsa.lens.command_models import SourceError, load_source
-    from gfsa.lens.diagnosis import diagnose as diagnose_models
-
-    data = inputs.data
-    if not names or not data:
-        raise SourceError("expected a model and data: --model NAME --data texts.txt")
     sources = [load_source(name, untrained) for name in names]
     labels = [source.label for source in sources]
     if len(set(labels)) < len(labels):
-        raise SourceError(f"two models have the same name ({', '.join(labels)}): use LABEL=MODEL")
-    # built with the first model's tokenizer or size
-    batches = load_batches(sources[0], *inputs)
-    _warn_of_inputs(sources, inputs)
-    for source in sources:
-        refuse_unfit(source, batches[0], data)
-    found = diagnose_models(
-        {source.label: source.model for source in sources},
-        batches,
-        layers=layers,
-        spectral=spectral,
-        unknown="trace" if trace else "refuse",
-    )
-    found.data = "random inputs without meaning" if data == "random" else Path(data).name
-    return found
+        raise ValueError(f"two models have the same name ({', '.join(labels)}): use LABEL=MODEL")
+    return sources
 
 
-def _warn_of_inputs(sources: list[Source], inputs: _Inputs) -> None:
-    """Say where the first model's inputs are shorter than asked, or differ from another model's."""
-    from gfsa.lens.command_inputs import other_inputs
+def _diagnose(
+    sources: list[Source], data: Data, batch: int, tokens: int, **options: Any
+) -> LensReport:
+    """Measure all models on the inputs of the first one."""
+    from gfsa.lens.diagnosis import diagnose as diagnose_models
+    from gfsa.lens.readings import printable
+    from gfsa.lens.sources import load_batches, other_inputs, refuse_unfit
 
     first, *others = sources
-    data, samples, _, tokens = inputs
-    if tokens > first.longest and not data.endswith(".safetensors"):
+    batches = load_batches(first, data, batch, tokens)
+    if tokens > first.longest and data.kind != "tensors":
         typer.echo(
             f"gfsa diagnose: {first.label} has positions for {first.longest} tokens: "
             f"inputs have at most these, not --tokens {tokens}",
             err=True,
         )
     for source in others:
-        if other_inputs(first, source, data, samples, tokens):
+        if other_inputs(first, source, data, tokens):
             typer.echo(
-                f"gfsa diagnose: {source.label} makes other inputs of {Path(data).name} than "
+                f"gfsa diagnose: {source.label} makes other inputs of {Path(data.name).name} than "
                 f"{first.label} (another tokenizer, or images of another size or scale), and "
                 f"is measured on those of {first.label}: its numbers may mean nothing. "
                 "Diagnose it alone",
                 err=True,
             )
+    for source in sources:
+        refuse_unfit(source, batches[0], data.name)
+    found = diagnose_models({s.label: s.model for s in sources}, batches, **options)
+    is_random = data.kind == "random"
+    found.data = "random inputs without meaning" if is_random else printable(Path(data.name).name)
+    return found
 
 
 def _trajectories(names: list[str]) -> dict[str, Any]:
     """``[LABEL=]FILE``, by label; without one, the folder of the file is its name."""
-    from gfsa.lens.command_models import SourceError
+    from gfsa.lens.readings import printable
     from gfsa.lens.trajectory import Trajectory
 
     found: dict[str, Any] = {}
@@ -206,17 +200,11 @@ def _trajectories(names: list[str]) -> dict[str, Any]:
         # the name of a run folder may have a "=" in it; a label has none
         before, _, after = text.partition("=")
         label, path = ("", text) if Path(text).exists() or not after else (before, after)
-        label = label or Path(path).absolute().parent.name
+        label = printable(label or Path(path).absolute().parent.name)
         if label in found:
-            raise SourceError(f"two files have the same name ({label}): use LABEL=FILE")
+            raise ValueError(f"two files have the same name ({label}): use LABEL=FILE")
         found[label] = Trajectory.from_csv(path)
     return found
-
-
-def _now() -> str:
-    from datetime import datetime, timezone
-
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _layers(text: str) -> str | list[int]:

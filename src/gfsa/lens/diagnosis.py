@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
+from operator import length_hint
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gfsa.lens.axes import AXES_IN_DOUBT
-from gfsa.lens.layer_record import LensOptions
-from gfsa.lens.progress import Progress, progress_bar
-from gfsa.lens.readings import ModelReading
-from gfsa.lens.recorder import Recorder
+from gfsa.lens.readings import ModelReading, printable
+from gfsa.lens.record import LensOptions, Recorder, no_nested_tensors, plugged_everywhere
 from gfsa.lens.report import LensReport
-from gfsa.lens.sites import no_nested_tensors, plugged_everywhere
+from gfsa.lens.tokens import AXES_IN_DOUBT, axes_in_doubt
 from gfsa.plugs.layer_selection import Layers
 from gfsa.plugs.registry import Unknown
 from gfsa.plugs.running import call, evaluating
@@ -92,7 +91,8 @@ def diagnose(
         ['TransformerEncoder']
         >>> cosine = report.models["TransformerEncoder"].features[-1].cosine
     """
-    models = dict(model) if isinstance(model, Mapping) else {type(model).__name__: model}
+    given = model if isinstance(model, Mapping) else {type(model).__name__: model}
+    models = {printable(str(name)): module for name, module in given.items()}
     if not models:
         raise ValueError("expected a model, or several models by name, got an empty mapping")
     for name, module in models.items():
@@ -101,85 +101,96 @@ def diagnose(
     options = LensOptions(
         features, attention, spectral, spectral_samples, most_frequencies, most_tokens
     )
-    batches = _batches(inputs, len(models))
-    known = _length(batches)
-    total = known if max_batches is None or known is None else min(known, max_batches)
-    measurement = _Measurement(layers, options, valid, forward or call, unknown)
+    is_one = isinstance(inputs, (Tensor, Mapping, tuple)) or not isinstance(inputs, Iterable)
+    batches = [inputs] if is_one else inputs
+    if len(models) > 1 and isinstance(batches, Iterator):
+        # a generator can be iterated only once
+        batches = list(batches)
+    known = length_hint(batches, -1)
+    total = None if known < 0 else min(known, known if max_batches is None else max_batches)
     readings = {}
     for name, module in models.items():
+        chosen = itertools.islice(batches, max_batches)
         with progress_bar(progress, name, total) as advance:
-            chosen = _first(batches, max_batches)
-            readings[name] = measurement.of(name, module, chosen, advance)
+            readings[name] = _measure(
+                name,
+                module,
+                chosen if is_one else map(_without_labels, chosen),
+                advance,
+                layers=layers,
+                options=options,
+                valid=valid,
+                forward=forward or _call,
+                unknown=unknown,
+            )
     return LensReport(readings, created=datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
 
-@dataclass(frozen=True)
-class _Measurement:
-    """What is measured of each model, and how the model is called; see :func:`diagnose`."""
-
-    layers: Layers
-    options: LensOptions
-    valid: Tensor | Callable[[Any], Tensor | None] | None
-    forward: Forward
-    unknown: Unknown
-
-    def of(
-        self, name: str, model: nn.Module, batches: Iterable[Any], advance: Callable[[], None]
-    ) -> ModelReading:
-        """The readings of one model; ``advance`` is called after each batch."""
-        # a compiled model would be compiled again for every hook; the module inside is not compiled
-        model = getattr(model, "_orig_mod", model)
-        parameters = sum(p.numel() for p in model.parameters())
-        device = next(
-            (t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu")
+def _measure(
+    name: str,
+    model: nn.Module,
+    batches: Iterable[Any],
+    advance: Callable[[], None],
+    *,
+    layers: Layers,
+    options: LensOptions,
+    valid: Tensor | Callable[[Any], Tensor | None] | None,
+    forward: Forward,
+    unknown: Unknown,
+) -> ModelReading:
+    """The readings of one model; ``advance`` is called after each batch."""
+    # a compiled model would be compiled again for every hook; the module inside is not compiled
+    model = getattr(model, "_orig_mod", model)
+    parameters = sum(p.numel() for p in model.parameters())
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    start = time.perf_counter()
+    with (
+        evaluating(model),
+        torch.no_grad(),
+        no_nested_tensors(model),
+        plugged_everywhere(model, unknown) as (sites, bare, skipped),
+        Recorder(model, sites, layers, options) as recorder,
+    ):
+        for batch in batches:
+            batch = _to_device(batch, device)
+            with recorder.listening(valid(batch) if callable(valid) else valid, batch):
+                forward(model, batch)
+            advance()
+        if not recorder.layers:
+            raise ValueError("no attention layer ran: expected at least one batch in inputs")
+        skipped |= _without_response(sites) | dict.fromkeys(recorder.in_doubt, AXES_IN_DOUBT)
+        if recorder.in_doubt:
+            warnings.warn(axes_in_doubt(recorder.in_doubt), stacklevel=3)
+        own = [s.filter for n, s in sites.items() if n not in bare]
+        first = next(iter(recorder.layers.values()))
+        return ModelReading(
+            name=name,
+            kind=type(model).__name__,
+            parameters=parameters,
+            filter_parameters=sum(p.numel() for f in own for p in f.parameters()),
+            samples=recorder.samples,
+            tokens=recorder.tokens,
+            spectral_samples=first.spectral_samples,
+            seconds={"total": time.perf_counter() - start, **recorder.watch.seconds},
+            features=recorder.features(),
+            attention=recorder.attention(bare),
+            skipped=skipped,
         )
-        start = time.perf_counter()
-        with (
-            evaluating(model),
-            torch.no_grad(),
-            no_nested_tensors(model),
-            plugged_everywhere(model, self.unknown) as (sites, bare, skipped),
-            Recorder(model, sites, self.layers, self.options) as recorder,
-        ):
-            for batch in batches:
-                batch = _to_device(batch, device)
-                mask = self.valid(batch) if callable(self.valid) else self.valid
-                with recorder.listening(mask, batch), self._arguments_hint(batch):
-                    self.forward(model, batch)
-                advance()
-            if not recorder.layers:
-                raise ValueError("no attention layer ran: expected at least one batch in inputs")
-            skipped |= _without_response(sites) | _without_features(recorder)
-            own = [s.filter for n, s in sites.items() if n not in bare]
-            first = next(iter(recorder.layers.values()))
-            return ModelReading(
-                name=name,
-                kind=type(model).__name__,
-                parameters=parameters,
-                filter_parameters=sum(p.numel() for f in own for p in f.parameters()),
-                samples=recorder.samples,
-                tokens=recorder.tokens,
-                spectral_samples=first.spectral_samples,
-                seconds={"total": time.perf_counter() - start, **recorder.watch.seconds},
-                features=recorder.features(),
-                attention=recorder.attention(bare),
-                skipped=skipped,
-            )
 
-    @contextmanager
-    def _arguments_hint(self, batch: Any) -> Iterator[None]:
-        """Say in an error how a batch of several parts was passed; targets may be among them."""
-        try:
-            yield
-        except Exception as error:
-            # Python 3.10 has no notes
-            if self.forward is call and isinstance(batch, tuple) and hasattr(error, "add_note"):
-                error.add_note(
-                    f"diagnose called the model with the {len(batch)} parts of a batch as its "
-                    "arguments; to pass some of them alone: "
-                    "diagnose(..., forward=lambda model, batch: model(batch[0]))"
-                )
-            raise
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    """Call a model; an error says how a batch of several parts, maybe with targets, was passed."""
+    try:
+        return call(model, batch)
+    except Exception as error:
+        # Python 3.10 has no notes
+        if isinstance(batch, tuple) and hasattr(error, "add_note"):
+            error.add_note(
+                f"diagnose called the model with the {len(batch)} parts of a batch as its "
+                "arguments; to pass some of them alone: "
+                "diagnose(..., forward=lambda model, batch: model(batch[0]))"
+            )
+        raise
 
 
 def _without_response(sites: Mapping[str, Site]) -> dict[str, str]:
@@ -190,50 +201,6 @@ def _without_response(sites: Mapping[str, Site]) -> dict[str, str]:
         for name, site in sites.items()
         if not site.filter.is_polynomial
     }
-
-
-def _without_features(recorder: Recorder) -> dict[str, str]:
-    """The layers whose tokens were not measured, with the reason; warns if there are any."""
-    if recorder.in_doubt:
-        warnings.warn(f"{', '.join(recorder.in_doubt)}: {AXES_IN_DOUBT}", stacklevel=4)
-    return dict.fromkeys(recorder.in_doubt, AXES_IN_DOUBT)
-
-
-def _batches(inputs: Any, models: int) -> Iterable[Any]:
-    """The batches as an iterable that can be iterated once per model."""
-    if isinstance(inputs, (Tensor, Mapping, tuple)) or not isinstance(inputs, Iterable):
-        return [inputs]
-    if models > 1 and iter(inputs) is inputs:
-        # a generator can be iterated only once
-        inputs = list(inputs)
-    return _Unlabelled(inputs)
-
-
-class _Unlabelled:
-    """Batches without their labels; can be iterated as often as the batches."""
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(_without_labels, self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)  # type: ignore[arg-type]
-
-
-def _first(batches: Iterable[Any], most: int | None) -> Iterator[Any]:
-    for number, batch in enumerate(batches):
-        if most is not None and number >= most:
-            return
-        yield batch
-
-
-def _length(batches: Any) -> int | None:
-    try:
-        return len(batches)
-    except TypeError:
-        return None
 
 
 def _without_labels(batch: Any) -> Any:
@@ -256,3 +223,37 @@ def _to_device(batch: Any, device: torch.device) -> Any:
     if hasattr(batch, "to") and not inspect.isclass(batch):
         return batch.to(device)
     return batch
+
+
+Progress = Callable[[int, int | None], None]
+
+
+@contextmanager
+def progress_bar(
+    progress: bool | Progress | None, title: str, total: int | None
+) -> Iterator[Callable[[], None]]:
+    """Yields a function that the caller calls after each batch."""
+    if callable(progress):
+        report, done = progress, 0
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            report(done, total)
+
+        yield advance
+        return
+    if progress is None:
+        # a single batch needs no bar
+        progress = sys.stderr.isatty() and total != 1
+    if not progress:
+        yield lambda: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import Progress as Bar
+    except ImportError:
+        raise ImportError("a progress bar needs rich: pip install rich") from None
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"measuring {title}", total=total)
+        yield lambda: bar.advance(task)

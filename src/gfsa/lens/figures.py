@@ -60,9 +60,17 @@ def draw(
             figures["similarity"] = _by_depth(models, lambda r: r.cosine, "cosine similarity", 1)
             figures["rank"] = _by_depth(models, lambda r: r.effective_rank, "effective rank", None)
             figures["residual"] = _by_depth(models, lambda r: r.residual, "rank-one residual", 1)
-            figures["singular_values"] = _singular_values(models)
-        if any(layer.spectrum for model in models for layer in model.attention):
-            figures["response"] = _response(models)
+            figures["singular_values"] = _lines(
+                models, _singular_values, "index, as a share of all", "σ / σ₁, last features"
+            )
+            figures["singular_values"].axes[0].set_ylim(0, 1)
+        if any(_spectra(model) for model in models):
+            figures["response"] = _lines(
+                models,
+                _last_response,
+                "frequency (cycles per token), last layer",
+                "gain on Fourier modes",
+            )
             figures["response_by_layer"] = _response_by_layer(models)
         for model in models:
             if any(layer.filter is not None for layer in model.attention):
@@ -83,59 +91,71 @@ def _figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = COLUMN)
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
+def _lines(
+    models: list[ModelReading],
+    draw_model: Callable[[Axes, ModelReading, int], None],
+    xlabel: str,
+    ylabel: str,
+) -> Figure:
+    """One panel with what ``draw_model`` draws of each model in its colour."""
+    figure, axes = _figure()
+    axis = axes[0][0]
+    for number, model in zip(_series(models), models, strict=True):
+        draw_model(axis, model, number)
+    _widen_lines_below(axis)
+    axis.set(xlabel=xlabel, ylabel=ylabel)
+    axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
+    if xlabel.startswith("layer"):
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    if len(models) > 1:
+        axis.legend()
+    return figure
+
+
 def _by_depth(
     models: list[ModelReading],
     pick: Callable[[FeatureReading], float],
     label: str,
     top: float | None,
 ) -> Figure:
-    figure, axes = _figure()
-    axis = axes[0][0]
-    for number, model in zip(_series(models), models, strict=True):
+    def draw_model(axis: Axes, model: ModelReading, number: int) -> None:
         xs = [reading.depth for reading in model.features]
         ys = [pick(reading) for reading in model.features]
-        axis.plot(xs, ys, label=model.name, **_style(number))
-    _widen_lines_below(axis)
-    axis.set(xlabel="layer (0: input)", ylabel=label)
-    axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]), top=top)
-    _whole_numbers(axis)
-    _legend(axis, models)
+        axis.plot(xs, ys, label=model.name, color=COLOURS[number], marker=MARKERS[number])
+
+    figure = _lines(models, draw_model, "layer (0: input)", label)
+    figure.axes[0].set_ylim(top=top)
     return figure
 
 
 def _heads(
     models: list[ModelReading], pick: Callable[[AttentionReading], list[float]], label: str
 ) -> Figure:
-    figure, axes = _figure()
-    axis = axes[0][0]
-    for number, model in zip(_series(models), models, strict=True):
+    def draw_model(axis: Axes, model: ModelReading, number: int) -> None:
         rows = [(r.depth, [v for v in pick(r) if math.isfinite(v)]) for r in model.attention]
-        rows = [(depth, values) for depth, values in rows if values]
-        xs = [depth for depth, _ in rows]
-        axis.plot(xs, [fmean(values) for _, values in rows], label=model.name, **_style(number))
-        lows, highs = [min(v) for _, v in rows], [max(v) for _, v in rows]
-        axis.fill_between(xs, lows, highs, color=COLOURS[number], alpha=0.12, linewidth=0)
-    _widen_lines_below(axis)
-    axis.set(xlabel="layer", ylabel=label)
-    low, high = axis.get_ylim()
-    axis.set_ylim(min(0.0, low), max(1.05, high))
-    _whole_numbers(axis)
-    _legend(axis, models)
+        xs = [depth for depth, values in rows if values]
+        heads = [values for _, values in rows if values]
+        means, colour = [fmean(values) for values in heads], COLOURS[number]
+        axis.plot(xs, means, label=model.name, color=colour, marker=MARKERS[number])
+        lows, highs = [min(values) for values in heads], [max(values) for values in heads]
+        axis.fill_between(xs, lows, highs, color=colour, alpha=0.12, linewidth=0)
+
+    figure = _lines(models, draw_model, "layer", label)
+    figure.axes[0].set_ylim(top=max(1.05, figure.axes[0].get_ylim()[1]))
     return figure
 
 
-def _singular_values(models: list[ModelReading]) -> Figure:
-    figure, axes = _figure()
-    axis = axes[0][0]
-    for number, model in zip(_series(models), models, strict=True):
-        if model.features:
-            values = model.features[-1].singular_values
-            xs = [i / max(1, len(values) - 1) for i in range(len(values))]
-            axis.plot(xs, values, label=model.name, color=COLOURS[number])
-    _widen_lines_below(axis)
-    axis.set(xlabel="index, as a share of all", ylabel="σ / σ₁, last features", ylim=(0, 1))
-    _legend(axis, models)
-    return figure
+def _singular_values(axis: Axes, model: ModelReading, number: int) -> None:
+    if model.features:
+        values = model.features[-1].singular_values
+        xs = [i / max(1, len(values) - 1) for i in range(len(values))]
+        axis.plot(xs, values, label=model.name, color=COLOURS[number])
+
+
+def _last_response(axis: Axes, model: ModelReading, number: int) -> None:
+    """The last layer, as in the paper's Fig. 1a."""
+    for layer, spectrum in _spectra(model)[-1:]:
+        _draw_response(axis, number, model.name, layer, spectrum)
 
 
 def _mean_over(rows: list[list[float]]) -> list[float]:
@@ -154,21 +174,6 @@ def _draw_response(
     if layer.filter is not None:
         mean = _mean_over(s.map_response)
         axis.plot(s.frequencies, mean, color=colour, linestyle="--", linewidth=1)
-
-
-def _response(models: list[ModelReading]) -> Figure:
-    """The last layer, as in the paper's Fig. 1a."""
-    figure, axes = _figure()
-    axis = axes[0][0]
-    for number, model in zip(_series(models), models, strict=True):
-        found = _spectra(model)
-        if found:
-            _draw_response(axis, number, model.name, *found[-1])
-    _widen_lines_below(axis)
-    axis.set(xlabel="frequency (cycles per token), last layer", ylabel="gain on Fourier modes")
-    axis.set_ylim(bottom=0)
-    _legend(axis, models)
-    return figure
 
 
 def _response_by_layer(models: list[ModelReading]) -> Figure:
@@ -262,10 +267,6 @@ def _series(models: list[ModelReading]) -> list[int]:
     return series_of([model.name for model in models])
 
 
-def _style(number: int) -> dict[str, Any]:
-    return {"color": COLOURS[number], "marker": MARKERS[number]}
-
-
 def _widen_lines_below(axis: Axes) -> None:
     """Draw a line that others lie on wide and faint, so that both are seen.
 
@@ -288,12 +289,3 @@ def _widen_lines_below(axis: Axes) -> None:
 def _points(line: Line2D) -> dict[float, float]:
     data: Any = line.get_data()
     return {float(x): float(y) for x, y in zip(*data, strict=True) if math.isfinite(float(y))}
-
-
-def _whole_numbers(axis: Axes) -> None:
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-
-
-def _legend(axis: Axes, models: list[ModelReading]) -> None:
-    if len(models) > 1:
-        axis.legend()

@@ -1,19 +1,41 @@
-"""The readings in sentences, for readers who are new to these numbers."""
+"""The readings in sentences: about each model, how models compare, and what to do next.
+
+The thresholds are rules of thumb (docs/lens.md says so): a trained model may have a high similarity
+and work well, so a report compares models rather than judging one.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 
-from gfsa.lens.readings import AttentionReading, ModelReading
+from gfsa.lens.readings import AttentionReading, ModelReading, Numbers
+from gfsa.lens.trajectory import Trajectory
 
-# thresholds at which a sentence changes. They are rules of thumb (docs/lens.md says so): a trained
-# model may have a high similarity and work well, so the page compares models instead of judging one
+# similarities above which tokens are called alike, and that differ
 ALIKE = 0.9
 RISE = 0.1
+DIFFERENCE = 0.05
+# the share of directions below which most have collapsed
 FEW = 0.1
+# distances of coefficients from ordinary attention
+HARDLY = 0.01
+FAR = 5.0
+
+# five plain models that we trained (two ViTs on CIFAR-10, a language model on WikiText-2, encoders
+# on STS-B and BigCloneBench): their least and largest similarity by depth, as a share of all layers
+USUAL_SIMILARITY = (
+    (0.0, 0.06, 0.27),
+    (0.25, 0.16, 0.39),
+    (0.5, 0.18, 0.55),
+    (0.75, 0.19, 0.74),
+    (1.0, 0.23, 0.97),
+)
+# and what they pass of high frequencies
+USUAL_PASSED = (0.19, 0.45)
 
 
 def findings(model: ModelReading) -> list[str]:
@@ -22,7 +44,7 @@ def findings(model: ModelReading) -> list[str]:
     if model.features:
         sentences += [_similarity(model), _rank(model)]
     if model.attention:
-        sentences += [*_response(model), _filters(model), *_entropy(model)]
+        sentences += [_response(model), _filters(model), *_entropy(model)]
     return [sentence for sentence in sentences if sentence]
 
 
@@ -31,29 +53,25 @@ def _similarity(model: ModelReading) -> str:
     if len(known) < 2:
         return ""
     first, last = known[0], known[-1]
+    word = "about as alike all along"
+    if abs(last.cosine - first.cosine) > RISE:
+        less = "more" if last.cosine > first.cosine else "less"
+        word = f"{less} alike at the end than at the beginning"
+    place = "at the input" if first.depth == 0 else f"after layer {first.depth}"
+    _, low, high = USUAL_SIMILARITY[-1]
     text = (
-        f"Tokens are {_word(last.cosine - first.cosine)}: mean cosine similarity goes from "
-        f"{first.cosine:.2f} ({_place(first.depth)}) to {last.cosine:.2f} (after layer "
-        f"{last.depth})."
+        f"Tokens are {word}: mean cosine similarity goes from {first.cosine:.2f} ({place}) to "
+        f"{last.cosine:.2f} (after layer {last.depth}; {low} to {high} in plain models of ours)."
     )
-    alike = [reading.depth for reading in known if reading.depth and reading.cosine > ALIKE]
-    if alike:
-        text += f" It first passes {ALIKE} after layer {alike[0]}: look there for over-smoothing."
+    alike = _alike_from(model)
+    if alike is not None:
+        text += f" It first passes {ALIKE} after layer {alike}: look there for over-smoothing."
     return text
 
 
-def _word(rise: float) -> str:
-    if rise > RISE:
-        return "more alike at the end than at the beginning"
-    return (
-        "less alike at the end than at the beginning"
-        if rise < -RISE
-        else "about as alike all along"
-    )
-
-
-def _place(depth: int) -> str:
-    return "at the input" if depth == 0 else f"after layer {depth}"
+def _alike_from(model: ModelReading) -> int | None:
+    """The first layer after which tokens are alike."""
+    return next((r.depth for r in model.features if r.depth and r.cosine > ALIKE), None)
 
 
 def _rank(model: ModelReading) -> str:
@@ -68,45 +86,91 @@ def _rank(model: ModelReading) -> str:
     return text + (" Most directions have collapsed." if share < FEW else "")
 
 
-def high_gain(response: list[float]) -> float:
-    """Mean gain over the upper half of the frequencies."""
-    return fmean(response[len(response) // 2 :])
+def passed(responses: Iterable[Numbers]) -> float:
+    """What heads pass of the upper half of the frequencies, relative to frequency 0.
+
+    A filter that only amplifies passes what its map does. It is a ratio of means over heads: a
+    head that removes frequency 0 has no ratio of its own.
+    """
+    rows = list(responses)
+    high = fmean(fmean(row[len(row) // 2 :]) for row in rows)
+    low = fmean(row[0] for row in rows)
+    return high / low if low else math.inf
 
 
-def _response(model: ModelReading) -> list[str]:
-    maps, filters = [], []
-    for layer in model.attention:
-        if layer.spectrum is not None:
-            maps += [high_gain(row) for row in layer.spectrum.map_response]
-            filters += [high_gain(row) for row in layer.spectrum.filter_response]
-    if not maps:
-        return []
-    text = (
-        f"Its attention maps pass {fmean(maps):.0%} of what is in the upper half of the "
-        "frequencies (mean gain over Fourier modes)"
+def percent(share: float) -> str:
+    """A share that may be larger than everything, where little of frequency 0 is left."""
+    if math.isnan(share):
+        return "–"
+    return f"{share:.0%}" if share < 9.995 else ">999%"
+
+
+def _passed_by(model: ModelReading) -> tuple[float, float] | None:
+    """What the maps and the filters of a model pass of high frequencies."""
+    spectra = [layer.spectrum for layer in model.attention if layer.spectrum is not None]
+    if not spectra:
+        return None
+    on_map = passed(row for spectrum in spectra for row in spectrum.map_response)
+    return on_map, passed(row for spectrum in spectra for row in spectrum.filter_response)
+
+
+def _response(model: ModelReading) -> str:
+    found = _passed_by(model)
+    if found is None:
+        return ""
+    on_map, on_filter = map(percent, found)
+    low, high = map(percent, USUAL_PASSED)
+    with_filters = f"; with its filters {on_filter}" if _is_filtered(model) else ""
+    return (
+        f"Its attention maps pass {on_map} of the upper half of the frequencies, relative to "
+        f"frequency 0 ({low} to {high} in plain models of ours){with_filters}."
     )
-    changed = any(layer.filter is not None for layer in model.attention)
-    return [text + (f"; with its filters {fmean(filters):.0%}." if changed else ".")]
 
 
 def _filters(model: ModelReading) -> str:
-    filtered = [layer for layer in model.attention if layer.filter is not None]
-    if not filtered:
+    if not _is_filtered(model):
         return "No filters are plugged: every head is ordinary attention, low-pass by Theorem 3.1."
-    counts = Counter(word for layer in filtered for word in layer.verdict)
-    heads = sum(counts.values())
+    counts = Counter(word for layer in _filtered(model) for word in layer.verdict)
     verdicts = ", ".join(f"{count} {word}" for word, count in counts.most_common())
-    moved, where = largest_move(model)
-    text = f"Of {heads} filtered heads, by their coefficients: {verdicts} (Theorem 3.1)."
+    moved, where = _largest_move(model)
+    text = (
+        f"Of {sum(counts.values())} filtered heads, by their coefficients: {verdicts} "
+        "(Theorem 3.1)."
+    )
     if moved < 1e-6:
         return text + " No filter has moved from where it started: train, or raise filter_lr."
     return text + f" The largest move from ordinary attention is {moved:.2g}, in layer {where}."
 
 
-def largest_move(model: ModelReading) -> tuple[float, int]:
+def _filtered(model: ModelReading) -> list[AttentionReading]:
+    return [layer for layer in model.attention if layer.filter is not None]
+
+
+def _is_filtered(model: ModelReading) -> bool:
+    return bool(_filtered(model))
+
+
+def _largest_move(model: ModelReading) -> tuple[float, int]:
     """How far the filters are from ordinary attention at most, and in which layer."""
-    filtered = [layer for layer in model.attention if layer.filter is not None]
-    return max((_moved(layer), layer.depth) for layer in filtered)
+    return max(
+        (abs(c - (1.0 if power == 1 else 0.0)), layer.depth)
+        for layer in _filtered(model)
+        for row in layer.coefficients
+        for power, c in enumerate(row)
+    )
+
+
+def _entropy(model: ModelReading) -> list[str]:
+    shares = [share for layer in model.attention for share in layer.entropy_share]
+    uniform, single = sum(s > 0.98 for s in shares), sum(s < 0.02 for s in shares)
+    found = []
+    if uniform:
+        found.append(
+            f"{uniform} of {len(shares)} heads attend almost uniformly: they average tokens."
+        )
+    if single:
+        found.append(f"{single} of {len(shares)} heads attend to a single token almost always.")
+    return found
 
 
 def grouped_reasons(skipped: Mapping[str, str]) -> list[str]:
@@ -114,32 +178,146 @@ def grouped_reasons(skipped: Mapping[str, str]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for name, reason in skipped.items():
         groups.setdefault(reason, []).append(name)
-    return [f"{_names(names)}: {reason}" for reason, names in groups.items()]
+    return [
+        f"{' and '.join(names)}: {reason}"
+        if len(names) <= 2
+        else f"{len(names)} modules, {names[0]} to {names[-1]}: {reason}"
+        for reason, names in groups.items()
+    ]
 
 
-def _names(names: list[str]) -> str:
-    if len(names) <= 2:
-        return " and ".join(names)
-    return f"{len(names)} modules, {names[0]} to {names[-1]}"
+@dataclass
+class Headline:
+    """Sentences that compare, and sentences that advise."""
+
+    compares: list[str] = field(default_factory=list)
+    advises: list[str] = field(default_factory=list)
+
+    @property
+    def sentences(self) -> list[str]:
+        """All of them, in order."""
+        return self.compares + self.advises
 
 
-def _moved(layer: AttentionReading) -> float:
-    def distance(row: list[float]) -> float:
-        return max(abs(c - (1.0 if power == 1 else 0.0)) for power, c in enumerate(row))
+def headline(
+    models: Sequence[ModelReading], trajectories: Mapping[str, Trajectory] | None = None
+) -> Headline:
+    """The headline of a report.
 
-    return max(distance(row) for row in layer.coefficients)
-
-
-def _entropy(model: ModelReading) -> list[str]:
-    uniform, single, heads = 0, 0, 0
-    for layer in model.attention:
-        for share in layer.entropy_share:
-            heads += 1
-            uniform += share > 0.98
-            single += share < 0.02
-    found = []
-    if uniform:
-        found.append(f"{uniform} of {heads} heads attend almost uniformly: they average tokens.")
-    if single:
-        found.append(f"{single} of {heads} heads attend to a single token almost always.")
+    Args:
+        models: the readings; the others are compared with the plain model, or the first one.
+        trajectories: coefficients over training, by name.
+    """
+    found = Headline()
+    if models:
+        named = [model for model in models if model.name.lower().startswith("plain")]
+        unfiltered = [model for model in models if not _is_filtered(model)]
+        reference = (named or unfiltered or list(models))[0]
+        ordered = [reference, *(model for model in models if model is not reference)]
+        gains = [(model.name, _passed_by(model)) for model in ordered]
+        known = [f"{percent(gain[1])} in {name}" for name, gain in gains if gain is not None]
+        found.compares += _compared(ordered)
+        if known:
+            found.compares.append(
+                f"Relative to frequency 0, the gain at high frequencies is {', '.join(known)}."
+            )
+        found.advises += _advice(ordered)
+    for name, trajectory in (trajectories or {}).items():
+        found.compares += _path(name, trajectory)
     return found
+
+
+def _last_cosine(model: ModelReading) -> float | None:
+    known = [reading.cosine for reading in model.features if math.isfinite(reading.cosine)]
+    return known[-1] if known else None
+
+
+def _compared(models: Sequence[ModelReading]) -> list[str]:
+    """How alike the last tokens of each model are; the first is the one to compare with."""
+    start = _last_cosine(models[0])
+    if start is None:
+        return []
+    parts = [
+        f"After the last layer the tokens of {models[0].name} have a mean cosine similarity of "
+        f"{start:.2f}"
+    ]
+    groups: dict[str, list[str]] = {}
+    for model in models[1:]:
+        end = _last_cosine(model)
+        if end is not None:
+            word = "less alike" if end < start else "more alike"
+            word = word if abs(end - start) >= DIFFERENCE else "about as alike"
+            groups.setdefault(word, []).append(f"{model.name} ({end:.2f})")
+    parts += [f"those of {_listed(names)} are {word}" for word, names in groups.items()]
+    return [f"{'; '.join(parts)}."]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, or ``a, b and c``."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _advice(models: Sequence[ModelReading]) -> list[str]:
+    """A sentence for each model; models with the same advice share it."""
+    advice: dict[str, list[str]] = {}
+    start = _last_cosine(models[0])
+    for model in models:
+        end = _last_cosine(model)
+        same = start is not None and end is not None and abs(end - start) < DIFFERENCE
+        text = _advice_on(model, same and model is not models[0])
+        if text:
+            advice.setdefault(text, []).append(model.name)
+    return [f"{_listed(names)}: {text}" for text, names in advice.items()]
+
+
+def _advice_on(model: ModelReading, same: bool) -> str:
+    if not _is_filtered(model):
+        alike = _alike_from(model)
+        if alike is not None:
+            return (
+                f"tokens are alike from layer {alike} on; plug filters there, "
+                f"gfsa.plug(model, layers=range({alike}, …)), train, and compare."
+            )
+        if not model.features:
+            return ""
+        return "no sign of over-smoothing, which is then no reason to plug filters."
+    if not model.filter_parameters:
+        return "its filters are fixed: judge them by the task's own metric."
+    moved, _ = _largest_move(model)
+    if moved < HARDLY:
+        return (
+            f"the filters hardly moved (at most {moved:.2g} from ordinary attention): raise their "
+            "learning rate, filter_lr of gfsa.parameter_groups."
+        )
+    if moved > FAR:
+        return (
+            f"some filters are very far from ordinary attention (by {moved:.2g}): their learning "
+            "rate may be too high."
+        )
+    if same:
+        return (
+            "the filters moved and tokens stay as alike as without them: judge the filters by the "
+            "task's own metric."
+        )
+    return "the filters moved; the task's own metric shows whether that helps."
+
+
+def _path(name: str, trajectory: Trajectory) -> list[str]:
+    """Where training moved the mean coefficients, and how many heads subtract the token itself."""
+    if len(trajectory.steps) < 2 or not trajectory.layers:
+        return []
+    first, last = (_mean_row(trajectory, at) for at in (0, -1))
+    heads = [row for layer in trajectory.layers for row in layer.coefficients[-1]]
+    below = f"below 0 in {sum(row[0] < 0 for row in heads)} of {len(heads)} heads"
+    sign = below if any(row[0] for row in heads) else "0 in every head"
+    return [
+        f"{name}: over {trajectory.steps[-1]:,} steps the mean coefficients went from "
+        f"({first}) to ({last}); c0 is {sign}."
+    ]
+
+
+def _mean_row(trajectory: Trajectory, at: int) -> str:
+    rows = [row for layer in trajectory.layers for row in layer.coefficients[at]]
+    means = [fmean(r[k] for r in rows if k < len(r)) for k in range(max(map(len, rows)))]
+    return ", ".join(f"{mean:.2f}".replace("-", "−") for mean in means)

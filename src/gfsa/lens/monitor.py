@@ -13,19 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gfsa.lens import metrics
-from gfsa.lens.axes import (
-    AXES_IN_DOUBT,
+from gfsa.lens import measure
+from gfsa.lens.record import attention_modules
+from gfsa.lens.tokens import (
     Attended,
     AxesInDoubtError,
+    Calls,
+    Padding,
     TokenReader,
     attended_by_input,
     attended_by_values,
+    axes_in_doubt,
+    blocks_around,
+    containers_around,
+    first_tensor,
+    is_inside,
+    padding_of,
+    whole_map,
 )
-from gfsa.lens.calls import Calls
-from gfsa.lens.padding import Padding, padding_of
-from gfsa.lens.sites import attention_modules, blocks_around, containers_around, is_inside
-from gfsa.lens.tokens import first_tensor, whole_map
 from gfsa.plugs.call_check import compiled_parts
 from gfsa.plugs.sites import filters_of
 
@@ -142,7 +147,7 @@ class Monitor:
         unknown = sorted(self._left_out - self._warned)
         if unknown:
             self._warned |= self._left_out
-            warnings.warn(f"{', '.join(unknown)}: {AXES_IN_DOUBT}", stacklevel=2)
+            warnings.warn(axes_in_doubt(unknown), stacklevel=2)
         self.log({**values, **self._filters()}, step)
 
     def stop(self) -> None:
@@ -241,8 +246,8 @@ class Monitor:
             self._left_out.add(layer.name)
             return
         valid = layer.padding.of(tokens.shape[:2], tokens.device)
-        for what, measure in _CHEAP.items():
-            self._found.append((what, layer.depth, measure(tokens, valid)))
+        for what, function in _CHEAP.items():
+            self._found.append((what, layer.depth, function(tokens, valid)))
 
     def _means(self) -> dict[str, float]:
         """What was measured in a step, by name, each the mean over samples."""
@@ -264,9 +269,9 @@ class Monitor:
 
 
 _CHEAP = {
-    "cosine": metrics.cosine_similarity,
-    "residual": metrics.rank_one_residual,
-    "norm": metrics.token_norm,
+    "cosine": measure.cosine_similarity,
+    "residual": measure.rank_one_residual,
+    "norm": measure.token_norm,
 }
 
 
@@ -275,7 +280,7 @@ def tensorboard(folder: str | Path) -> Log:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ImportError("TensorBoard is missing: pip install 'gfsa[tensorboard]'") from None
+        raise ImportError("TensorBoard is not installed: pip install tensorboard") from None
     writer = SummaryWriter(str(folder))
 
     def log(values: dict[str, float], step: int) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Numbers = list[float]
+Verdict = Literal["low-pass", "high-pass", "all-pass", "mixed"]
 
 
 @dataclass
@@ -22,7 +26,7 @@ class FeatureReading:
     residual: float
     norm: float
     singular_values: Numbers = field(default_factory=list)
-    """``s(u)`` on evenly spaced u in [0, 1], see :func:`gfsa.lens.metrics.singular_profile`."""
+    """``s(u)`` on evenly spaced u in [0, 1], see :func:`gfsa.lens.measure.singular_profile`."""
 
 
 @dataclass
@@ -53,7 +57,7 @@ class AttentionReading:
     """The filter as it prints, or None for ordinary attention."""
     coefficients: list[Numbers]
     """heads × (degree+1)."""
-    verdict: list[str]
+    verdict: list[Verdict]
     entropy: Numbers
     """Nats, per head; NaN where it was not measured."""
     entropy_share: Numbers
@@ -62,6 +66,21 @@ class AttentionReading:
     energy_after: Numbers
     """Dirichlet energy of the filter's output y."""
     spectrum: Spectrum | None = None
+
+    def __post_init__(self) -> None:
+        heads = len(self.coefficients)
+        columns: list[Sequence[Any]] = [self.verdict, self.entropy, self.entropy_share]
+        columns += [self.energy_before, self.energy_after]
+        if self.spectrum is not None:
+            responses = (self.spectrum.map_response, self.spectrum.filter_response)
+            modes = len(self.spectrum.frequencies)
+            columns += [*responses, self.spectrum.map_values or self.verdict]
+            if not modes or any(len(row) != modes for rows in responses for row in rows):
+                raise ValueError(f"{self.name}: expected a response at each of {modes} frequencies")
+        # a head without coefficients is as wrong as none at all
+        rows = [len(column) for column in columns]
+        if not heads or not all(self.coefficients) or {*rows} != {heads}:
+            raise ValueError(f"{self.name}: expected coefficients and numbers of {heads} heads")
 
 
 @dataclass
@@ -82,6 +101,10 @@ class ModelReading:
     skipped: dict[str, str] = field(default_factory=dict)
     """Attention modules that were not measured, with the reason."""
 
+    def __post_init__(self) -> None:
+        if "total" not in self.seconds:
+            raise ValueError(f"{self.name}: expected the total of its seconds")
+
 
 def to_plain(value: Any) -> Any:
     """Dataclasses to JSON's types; floats to six digits, NaN and infinity to None."""
@@ -96,29 +119,59 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def model_from_plain(plain: dict[str, Any]) -> ModelReading:
-    """The inverse of :func:`to_plain` on a :class:`ModelReading`."""
-    known = with_nan(plain)
-    features = [FeatureReading(**part) for part in known.pop("features")]
-    attention = []
-    for part in known.pop("attention"):
-        spectrum = part.pop("spectrum")
-        attention.append(
-            AttentionReading(**part, spectrum=Spectrum(**spectrum) if spectrum else None)
-        )
-    return ModelReading(**known, features=features, attention=attention)
+def from_plain(kind: Any, value: Any, where: str = "report") -> Any:
+    """The inverse of :func:`to_plain`: a value of the type ``kind``.
 
-
-# fields where None is a value; in all others it stands for NaN
-_OPTIONAL = ("filter", "spectrum")
-
-
-def with_nan(value: Any, key: str = "") -> Any:
-    """JSON's types with NaN where :func:`to_plain` wrote None."""
-    if value is None and key not in _OPTIONAL:
+    Raises:
+        ValueError: if the value has another type; the message says where.
+    """
+    origin, inside = get_origin(kind), get_args(kind)
+    if type(None) in inside:
+        return None if value is None else from_plain(inside[0], value, where)
+    if is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        unknown = ", ".join(value.keys() - hints.keys())
+        if unknown:
+            raise ValueError(f"{where}: unknown fields {printable(unknown)}")
+        parts = {n: from_plain(hints[n], part, f"{where}.{n}") for n, part in value.items()}
+        try:
+            return kind(**parts)  # type: ignore[operator]
+        except TypeError as error:
+            raise ValueError(f"{where}: {error}") from error
+    if origin is list and isinstance(value, list):
+        return [from_plain(inside[0], part, f"{where}[{at}]") for at, part in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        return {printable(n): from_plain(inside[1], v, f"{where}.{n}") for n, v in value.items()}
+    if kind is str and isinstance(value, str):
+        return printable(value)
+    if kind is float and value is None:
         return math.nan
-    if isinstance(value, dict):
-        return {name: with_nan(part, name) for name, part in value.items()}
-    if isinstance(value, list):
-        return [with_nan(part) for part in value]
-    return value
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # sums of larger ones overflow
+    if kind is float and is_number and abs(value) <= 1e100:
+        return float(value)
+    # and JavaScript has no larger ones
+    if kind is int and is_number and isinstance(value, int) and abs(value) <= 2**53:
+        return value
+    if origin is Literal and value in inside:
+        return value
+    expected = " or ".join(inside) if origin is Literal else getattr(kind, "__name__", kind)
+    raise ValueError(f"{where}: expected {expected}, got {printable(f'{value!r:.40}')}")
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters and lone surrogates written as escapes.
+
+    A terminal would obey the former, and no file in UTF-8 can hold the latter.
+    """
+    return "".join(
+        letter.encode("unicode_escape").decode()
+        if letter != "\n" and unicodedata.category(letter) in ("Cc", "Cs")
+        else letter
+        for letter in text
+    )
+
+
+def csv_cell(text: str) -> str:
+    """``text`` with a quote before it if a spreadsheet would take it for a formula."""
+    return f"'{text}" if re.match(r"[=@\t\r]|[+-](?![\d.])", text) else text

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from gfsa._version import __version__
-from gfsa.lens.findings import findings
-from gfsa.lens.headline import Headline, headline
-from gfsa.lens.readings import ModelReading, model_from_plain, to_plain
+from gfsa.lens.findings import Headline, findings, grouped_reasons, headline, passed, percent
+from gfsa.lens.readings import (
+    AttentionReading,
+    FeatureReading,
+    ModelReading,
+    from_plain,
+    to_plain,
+)
 from gfsa.lens.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
+    from rich.table import Table
+
 
 FORMAT = "gfsa-lens/1"
 
@@ -57,13 +67,11 @@ class LensReport:
         try:
             from gfsa.lens.figures import draw
         except ImportError:
-            raise ImportError("figures need matplotlib: pip install 'gfsa[lens]'") from None
+            raise ImportError("figures need matplotlib: pip install matplotlib") from None
         return draw(list(self.models.values()), self.trajectories)
 
     def table(self, console: Console | None = None) -> None:
         """Print a table for each model, with a row for each layer."""
-        from gfsa.lens.table import show
-
         show(self, console)
 
     def to_plain(self) -> dict[str, Any]:
@@ -86,35 +94,30 @@ class LensReport:
         """A report that :meth:`to_json` wrote."""
         try:
             plain = json.loads(Path(path).read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} is not a lens report, or damaged: expected the JSON that "
-                f"report.to_json or gfsa diagnose --json wrote, got {error}"
+                f"report.to_json wrote ({type(error).__name__}: {error})"
             ) from error
-        if not isinstance(plain, dict) or plain.get("format") != FORMAT:
-            found = plain.get("format") if isinstance(plain, dict) else type(plain).__name__
+        found = plain.get("format") if isinstance(plain, dict) else type(plain).__name__
+        if found != FORMAT:
             raise ValueError(
-                f"{path} is not a lens report: expected format {FORMAT!r}, got {found!r}"
+                f"{path} is not a lens report: expected format {FORMAT!r}, got {found!r:.40}"
             )
         try:
-            return cls._from_plain(plain)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"{path} is damaged, or was changed by hand: {type(error).__name__}: {error}"
-            ) from error
-
-    @classmethod
-    def _from_plain(cls, plain: dict[str, Any]) -> LensReport:
-        models = [model_from_plain(model) for model in plain["models"]]
-        # reports of earlier versions have no trajectories
-        paths = plain.get("trajectories", {}).items()
-        return cls(
-            {model.name: model for model in models},
-            plain["created"],
-            plain["gfsa"],
-            plain["data"],
-            {name: Trajectory.from_plain(path) for name, path in paths},
-        )
+            models = from_plain(list[ModelReading], plain.get("models"), "models")
+            # reports of earlier versions have no trajectories
+            paths = from_plain(dict[str, Trajectory], plain.get("trajectories", {}), "trajectories")
+            created, version, data = (
+                from_plain(str, plain.get(key), key) for key in ("created", "gfsa", "data")
+            )
+            by_name = {model.name: model for model in models}
+            if len(by_name) < len(models):
+                raise ValueError("two models have the same name")
+            paths = {name: path.checked() for name, path in paths.items()}
+            return cls(by_name, created, version, data, paths)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged, or was changed by hand: {error}") from error
 
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained page: interactive, no network, light and dark, printable."""
@@ -128,3 +131,101 @@ class LensReport:
             lines.append(f"{name}:")
             lines += [f"  - {sentence}" for sentence in sentences]
         return "\n".join(lines)
+
+
+_SHORT = {"low-pass": "low", "high-pass": "high", "all-pass": "all", "mixed": "mix"}
+
+
+def show(report: LensReport, console: Console | None) -> None:
+    """Print a table and the findings for each model."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        raise ImportError("tables need rich: pip install rich") from None
+    console = console or Console()
+    for name, model in report.models.items():
+        console.print(table(model))
+        for sentence in report.findings[name]:
+            console.print(f" • {sentence}", highlight=False, markup=False)
+        for reason in grouped_reasons(model.skipped):
+            console.print(f" • Not measured: {reason}", highlight=False, markup=False)
+        console.print(_cost(model), style="dim", highlight=False)
+        console.print()
+    for sentence in report.headline.sentences:
+        console.print(sentence, highlight=False, markup=False)
+
+
+def table(model: ModelReading) -> Table:
+    """One row per layer, averaged over heads."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    most = f", of {model.features[-1].most_rank:.0f} at most" if model.features else ""
+    rows = Table(
+        # a label in brackets is no markup
+        title=escape(f"{model.name} ({model.kind})"),
+        caption=(
+            f"{model.samples} samples, {model.tokens} tokens; heads are averaged. rank: effective"
+            f"{most}. energy: of v → after the layer. high: gain on the upper half of the "
+            "frequencies relative to frequency 0, map → filter. filter: heads by Theorem 3.1"
+        ),
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for heading in ("layer", "cosine", "rank", "residual", "norm", "entropy", "energy", "high"):
+        rows.add_column(heading, justify="right", no_wrap=True)
+    rows.add_column("filter")
+    features = {reading.depth: reading for reading in model.features}
+    attention = {reading.depth: reading for reading in model.attention}
+    for depth in sorted(features.keys() | attention.keys()):
+        rows.add_row(
+            "input" if depth == 0 else str(depth),
+            *_feature_cells(features.get(depth)),
+            *_attention_cells(attention.get(depth)),
+        )
+    return rows
+
+
+def _feature_cells(reading: FeatureReading | None) -> list[str]:
+    if reading is None:
+        return [""] * 4
+    return [
+        _number(reading.cosine, ".3f"),
+        _number(reading.effective_rank, ".1f"),
+        _number(reading.residual, ".3f"),
+        _number(reading.norm, ".2f"),
+    ]
+
+
+def _attention_cells(reading: AttentionReading | None) -> list[str]:
+    if reading is None:
+        return [""] * 4
+    high = ""
+    if reading.spectrum is not None:
+        high = percent(passed(reading.spectrum.map_response))
+        if reading.filter is not None:
+            high += f"→{percent(passed(reading.spectrum.filter_response))}"
+    verdicts = "none"
+    if reading.filter is not None:
+        counts = Counter(reading.verdict).most_common()
+        verdicts = " ".join(f"{count} {_SHORT[word]}" for word, count in counts)
+    return [
+        _number(fmean(reading.entropy_share), ".2f"),
+        f"{_number(fmean(reading.energy_before), '.2f')}→"
+        f"{_number(fmean(reading.energy_after), '.2f')}",
+        high,
+        verdicts,
+    ]
+
+
+def _cost(model: ModelReading) -> str:
+    seconds = model.seconds
+    inside = ", ".join(f"{name} {seconds[name]:.1f} s" for name in seconds if name != "total")
+    return f"   {seconds['total']:.1f} s in all, of which {inside}"
+
+
+def _number(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else "–"

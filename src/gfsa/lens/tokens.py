@@ -1,13 +1,15 @@
-"""Find tensors of tokens in the arguments and outputs of a model's modules."""
+"""Find a layer's tokens in what its modules are called with: their axes, and which are padding."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import itertools
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gfsa.operators import Operator
 
@@ -69,3 +71,518 @@ def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         given={name: given[name] for name in order},
         passes_on=any(p.kind is kinds.VAR_POSITIONAL for p in parameters.values()),
     )
+
+
+AXES_IN_DOUBT = (
+    "tokens were not measured, because their sizes do not show which axis is samples, tokens or "
+    "features, or they are nested tensors or samples of several lengths in one list. If there are "
+    "as many samples as tokens, take another batch size"
+)
+
+
+def axes_in_doubt(names: Collection[str]) -> str:
+    """The warning about layers, or the input, whose tokens were not measured."""
+    some = list(names)[:3]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(some)}{more}: {AXES_IN_DOUBT}"
+
+
+# blocks with the layout that their attention's batch_first says; others may transpose around it
+_LIE_AS_DECLARED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+class AxesInDoubtError(Exception):
+    """Features can be read in several ways; no number is better than one that may be wrong."""
+
+
+class Attended(NamedTuple):
+    """The tokens that an attention attends to: their sizes identify the axes around it."""
+
+    batch: int
+    """How many samples; each window of an image is one."""
+    length: int
+    """Tokens of a sample."""
+    width: int
+    """Features of a token."""
+    attention: nn.Module
+    """The attention module."""
+    sequence_first: bool = False
+    """Whether the attention has them as ``(N, B, D)``; blocks around it need not."""
+
+    def order_of(self, x: Tensor) -> bool | None:
+        """Whether ``x (·, ·, D)`` is sequence first, as its sizes show; None if they do not."""
+        sizes, batch_first = tuple(x.shape[:2]), (self.batch, self.length)
+        if self.batch == self.length or sizes not in (batch_first, batch_first[::-1]):
+            return None
+        return sizes != batch_first
+
+    @property
+    def may_be_windows(self) -> bool:
+        """Whether a block's ``(N, B, D)`` may also be M samples of several windows of M tokens."""
+        return not self.sequence_first and self.batch % self.length == 0
+
+    def features_first_in(self, x: Tensor) -> bool | None:
+        """Whether a grid is ``(B, D, H, W)``, as its sizes show; None if they do not."""
+        total = self.batch * self.length
+        first, last = x[:, 0].numel() == total, x[..., 0].numel() == total
+        return None if first == last else first
+
+
+def attended_by_values(attention: nn.Module, v: Tensor) -> Attended:
+    """What an attention attends to, by the values ``(..., H, N, d)`` that its filter gets."""
+    lead = v.shape[:-3]
+    width = v.shape[-3:-2].numel() * v.shape[-1]
+    sequence_first = _declares_sequence_first(attention)
+    if not hasattr(attention, "batch_first") and len(lead) == 1:
+        # tokens further apart in memory than samples were projected from (N, B, D)
+        sequence_first = v.stride(-2) > v.stride(0)
+    return Attended(lead.numel(), v.shape[-2], width, attention, sequence_first)
+
+
+def attended_by_input(
+    attention: nn.Module,
+    called: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    around: Collection[tuple[int, int]],
+) -> Attended:
+    """The same of an attention without a filter, by what it or a block around it was called with.
+
+    Args:
+        attention: the attention module.
+        called: the attention, or the innermost block around it whose call is seen (a compiled block
+            calls no hooks inside of it).
+        args: its arguments.
+        kwargs: those by name.
+        around: shapes of matrices among the arguments of the modules around it. Those of ids and
+            masks are ``(B, N)``.
+
+    Raises:
+        AxesInDoubtError: if it was not called with tokens, or may have been in several ways.
+    """
+    x = first_tensor(arguments(called, args, kwargs).given)
+    if x is None:
+        # a wrapper, whose arguments have no names
+        x = first_tensor((args, kwargs))
+    width = _width(attention)
+    sequence_first = _declares_sequence_first(attention)
+    if x is None or x.dim() > 4:
+        raise AxesInDoubtError
+    if x.dim() == 4:
+        samples, tokens = _tokens_of_grid(x, _by_width(x, width)).shape[:2]
+        return Attended(samples, tokens, width, attention)
+    if x.dim() == 2:
+        return Attended(1, len(x), width, attention, sequence_first)
+    one, other = x.shape[:2]
+    if not hasattr(attention, "batch_first"):
+        sequence_first = (other, one) in around and (one, other) not in around
+    batch, length = (other, one) if sequence_first else (one, other)
+    return Attended(batch, length, width, attention, sequence_first)
+
+
+class TokenReader:
+    """Reads tokens from the inputs and outputs of blocks.
+
+    It remembers the order of axes that sizes have shown, for batches in which they do not.
+    """
+
+    def __init__(self) -> None:
+        self._sequence_first: dict[nn.Module, bool] = {}
+        self._features_first: dict[type[nn.Module], bool] = {}
+
+    def note(self, attended: Attended, entered: Tensor | None) -> None:
+        """Remember what the input of an attention module shows."""
+        order = None if entered is None or entered.dim() != 3 else attended.order_of(entered)
+        if order is not None:
+            self._sequence_first[attended.attention] = order
+
+    def tokens(
+        self,
+        x: Tensor,
+        attended: Attended,
+        block: nn.Module,
+        entered: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> Tensor | None:
+        """Features as ``(B, N, D)``, or None if they are not features of tokens.
+
+        Args:
+            x: the input or output of a block: batch first, sequence first, a grid ``(B, H, W, D)``
+                or ``(B, D, H, W)``, or the tokens of all samples one after another ``(ΣN, D)``,
+                as in graph libraries.
+            attended: what the attention in the block attends to.
+            block: the block, or the attention itself.
+            entered: the input of the block, whose sizes may show more than those of its output.
+            valid: ``(B, N)``; separates concatenated samples of several lengths, which reads a
+                number from the device.
+
+        Raises:
+            AxesInDoubtError: if ``x`` can be read in several ways.
+        """
+        if x.dim() == 4:
+            return _tokens_of_grid(x, self._has_features_first(x, attended, block, entered))
+        if x.dim() == 3:
+            order = self._order(x, attended, block, entered)
+            return x.transpose(0, 1) if order else x
+        if x.dim() != 2:
+            return None
+        if len(x) == attended.batch * attended.length:
+            return x.unflatten(0, (attended.batch, attended.length))
+        if valid is not None and int(valid.sum()) == len(x):
+            dense = x.new_zeros(*valid.shape, x.shape[-1])
+            dense[valid] = x
+            return dense
+        return None
+
+    def _order(
+        self, x: Tensor, attended: Attended, block: nn.Module, entered: Tensor | None
+    ) -> bool:
+        """Whether ``x`` is sequence first."""
+        is_attention = block is attended.attention
+        for shown in (x, entered):
+            order = None if shown is None or shown.dim() != 3 else attended.order_of(shown)
+            if order and attended.may_be_windows and not is_attention:
+                # the attention's own input decides: (N, B, D) like its block's, or windows
+                if attended.attention not in self._sequence_first:
+                    raise AxesInDoubtError
+                return self._sequence_first[attended.attention]
+            if order is not None:
+                self._sequence_first[block] = order
+                return order
+        if block in self._sequence_first:
+            return self._sequence_first[block]
+        if isinstance(block, _LIE_AS_DECLARED) or x.shape[:2].numel() == 1:
+            return attended.sequence_first
+        if attended.sequence_first:
+            # SpeechBrain's blocks are batch first around such an attention, XLNet's are not
+            raise AxesInDoubtError
+        return False
+
+    def _has_features_first(
+        self, x: Tensor, attended: Attended, block: nn.Module, entered: Tensor | None
+    ) -> bool | None:
+        """Whether a grid is ``(B, D, H, W)``; None if it is in doubt."""
+        for shown in (x, entered):
+            first = None
+            if shown is not None and shown.dim() == 4:
+                first = attended.features_first_in(shown)
+            if first is not None:
+                self._features_first[type(block)] = first
+                return first
+        # windows that reach beyond the grid have more tokens than it
+        first = _by_width(x, attended.width)
+        # blocks of a class differ in their sizes from stage to stage
+        return self._features_first.get(type(block)) if first is None else first
+
+
+def _by_width(x: Tensor, width: int) -> bool | None:
+    first, last = x.shape[1] == width, x.shape[3] == width
+    return None if first == last else first
+
+
+def _tokens_of_grid(x: Tensor, features_first: bool | None) -> Tensor:
+    if features_first is None:
+        raise AxesInDoubtError
+    return x.flatten(2).mT if features_first else x.flatten(1, 2)
+
+
+def _declares_sequence_first(attention: nn.Module) -> bool:
+    return getattr(attention, "batch_first", True) is False
+
+
+def _width(attention: nn.Module) -> int:
+    """The features of a token that enters an attention module; 0 if no projection shows it."""
+    for module in attention.modules():
+        for name in ("embed_dim", "in_features", "in_channels"):
+            found = getattr(module, name, None)
+            if isinstance(found, int):
+                return found
+    return 0
+
+
+class Padding:
+    """The masks of a layer's tokens, each for the tensors whose shape it has.
+
+    Args:
+        own: the mask of the user, which overrides all others.
+        stated: what the model was called with, and what the attention was told to hide. A token
+            counts if all of them say so.
+        shown: what an attention map shows, where nothing is stated.
+    """
+
+    def __init__(
+        self,
+        own: Tensor | None = None,
+        stated: Iterable[Tensor | None] = (),
+        shown: Tensor | None = None,
+    ) -> None:
+        self._ranks = ([own], list(stated), [shown])
+
+    def of(self, shape: Iterable[int], device: torch.device) -> Tensor | None:
+        """The mask of tokens of this shape, True where one counts; None if no mask is known."""
+        wanted = tuple(shape)
+        for masks in self._ranks:
+            fitting = [m.to(device) for m in masks if m is not None and tuple(m.shape) == wanted]
+            if fitting:
+                return torch.stack(fitting).all(0) if len(fitting) > 1 else fitting[0]
+        return None
+
+
+def padding_of(
+    handed_down: Tensor | None, operator: Operator, v: Tensor, own: Tensor | None = None
+) -> Padding:
+    """The padding of a layer whose filter was called with an operator and values.
+
+    Args:
+        handed_down: the mask that the modules around the layer got (:mod:`gfsa.lens.tokens`).
+        operator: the attention map.
+        v: ``(..., H, N, d)``.
+        own: the mask of the user.
+    """
+    stated = (handed_down, masked_out(operator, v))
+    shape = (*v.shape[:-3], v.shape[-2])
+    is_known = any(mask is not None and mask.shape == shape for mask in (own, *stated))
+    # reads all entries of a map
+    return Padding(own, stated, None if is_known else shown_by_map(operator, v))
+
+
+def masked_out(operator: Operator, v: Tensor) -> Tensor | None:
+    """``(..., N)``, False where the operator's masks hide a token from every query; or None."""
+    visible = operator.visibility()
+    return None if visible is None else _of_keys(visible.visible_keys(), v)
+
+
+def shown_by_map(operator: Operator, v: Tensor) -> Tensor | None:
+    """The same of a map that is written out: False where all weights of a token are 0; or None."""
+    matrix = getattr(operator, "matrix", getattr(operator, "weights", None))
+    if not isinstance(matrix, Tensor):
+        return None
+    matrix = matrix.detach()[(None,) * (3 - matrix.dim())]
+    seen = (matrix > 0) & ~_sees_nothing(matrix)[..., None]
+    return _of_keys(seen.any(-2).any(-2), v)
+
+
+def _sees_nothing(matrix: Tensor) -> Tensor:
+    """Rows ``(..., H, N)`` of queries that may see no key: softmax spreads them over all keys.
+
+    Libraries hide keys by adding a number so large that scores are lost in it.
+    """
+    spread = matrix.amax(-1) == matrix.amin(-1)
+    if matrix.shape[-1] > 1:
+        # the last row of a causal map is that of a query that sees all keys
+        is_causal = matrix[..., -2, -1] == 0
+        spread[..., -1] &= ~is_causal
+    # where all rows are alike, the model has learned nothing so far
+    return spread & ~spread.flatten(-2).all(-1)[..., None, None]
+
+
+def _of_keys(keys: Tensor | None, v: Tensor) -> Tensor | None:
+    if keys is None or keys.shape[-1] != v.shape[-2]:
+        return None
+    return keys.expand(*v.shape[:-3], v.shape[-2])
+
+
+def checked_mask(valid: Any) -> Tensor | None:
+    """The argument ``valid`` of the lens as a bool tensor; a mask of 0 and 1 may have any dtype."""
+    if valid is None:
+        return None
+    if not isinstance(valid, Tensor):
+        raise TypeError(
+            f"valid must be a tensor (B, N), or a function of the batch that returns one, "
+            f"got {type(valid).__name__}"
+        )
+    if valid.dtype == torch.bool:
+        return valid
+    others = valid[(valid != 0) & (valid != 1)]
+    if others.numel():
+        raise ValueError(
+            f"valid must be True or 1 where a token counts, and False or 0 elsewhere, got "
+            f"{others[0].item()}; of a mask that is added to scores: valid=mask == 0"
+        )
+    return valid.bool()
+
+
+# names of masks in the arguments of models, and whether True means that a token counts
+_OF_SOURCE = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
+_OF_TARGET = {"decoder_attention_mask": True, "tgt_key_padding_mask": False}
+
+# containers whose forward takes no masks, whatever their modules do with them
+_CHAINS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class Calls:
+    """The calls of the modules around a model's attention that run now.
+
+    A padding mask that a model is called with need not be about the tokens of every layer: there
+    are decoders, and towers for images and text. It is not about those of a decoder or tower that
+    was called without it.
+
+    Args:
+        model: the model.
+        blocks: what :func:`gfsa.lens.tokens.blocks_around` found.
+    """
+
+    def __init__(self, model: nn.Module, blocks: dict[str, list[str]]) -> None:
+        self._model = model
+        containers = containers_around(blocks)
+        self._watched = {*containers, *itertools.chain.from_iterable(blocks.values())}
+        # encoders, decoders and towers: the model has attention outside of them, on other tokens
+        self._parts = {
+            container
+            for container in containers
+            if not all(name == container or is_inside(name, container) for name in blocks)
+        }
+        self._running: dict[str, Arguments] = {}
+        self.batch: Any = None
+        """What the outermost call is made of, if that is known."""
+
+    def watch(self) -> list[RemovableHandle]:
+        """Hooks on the modules, which keep the arguments of each until it ends."""
+        self._running = {}
+        modules = dict(self._model.named_modules())
+        handles = []
+        for name in sorted(self._watched):
+            module = modules[name]
+            if isinstance(module, _CHAINS):
+                continue
+            begin, end = self._hooks(name)
+            handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+            handles.append(module.register_forward_hook(end, always_call=True))
+        return handles
+
+    def mask_of(self, layer: str) -> Tensor | None:
+        """The padding mask that was handed down to a layer that runs now, True where one counts."""
+        around = sorted((n for n in self._running if n == layer or is_inside(layer, n)), key=len)
+        calls = [(layer[len(n) :], self._running[n], n in self._parts) for n in reversed(around)]
+        calls.append((layer, Arguments((), {"batch": self.batch}, passes_on=True), False))
+        square = None
+        for path, call, is_part in calls:
+            mask = _mask_among(call, path)
+            if mask is not None:
+                if mask.shape[0] != mask.shape[1]:
+                    return mask
+                # (B, N) of as many samples as tokens, or pairs (N, N) that an inner module made:
+                # the outermost is the padding mask
+                square = mask
+            elif is_part and not _got_another_mask(call, path):
+                break
+        return square
+
+    def matrices_around(self, layer: str) -> set[tuple[int, int]]:
+        """The shapes of matrices among the arguments of the modules around a layer that runs."""
+        return {
+            (value.shape[0], value.shape[1])
+            for name, call in self._running.items()
+            if is_inside(layer, name)
+            for value in _with_batches(call).values()
+            if isinstance(value, Tensor) and value.dim() == 2
+        }
+
+    def _hooks(self, name: str) -> tuple[Any, Any]:
+        def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling():
+                # the compiler traces hooks inside a compiled block, whose own call has the masks
+                return
+            self._running[name] = arguments(module, args, kwargs)
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            self._running.pop(name, None)
+
+        return begin, end
+
+
+def _mask_among(call: Arguments, path: str) -> Tensor | None:
+    """The padding mask in the arguments of a module, for its layer at ``path`` inside of it."""
+    given = _with_batches(call)
+    for name in _masks_taken(call, path):
+        mask = given.get(name)
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            return _counting(mask, {**_OF_SOURCE, **_OF_TARGET}[name])
+    return None
+
+
+def _got_another_mask(call: Arguments, path: str) -> bool:
+    """Whether a mask may have come in another form: pairs or a description, made further out."""
+    given = _with_batches(call)
+    names = _masks_taken(call, path) or [name for name in given if "mask" in name]
+    return call.passes_on or any(given.get(name) is not None for name in names)
+
+
+def _masks_taken(call: Arguments, path: str) -> list[str]:
+    """The names of masks in a module's call that are about the layer at ``path`` inside of it."""
+    given = _with_batches(call)
+    source, target = (
+        [name for name in names if name in call.takes or name in given]
+        for names in (_OF_SOURCE, _OF_TARGET)
+    )
+    if source and target:
+        return target if "decoder" in path else source
+    return source + target
+
+
+def _with_batches(call: Arguments) -> dict[str, Any]:
+    """The arguments of a call, and what is in those that are a whole batch."""
+    given: dict[str, Any] = {}
+    for name, value in call.given.items():
+        given |= {name: value} | (dict(value) if isinstance(value, Mapping) else {})
+    return given
+
+
+def _counting(mask: Tensor, counts: bool) -> Tensor:
+    """A mask as bool, True where a token counts; without reading a number from the device."""
+    if not counts:
+        # of torch: True or -inf hides
+        return ~mask.bool()
+    if not mask.is_floating_point():
+        return mask.bool()
+    # zeros and ones, or zeros and large negative numbers to add to scores
+    return torch.where((mask < 0).any(), mask == 0, mask != 0)
+
+
+def blocks_around(model: nn.Module, attention: Iterable[str]) -> dict[str, list[str]]:
+    """For each attention module, the names of the blocks that contain no other attention.
+
+    Innermost first, beginning with the attention module itself. A block is an element of a
+    ``ModuleList``, ``Sequential`` or ``ModuleDict``: what a model repeats with depth.
+    """
+    modules = dict(model.named_modules())
+    names = list(attention)
+    found = {}
+    for name in names:
+        parts = name.split(".")
+        blocks = [name]
+        for end in range(len(parts) - 1, 0, -1):
+            around = ".".join(parts[:end])
+            if sum(other == name or other.startswith(around + ".") for other in names) > 1:
+                break
+            parent = modules[".".join(parts[: end - 1])]
+            repeats = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+            if repeats and not isinstance(modules[around], (nn.ModuleList, nn.ModuleDict)):
+                blocks.append(around)
+        found[name] = blocks
+    return found
+
+
+def containers_around(blocks: dict[str, list[str]]) -> list[str]:
+    """The names of the model, ``""``, and of all modules in it that contain blocks.
+
+    Args:
+        blocks: what :func:`blocks_around` found.
+    """
+    containers = [""]
+    for name, around in blocks.items():
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            container = ".".join(parts[:end])
+            if container in around:
+                break
+            if container not in containers:
+                containers.append(container)
+    return containers
+
+
+def is_inside(name: str, container: str) -> bool:
+    """Whether the module ``name`` is inside of the module ``container``; no module is in itself."""
+    return name != container and (not container or name.startswith(container + "."))

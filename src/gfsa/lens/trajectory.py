@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from gfsa.filters import GraphFilter
-from gfsa.lens.readings import Numbers, to_plain, with_nan
-from gfsa.lens.sites import attention_modules
+from gfsa.lens.readings import Numbers, csv_cell, from_plain, printable, to_plain
+from gfsa.lens.record import attention_modules
 from gfsa.plugs.sites import filters_of
 
 _FIRST_COLUMNS = ["step", "layer", "name", "head"]
@@ -86,8 +86,21 @@ class Trajectory:
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Trajectory:
         """The inverse of :meth:`to_plain`."""
-        layers = [LayerTrajectory(**layer) for layer in with_nan(plain["layers"])]
-        return cls(list(plain["steps"]), layers)
+        found: Trajectory = from_plain(cls, plain, "trajectory")
+        return found.checked()
+
+    def checked(self) -> Trajectory:
+        """Itself; raises ValueError unless each layer has all steps and the same heads in each."""
+        for layer in self.layers:
+            if len(layer.coefficients) != len(self.steps):
+                raise ValueError(
+                    f"{layer.name} has {len(layer.coefficients)} of {len(self.steps)} steps"
+                )
+            heads = {len(rows) for rows in layer.coefficients}
+            widths = {len(row) for rows in layer.coefficients for row in rows}
+            if len(heads) > 1 or len(widths) > 1 or 0 in heads | widths:
+                raise ValueError(f"{layer.name}: expected as many heads and coefficients each step")
+        return self
 
     def to_text(self) -> str:
         """CSV: a line per step, layer and head with ``c0``, ``c1``, …"""
@@ -98,7 +111,7 @@ class Trajectory:
             for layer in self.layers:
                 for head, row in enumerate(layer.coefficients[at], start=1):
                     values = [f"{value:.6g}" for value in row]
-                    writer.writerow([step, layer.depth, layer.name, head, *values])
+                    writer.writerow([step, layer.depth, csv_cell(layer.name), head, *values])
         return text.getvalue()
 
     def to_csv(self, path: str | Path) -> None:
@@ -134,7 +147,7 @@ class Trajectory:
         steps: dict[int, None] = {}
         layers: dict[str, LayerTrajectory] = {}
         for line in lines:
-            step, depth, name, head = int(line[0]), int(line[1]), line[2], int(line[3])
+            step, depth, name, head = int(line[0]), int(line[1]), printable(line[2]), int(line[3])
             steps.setdefault(step)
             layer = layers.setdefault(name, LayerTrajectory(depth, name))
             if head == 1:
@@ -147,19 +160,8 @@ class Trajectory:
             heads = layer.coefficients[-1]
             if head != len(heads) + 1:
                 raise ValueError(f"step {step}, {name}: head {head} is out of order")
-            if not row or (heads and len(row) != len(heads[0])):
-                raise ValueError(f"step {step}, {name}: head {head} has {len(row)} coefficients")
             heads.append(row)
-        found = cls(list(steps), list(layers.values()))
-        for layer in found.layers:
-            if len(layer.coefficients) != len(found.steps):
-                raise ValueError(
-                    f"{layer.name} has {len(layer.coefficients)} of {len(found.steps)} steps"
-                )
-            for step, heads in zip(found.steps, layer.coefficients, strict=True):
-                if len(heads) != len(layer.coefficients[0]):
-                    raise ValueError(f"step {step}, {layer.name}: {len(heads)} heads")
-        return found
+        return cls(list(steps), list(layers.values())).checked()
 
 
 def _learning_filters(model: nn.Module) -> dict[str, GraphFilter]:

@@ -77,7 +77,7 @@ def load_peft(
     try:
         import peft
     except ImportError as error:
-        raise ImportError("gfsa.load_peft needs peft: pip install 'gfsa[peft]'") from error
+        raise ImportError("gfsa.load_peft needs peft: pip install peft") from error
 
     if isinstance(model, peft.PeftModel):
         raise ValueError(

@@ -88,7 +88,7 @@ def _from_config(config: Any, source: str) -> nn.Module:
 
 def _transformers() -> Any:
     if not _installed("transformers"):
-        raise ValueError("this model needs transformers: pip install 'gfsa[transformers]'")
+        raise ValueError("this model needs transformers: pip install 'transformers>=5.15'")
     import transformers
 
     return transformers

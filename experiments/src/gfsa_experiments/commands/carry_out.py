@@ -77,17 +77,20 @@ class _Messages:
         self.failed = 0
         # the largest mean movement of the coefficients that hardly moved, by the name of their row
         self._at_rest: dict[str, float] = {}
-        # error → the first run that failed with it
-        self._first_with: dict[str, str] = {}
+        # error → the runs that failed with it
+        self._failed_with: dict[str, list[str]] = {}
 
     def failure(self, run: Run, error: str) -> None:
         self.failed += 1
-        name = self.names[run.folder]
+        alike = self._failed_with.setdefault(error, [])
+        alike.append(self.names[run.folder])
         # wrong data makes every run fail alike: the reason is printed once
-        earlier = self._first_with.setdefault(error, name)
-        why = error if earlier == name else f"for the reason of {earlier}"
+        if len(alike) == 1:
+            self._print_failure(f"{alike[0]}: {error}")
+
+    def _print_failure(self, text: str) -> None:
         # with emoji, hub:ID:CONFIGURATION loses its colons
-        self.console.print(f"failed: {name}: {why}", style="red", markup=False, emoji=False)
+        self.console.print(f"failed: {text}", style="red", markup=False, emoji=False)
 
     def success(self, run: Run, row: Row) -> None:
         before = "finished before: " if run.folder in self.done else ""
@@ -97,7 +100,11 @@ class _Messages:
             self._at_rest[row.name] = max(row.moved, self._at_rest.get(row.name, 0.0))
 
     def summary(self) -> None:
-        """After the last run: filters that hardly moved, and how many runs are done."""
+        """After the last run: failures alike, filters that hardly moved, how many runs are done."""
+        for first, *others in self._failed_with.values():
+            if others:
+                runs = "1 more run" if len(others) == 1 else f"{len(others)} more runs"
+                self._print_failure(f"{runs} for the reason of {first}")
         for name, moved in self._at_rest.items():
             message = (
                 f"{name}: coefficients moved by at most {moved:.1g} in the mean, so the model is "

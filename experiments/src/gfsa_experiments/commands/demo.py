@@ -48,7 +48,10 @@ def demo(
         import matplotlib  # noqa: F401
         import sklearn  # noqa: F401
     except ModuleNotFoundError as error:
-        typer.echo(f"gfsa demo needs {error.name}: pip install gfsa-experiments", err=True)
+        typer.echo(
+            f"gfsa demo needs {error.name}. In a checkout of gfsa: pip install ./experiments",
+            err=True,
+        )
         raise typer.Exit(1) from error
     from rich.console import Console
 

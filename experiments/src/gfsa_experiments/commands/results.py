@@ -81,7 +81,10 @@ def results(
         typer.echo(f"gfsa results: {error}", err=True)
         raise typer.Exit(1) from error
     except ModuleNotFoundError as error:
-        typer.echo(f"gfsa results needs {error.name}: pip install gfsa-experiments", err=True)
+        typer.echo(
+            f"gfsa results needs {error.name}. In a checkout of gfsa: pip install ./experiments",
+            err=True,
+        )
         raise typer.Exit(1) from error
 
 

@@ -67,7 +67,7 @@ def train(
         import accelerate  # noqa: F401
     except ModuleNotFoundError as error:
         raise typer.BadParameter(
-            f"gfsa train needs {error.name}: pip install gfsa-experiments"
+            f"gfsa train needs {error.name}. In a checkout of gfsa: pip install ./experiments"
         ) from error
 
     # launchers set the rank; asking torch for it would initialise a GPU in this process

@@ -21,7 +21,7 @@ from rich.table import Table
 import gfsa
 from gfsa.environment import commit, cpu_name
 from gfsa.info import versions
-from gfsa.lens.metrics import cosine_similarity
+from gfsa.lens.measure import cosine_similarity
 from gfsa.lens.trajectory import Trajectory
 from gfsa_experiments.demo.comparison import DemoSettings
 from gfsa_experiments.demo.figures import draw

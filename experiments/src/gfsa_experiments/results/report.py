@@ -9,6 +9,7 @@ from itertools import groupby
 
 import pandas as pd
 
+from gfsa.lens.readings import csv_cell
 from gfsa_experiments.results.families import (
     Family,
     FamilyLine,
@@ -289,7 +290,9 @@ def records(tables: Sequence[ResultTable]) -> pd.DataFrame:
                 "memory_ratio": " ".join(f"{memory:.4g}" for memory in line.memories),
                 "gpu_seconds": line.gpu_seconds,
             }
-            found.append(record)
+            found.append(
+                {name: csv_cell(x) if isinstance(x, str) else x for name, x in record.items()}
+            )
     return pd.DataFrame(found, dtype=object)
 
 

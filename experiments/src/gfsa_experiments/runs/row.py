@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from gfsa.lens.readings import printable
 from gfsa_experiments.runs.csv_table import append_lines, check_table, fits, has_header, read_table
 
 
@@ -129,4 +130,5 @@ def _value(text: str, kind: str) -> Any:
         return float(text)
     if kind == "bool":
         return {"True": True, "False": False}[text]
-    return text
+    # tables print these
+    return printable(text)

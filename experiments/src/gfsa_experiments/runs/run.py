@@ -289,8 +289,8 @@ def _build(run: Run) -> Task:
         return recipe.build(run.config, run.data_dir)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"recipe {recipe.name} needs {error.name}, which is not installed: "
-            f"pip install 'gfsa-experiments[{recipe.extra}]'"
+            f"recipe {recipe.name} needs {error.name}, which is not installed. In a checkout of "
+            f"gfsa, pip install './experiments[{recipe.extra}]' installs all that it needs"
         ) from error
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from gfsa.lens.colours import series_of
-from gfsa.lens.findings import grouped_reasons
+from gfsa.lens.findings import USUAL_SIMILARITY, grouped_reasons
 from gfsa.lens.readings import ModelReading
 
 if TYPE_CHECKING:
@@ -48,10 +49,8 @@ def render(report: LensReport) -> str:
         "summary": _summary(report),
         "made": html.escape(", ".join(filter(None, (f"gfsa {report.version}", report.created)))),
     }
-    page = _part("lens.html")
-    for name, text in parts.items():
-        page = page.replace("{{" + name + "}}", text, 1)
-    return page
+    # in one pass: a part may have another part's mark in it, as the name of a model
+    return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _part("lens.html"))
 
 
 def _data(report: LensReport) -> dict[str, Any]:
@@ -59,6 +58,7 @@ def _data(report: LensReport) -> dict[str, Any]:
     plain = report.to_plain()
     names = list(dict.fromkeys([*report.models, *report.trajectories]))
     colours = dict(zip(names, series_of(names), strict=True))
+    plain["usual"] = {"similarity": USUAL_SIMILARITY}
     plain["series"] = [colours[name] for name in report.models]
     plain["trajectories"] = [
         {"name": name, "series": colours[name], **trajectory}

@@ -9,7 +9,11 @@ const mean = (values) => {
   return usable.length ? usable.reduce((a, b) => a + b, 0) / usable.length : null;
 };
 const canvasOf = (name) => document.querySelector(`[data-plot="${name}"] .canvas`);
-const highGain = (response) => mean(response.slice(Math.floor(response.length / 2)));
+// what heads pass of the upper half of the frequencies, relative to frequency 0: a ratio of means
+const passed = (responses) => {
+  const low = mean(responses.map((row) => row[0]));
+  return low > 0 ? mean(responses.map((row) => mean(row.slice(Math.floor(row.length / 2))))) / low : null;
+};
 const depths = (list) => [...new Set(models.flatMap((model) => model[list].map((one) => one.depth)))].sort((a, b) => a - b);
 const state = { depth: null, singular: null, model: 0, quantity: "", head: [0, 0] };
 
@@ -23,9 +27,9 @@ const layerAxis = { label: "layer", low: 0, whole: true };
 const afterLayer = (depth) => (depth === 0 ? "input" : `after layer ${depth}`);
 
 function drawFeatures() {
-  const plot = (name, pick, y) =>
-    linePlot(canvasOf(name), { plot: name, series: byDepth(pick, "features"), x: layerAxis, y, at: afterLayer });
-  plot("cosine", (one) => one.cosine, { label: "cosine similarity", low: 0, high: 1 });
+  const plot = (name, pick, y, usual) =>
+    linePlot(canvasOf(name), { plot: name, series: byDepth(pick, "features"), x: layerAxis, y, usual, at: afterLayer });
+  plot("cosine", (one) => one.cosine, { label: "cosine similarity", low: 0, high: 1 }, report.usual.similarity);
   plot("rank", (one) => (known(one.effective_rank) ? (100 * one.effective_rank) / one.most_rank : null),
     { label: "effective rank, % of most", low: 0, high: 100 });
   plot("residual", (one) => one.residual, { label: "rank-one residual", low: 0, high: 1 });
@@ -124,9 +128,10 @@ function quantities(model) {
   }
   const spectral = model.attention.some((layer) => layer.spectrum);
   if (spectral) found.push({
-    key: "high", name: "gain at high frequencies", middle: 0,
-    pick: (layer, head) => (layer.spectrum ? highGain(layer.spectrum.filter_response[head]) : null),
-    meaning: "Mean gain over the upper half of the frequencies: faint heads smooth, strong ones pass detail.",
+    key: "high", name: "high frequencies, relative to f = 0", middle: 0,
+    // a head that removes frequency 0 would leave all others faint
+    pick: (layer, head) => (layer.spectrum ? Math.min(2, passed([layer.spectrum.filter_response[head]]) ?? 2) : null),
+    meaning: "Mean gain over the upper half of the frequencies, divided by that at frequency 0 (2 at most): faint heads smooth, strong ones pass detail.",
   });
   found.push({
     key: "entropy", name: "attention entropy, share of its maximum", middle: 0,
@@ -247,7 +252,7 @@ function drawAttention() {
 
 function drawTables() {
   const place = document.getElementById("tables");
-  const headings = ["layer", "cosine", "eff. rank", "of", "residual", "norm", "entropy share", "energy before", "energy after", "gain, high f.", "low / high / mixed / all-pass"];
+  const headings = ["layer", "cosine", "eff. rank", "of", "residual", "norm", "entropy share", "energy before", "energy after", "high f. / f. 0", "low / high / mixed / all-pass"];
   for (const model of models) {
     const table = element("table", {}, element("caption", {}, model.name));
     table.append(element("thead", {}, element("tr", {}, ...headings.map((text) => element("th", { scope: "col" }, text)))));
@@ -261,7 +266,7 @@ function drawTables() {
         depth === 0 ? "input" : `${depth}  ${(f || a).name}`,
         ...(f ? [f.cosine, f.effective_rank, f.most_rank, f.residual, f.norm].map(show) : ["", "", "", "", ""]),
         ...(a ? [mean(a.entropy_share), mean(a.energy_before), mean(a.energy_after),
-          a.spectrum ? mean(a.spectrum.filter_response.map(highGain)) : null].map(show) : ["", "", "", ""]),
+          a.spectrum ? passed(a.spectrum.filter_response) : null].map(show) : ["", "", "", ""]),
         a ? ["low-pass", "high-pass", "mixed", "all-pass"].map(count).join(" / ") : "",
       ];
       body.append(element("tr", {}, ...cells.map((text) => element("td", {}, text))));

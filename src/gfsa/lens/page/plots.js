@@ -77,7 +77,7 @@ function linesAbove(series, sy) {
 }
 
 // options: series [{name, colour, dashed, points [[x, y]…], band [[x, low, high]…], dots}],
-//          x and y {label, low, high, whole}, height, small, at(x) for the crosshair, plot: its name
+//          x and y {label, low, high, whole}, usual, height, small, at(x) for the crosshair, plot: its name
 function linePlot(canvas, options) {
   const series = options.series.filter((one) => one.points.some(([, y]) => known(y)));
   canvas.drawn = { ...options, series };
@@ -133,6 +133,12 @@ function linePlot(canvas, options) {
     const upper = usable.map(([x, , b]) => `${sx(x)},${sy(b)}`);
     const lower = usable.map(([x, a]) => `${sx(x)},${sy(a)}`).reverse();
     svg.append(make("polygon", { class: "band", ...paint(one.colour), points: [...upper, ...lower].join(" ") }));
+  }
+  // where such lines usually are: [share of the x axis, low, high]
+  if (options.usual && ends === options.y) {
+    const at = (share, y) => `${sx(x0 + share * (x1 - x0))},${sy(y)}`;
+    const points = [...options.usual.map(([u, , high]) => at(u, high)), ...options.usual.map(([u, low]) => at(u, low)).reverse()];
+    svg.append(make("polygon", { class: "usual", points: points.join(" ") }));
   }
   const above = linesAbove(series, sy);
   series.forEach((one, number) => {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gfsa
-from gfsa.lens.entropy import attention_entropy
+from gfsa.lens.measure import attention_entropy
 from gfsa.operators import Operator
 from gfsa_experiments.tasks.pretrain.rows import TokenRows
 

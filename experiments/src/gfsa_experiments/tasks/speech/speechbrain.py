@@ -40,7 +40,7 @@ class SpeechBrainRecogniser(nn.Module):
         except ImportError as error:
             raise ImportError(
                 "library=speechbrain needs SpeechBrain, which cannot be imported here "
-                f"({error}): pip install 'gfsa[speech]', or train CTC alone with library=torch "
+                f"({error}): pip install speechbrain, or train CTC alone with library=torch "
                 "decoder_layers=0 ctc_weight=1"
             ) from error
 

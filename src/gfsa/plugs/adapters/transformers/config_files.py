@@ -23,7 +23,7 @@ def read_config(path: str, **kwargs: Any) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(path, **kwargs)
     # whatever transformers raises for a file that has other JSON than a config
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:
         where = "" if Path(path).is_dir() else " here or from the Hub"
         raise ValueError(
             f"the config of {path} cannot be read{where}: {type(error).__name__}: {one_line(error)}"

@@ -1,0 +1,417 @@
+"""The measurements: how alike tokens are, how sharp attention is, which frequencies pass.
+
+Functions of tokens take ``x (..., N, D)`` and ``valid (..., N)`` (True where a token counts; None:
+all do) and return a number for each leading index. An undefined number (the similarity of a single
+token, say) is NaN.
+
+There are two frequency responses, and names always say which is meant: the response on the *Fourier
+modes* of the token sequence, and the response on the *singular values* of the map.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from gfsa.lens.readings import Verdict
+from gfsa.operators import (
+    AttentionOperator,
+    DenseOperator,
+    LinearOperator,
+    Operator,
+    SDPAOperator,
+    combine,
+)
+from gfsa.operators.base import at_least_float32, repeat_heads
+
+
+def cosine_similarity(x: Tensor, valid: Tensor | None = None) -> Tensor:
+    r"""Mean cosine similarity of all pairs of tokens, in O(N·D).
+
+    .. math:: \frac{1}{n(n-1)} \sum_{i \ne j} \hat x_i^\top \hat x_j
+              = \frac{\|\sum_i \hat x_i\|^2 - n}{n^2 - n}, \qquad \hat x = x / \|x\|
+
+    1: all tokens have the same direction; 0: no direction in common. A token of zeros has no
+    direction; its similarity to every token counts as 0.
+    """
+    x = _only(x, valid)
+    norms = torch.linalg.vector_norm(x, dim=-1)
+    directed = norms > 0
+    weights = torch.where(directed, 1 / norms, 0.0)
+    total = (weights[..., None, :] @ x).squeeze(-2)
+    similar = total.square().sum(-1) - directed.sum(-1)
+    count = _count(x, valid)
+    pairs = count * count - count
+    return torch.where(pairs > 0, similar / pairs, math.nan)
+
+
+def rank_one_residual(x: Tensor, valid: Tensor | None = None) -> Tensor:
+    r"""The relative distance of the tokens from the mean token.
+
+    .. math:: \frac{\min_m \|X - 1 m^\top\|_F}{\|X\|_F} = \frac{\|X - 1 \bar x^\top\|_F}{\|X\|_F}
+
+    0: all tokens are the same vector; 1: their mean is zero. Dong et al. (2021) show that attention
+    alone drives it to 0 doubly exponentially; they use another norm.
+    """
+    x = _only(x, valid)
+    mean = x.sum(-2, keepdim=True) / _count(x, valid)[..., None, None]
+    # not computed as ‖X‖² − n‖x̄‖², which cancels when the tokens have collapsed
+    residual = _only(x - mean, valid)
+    size = torch.linalg.vector_norm(x, dim=(-2, -1))
+    return torch.where(size > 0, torch.linalg.vector_norm(residual, dim=(-2, -1)) / size, math.nan)
+
+
+def token_norm(x: Tensor, valid: Tensor | None = None) -> Tensor:
+    r"""Mean length of a token, :math:`\frac1n \sum_i \|x_i\|_2`."""
+    norms = torch.linalg.vector_norm(_only(x, valid), dim=-1)
+    return norms.sum(-1) / _count(x, valid)
+
+
+def singular_values(x: Tensor, valid: Tensor | None = None) -> Tensor:
+    r"""Singular values of the ``n×D`` matrix of tokens, largest first: ``(..., min(N, D))``.
+
+    They are the roots of the eigenvalues of the smaller of :math:`XX^\top` and :math:`X^\top X`,
+    in float64: small ones are accurate to 1e-8 of the largest. Padding rows count as zeros and add
+    zeros at the end.
+    """
+    x = _only(x, valid).double()
+    gram = x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x
+    return torch.linalg.eigvalsh(gram).clamp_min(0).sqrt().flip(-1)
+
+
+def effective_rank(values: Tensor) -> Tensor:
+    r"""Effective rank (Roy and Vetterli, 2007) from singular values ``(..., r)``.
+
+    .. math:: \exp\Big(-\sum_i p_i \log p_i\Big), \qquad p_i = \sigma_i / \sum_j \sigma_j
+
+    Between 1 (one direction) and the number of tokens or features, whichever is smaller.
+    """
+    total = values.sum(-1, keepdim=True)
+    entropy = torch.special.entr(values / total).sum(-1)
+    return torch.where(total.squeeze(-1) > 0, entropy.exp(), math.nan)
+
+
+def singular_profile(values: Tensor, rank: Tensor, points: int) -> Tensor:
+    r"""Singular values on a common axis, so that samples of different lengths can be averaged.
+
+    .. math:: s(u) = \sigma_{1 + \mathrm{round}(u (r - 1))} / \sigma_1, \qquad u \in [0, 1]
+
+    Args:
+        values: ``(..., R)``, largest first.
+        rank: ``(...)``: r, the largest rank of a sample of this size.
+        points: the number of evenly spaced u.
+    """
+    u = torch.linspace(0, 1, points, dtype=values.dtype, device=values.device)
+    last = (rank.clamp_min(1) - 1).to(values.dtype)
+    index = (last[..., None] * u).round().long()
+    return values.gather(-1, index) / values[..., :1]
+
+
+def dirichlet_energy(x: Tensor, smoothed: Tensor, valid: Tensor | None = None) -> Tensor:
+    r"""Dirichlet energy of tokens on the attention graph, as a share of their size.
+
+    .. math:: E_A(x) = \frac{\|x\|^2 - \langle x, A x\rangle}{\|x\|^2}
+
+    0: neighbours on the graph have the same vector; 1: a token and its neighbours are orthogonal.
+    Only the symmetric part of A matters. With A = 11ᵀ/n it is the square of
+    :func:`rank_one_residual`.
+
+    Args:
+        x: ``(..., N, D)``.
+        smoothed: ``A·x``.
+    """
+    x, smoothed = _only(x, valid), _only(smoothed, valid)
+    size = x.square().sum((-2, -1))
+    return torch.where(size > 0, 1 - (x * smoothed).sum((-2, -1)) / size, math.nan)
+
+
+def token_count(x: Tensor, valid: Tensor | None = None) -> Tensor:
+    """How many tokens count, ``(...)``."""
+    return _count(x, valid).long()
+
+
+def _count(x: Tensor, valid: Tensor | None) -> Tensor:
+    dtype = at_least_float32(x.dtype)
+    if valid is None:
+        return torch.full(x.shape[:-2], float(x.shape[-2]), dtype=dtype, device=x.device)
+    return valid.to(dtype).sum(-1).expand(x.shape[:-2])
+
+
+def _only(x: Tensor, valid: Tensor | None) -> Tensor:
+    """The tokens with those that do not count set to zero, in float32 at least."""
+    x = x.to(at_least_float32(x.dtype))
+    # torch.where, not a product: padding may contain NaN
+    return x if valid is None else torch.where(valid[..., None], x, 0.0)
+
+
+def frequency_grid(length: int, most: int = 33) -> Tensor:
+    """Frequencies in cycles per token from 0 to 1/2, at most ``most``, for ``length`` tokens."""
+    return torch.linspace(0, 0.5, min(length // 2 + 1, most), dtype=torch.float64)
+
+
+def frequency_response(
+    operator: Operator,
+    v: Tensor,
+    coeffs: Tensor,
+    valid: Tensor | None,
+    frequencies: Tensor,
+) -> tuple[Tensor, Tensor]:
+    r"""Gain of the attention map and of its filter on each Fourier mode of the token sequence.
+
+    .. math:: r_A(f) = \frac{\|A φ_f\|}{\|φ_f\|}, \qquad r_H(f) = \frac{\|H φ_f\|}{\|φ_f\|},
+              \qquad φ_f(t) = e^{2πift}, \; H = \sum_k c_k A^k
+
+    A sample of n valid tokens has the modes f = 0, 1/n, …, ½; for each requested frequency the
+    nearest mode is used, so that modes are orthogonal for every length. Costs ``degree · 2F / D``
+    attention passes for F frequencies and head dim D; no n×n matrix is built.
+
+    Args:
+        operator: the map A.
+        v: the values of the layer, ``(..., H, N, D)``: their shape, dtype and device are used.
+        coeffs: ``(heads, degree+1)``.
+        valid: ``(..., N)`` or None.
+        frequencies: ``(F,)``.
+
+    Returns:
+        ``r_A`` and ``r_H``, each ``(..., heads, F)``.
+    """
+    modes = fourier_modes(v.shape[:-3], v.shape[-2], valid, frequencies.to(v.device))
+    keep = 1.0 if valid is None else valid[..., None, :, None].double()
+    size = modes.square().sum(-2).unflatten(-1, (-1, 2)).sum(-1)[..., None, :]
+    gains: list[list[Tensor]] = [[], []]
+    for block in _blocks(modes, v):
+        powers = operator.powers(block, max(coeffs.shape[-1] - 1, 1))
+        spread = [repeat_heads(power, powers[1]).double() for power in powers]
+        filtered = combine(coeffs.double(), spread[: coeffs.shape[-1]])
+        for gain, output in zip(gains, (spread[1], filtered), strict=True):
+            gain.append((output * keep).square().sum(-2))
+    energy = [
+        torch.cat(g, -1)[..., : modes.shape[-1]].unflatten(-1, (-1, 2)).sum(-1) for g in gains
+    ]
+    return (energy[0] / size).sqrt(), (energy[1] / size).sqrt()
+
+
+def fourier_modes(
+    lead: tuple[int, ...], length: int, valid: Tensor | None, frequencies: Tensor
+) -> Tensor:
+    """``(*lead, N, 2F)``: cosine and sine of each frequency, adjacent; zero where not ``valid``."""
+    if valid is None:
+        valid = torch.ones(*lead, length, dtype=torch.bool, device=frequencies.device)
+    valid = valid.expand(*lead, length)
+    count = valid.sum(-1, keepdim=True).double()
+    # the position among the valid tokens, and the nearest mode with a whole number of periods
+    position = (valid.cumsum(-1) - 1).double()
+    whole = (frequencies.double() * count).round().clamp(max=(count // 2))
+    angle = 2 * math.pi * position[..., :, None] * (whole / count.clamp_min(1))[..., None, :]
+    modes = torch.stack((angle.cos(), angle.sin()), -1).flatten(-2)
+    return torch.where(valid[..., None], modes, 0.0)
+
+
+def dense_map(operator: Operator, v: Tensor) -> Tensor:
+    """The map as a matrix ``(..., heads, N, N)`` in float32 at least.
+
+    An operator that cannot return its matrix is applied to the identity, D columns at a time, in
+    N/D passes.
+    """
+    try:
+        matrix = operator.dense()
+    except TypeError:
+        identity = torch.eye(v.shape[-2], device=v.device, dtype=torch.float64)
+        columns = identity.expand(*v.shape[:-3], *identity.shape)
+        parts = [operator.apply(block) for block in _blocks(columns, v)]
+        matrix = torch.cat(parts, -1)[..., : v.shape[-2]]
+    return matrix.to(at_least_float32(matrix.dtype))
+
+
+def map_singular_values(matrix: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Singular values of maps ``(..., H, N, N)`` on their valid tokens, largest first, to 1e-8."""
+    if valid is not None:
+        keep = valid[..., None, :, None] & valid[..., None, None, :]
+        matrix = torch.where(keep, matrix, 0.0)
+    return singular_values(matrix)
+
+
+def polynomial(coeffs: Tensor, values: Tensor) -> Tensor:
+    r"""``p(σ) = Σ_k c_k σ^k``: coefficients ``(..., m+1)`` at values ``(..., S)``."""
+    result = torch.zeros_like(values)
+    for column in reversed(coeffs.unbind(-1)):
+        result = result * values + column[..., None]
+    return result
+
+
+def verdict(coeffs: Tensor) -> Verdict:
+    r"""Low-pass or high-pass, by the criterion of Theorem 3.1 of the paper.
+
+    .. math:: |g(σ)| < |g(1)| \;\; ∀\, σ \in (0, 1): \text{low-pass}, \qquad
+              |g(σ)| > |g(1)| \;\; ∀\, σ \in (0, 1): \text{high-pass}
+
+    with :math:`g(σ) = \sum_k c_k σ^k`. Decided by the roots of :math:`g(σ) = \pm g(1)`, not on a
+    grid. Neither is "mixed"; a constant g is "all-pass".
+
+    Args:
+        coeffs: ``(degree+1,)``, one head.
+    """
+    numbers = coeffs.detach().double().cpu()
+    at_one = float(numbers.sum())
+    edges = [0.0, 1.0]
+    for level in (at_one, -at_one):
+        shifted = numbers.clone()
+        shifted[0] -= level
+        edges += [root for root in _real_roots(shifted) if 0 < root < 1]
+    edges.sort()
+    scale = max(float(numbers.abs().sum()), 1e-30)
+    signs = set()
+    for left, right in pairwise(edges):
+        # roots that differ by rounding are the same root
+        if right - left < 1e-6:
+            continue
+        middle = torch.tensor([(left + right) / 2], dtype=torch.float64)
+        difference = abs(float(polynomial(numbers, middle))) - abs(at_one)
+        signs.add(0 if abs(difference) < 1e-12 * scale else int(math.copysign(1, difference)))
+    if signs == {0}:
+        return "all-pass"
+    if signs == {-1}:
+        return "low-pass"
+    return "high-pass" if signs == {1} else "mixed"
+
+
+def _real_roots(numbers: Tensor) -> list[float]:
+    """Real roots of ``Σ_k numbers[k]·x^k``: eigenvalues of its companion matrix."""
+    used = numbers.abs() > 1e-14 * numbers.abs().max()
+    degree = int(used.nonzero().max()) if bool(used.any()) else 0
+    if degree == 0:
+        return []
+    companion = torch.diag(torch.ones(degree - 1, dtype=torch.float64), -1)
+    companion[:, -1] = -numbers[:degree] / numbers[degree]
+    roots = torch.linalg.eigvals(companion)
+    return [float(r.real) for r in roots if abs(float(r.imag)) < 1e-7]
+
+
+def _blocks(columns: Tensor, v: Tensor) -> list[Tensor]:
+    """``(..., N, C)`` split into tensors of v's shape, padded with zeros, for any kernel."""
+    width = v.shape[-1]
+    missing = -columns.shape[-1] % width
+    columns = torch.nn.functional.pad(columns.to(v.dtype), (0, missing))
+    return [
+        part[..., None, :, :].expand(v.shape).contiguous() for part in columns.split(width, dim=-1)
+    ]
+
+
+# entries of the map in memory at a time: 64 MB in float32
+_ENTRIES = 1 << 24
+
+
+def attention_entropy(
+    operator: Operator, v: Tensor, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    r"""Mean entropy of the rows of an attention map, in nats and as a share of its maximum.
+
+    .. math:: h_i = -\sum_j A_{ij} \log A_{ij}, \qquad \frac{h_i}{\log m_i}
+
+    where token i may attend to :math:`m_i` tokens (i of them in a causal model). A share of 1 is
+    uniform attention, 0 is one-hot. Rows that see a single token have no share and are left out of
+    its mean. Rows that do not sum to one are normalised first. O(N²·D) time, as one attention pass,
+    and bounded memory.
+
+    Returns:
+        Nats and share, each ``(..., heads)``.
+    """
+    # autocast would round the scores to bfloat16, whatever the type of q and k here
+    with torch.autocast(v.device.type, enabled=False):
+        return _means(operator, v, valid)
+
+
+def _means(operator: Operator, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    nats = shares = counts = counts_shared = torch.zeros((), device=v.device)
+    for start, entropy, allowed in _row_entropies(operator, v):
+        counted = torch.ones_like(entropy).masked_fill(entropy.isnan(), 0.0)
+        if valid is not None:
+            counted = counted * valid[..., None, start : start + entropy.shape[-1]]
+        entropy = entropy.nan_to_num(0.0)
+        most = allowed.to(entropy.dtype).sum(-1).expand(entropy.shape)
+        shared = counted * (most > 1)
+        nats = nats + (entropy * counted).sum(-1)
+        shares = shares + (entropy * shared / most.clamp_min(2).log()).sum(-1)
+        counts = counts + counted.sum(-1)
+        counts_shared = counts_shared + shared.sum(-1)
+    return _ratio(nats, counts), _ratio(shares, counts_shared)
+
+
+def has_rows(operator: Operator) -> bool:
+    """Whether the map can be computed in blocks of rows, or the operator already holds it."""
+    kinds = (AttentionOperator, SDPAOperator, LinearOperator, DenseOperator)
+    return isinstance(operator, kinds) or hasattr(operator, "weights")
+
+
+def _ratio(total: Tensor, count: Tensor) -> Tensor:
+    return torch.where(count > 0, total / count, math.nan)
+
+
+def _row_entropies(operator: Operator, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yields a block's first row, its entropies ``(..., H, n)`` and which entries are not masked.
+
+    The entropy of a row of zeros is NaN.
+    """
+    if isinstance(operator, (AttentionOperator, SDPAOperator)):
+        yield from _softmax_entropies(operator)
+        return
+    if isinstance(operator, LinearOperator):
+        columns, visible = operator.columns.mT, operator.visibility()
+        length = columns.shape[-1]
+        for start, stop in _spans(operator.rows.shape[:-1], length):
+            allowed = visible.rows(start, stop, length, columns.device)
+            yield start, _entropy(operator.rows[..., start:stop, :] @ columns), allowed
+        return
+    matrix = operator.matrix if isinstance(operator, DenseOperator) else dense_map(operator, v)
+    matrix = matrix.to(at_least_float32(matrix.dtype))
+    for start, stop in _spans(matrix.shape[:-1], matrix.shape[-1]):
+        rows = matrix[..., start:stop, :]
+        yield start, _entropy(rows), rows > 0
+
+
+def _entropy(rows: Tensor) -> Tensor:
+    """The entropy of rows divided by their sums, without dividing them."""
+    total = rows.sum(-1)
+    entropy = torch.special.entr(rows).sum(-1) / total + total.log()
+    return torch.where(total > 0, entropy, math.nan)
+
+
+def _softmax_entropies(
+    operator: AttentionOperator | SDPAOperator,
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    r"""From the scores s: :math:`h = \mathrm{LSE}(s) - \langle \mathrm{softmax}(s), s\rangle`."""
+    call, visible = operator.call, operator.visibility()
+    q, mask = call.q, call.attn_mask
+    dtype = at_least_float32(q.dtype)
+    k = repeat_heads(call.k, q).to(dtype).mT
+    scale = 1 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
+    masked = mask is not None or call.is_causal or call.visible is not None
+    for start, stop in _spans(q.shape[:-1], k.shape[-1]):
+        scores = (q[..., start:stop, :].to(dtype) * scale) @ k
+        allowed = visible.rows(start, stop, k.shape[-1], q.device)
+        if mask is not None and mask.dtype != torch.bool:
+            broadcast = mask.dim() < 2 or mask.shape[-2] == 1
+            scores = scores + (mask if broadcast else mask[..., start:stop, :])
+        if masked:
+            scores = scores.masked_fill(~allowed, -math.inf)
+        # the highest score is subtracted in place: these are the largest tensors here
+        scores -= scores.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
+        weights = scores.exp()
+        if masked:
+            # 0·(-inf) is NaN; with any finite score the product is the 0 that is needed
+            scores.masked_fill_(~allowed, 0.0)
+        total = weights.sum(-1)
+        entropy = total.log() - torch.linalg.vecdot(weights, scores) / total
+        yield start, torch.where(allowed.any(-1), entropy, math.nan), allowed
+
+
+def _spans(rows: torch.Size, width: int) -> Iterator[tuple[int, int]]:
+    length = rows[-1]
+    others = math.prod(rows[:-1])
+    step = max(1, _ENTRIES // max(1, others * width))
+    for start in range(0, length, step):
+        yield start, min(start + step, length)

@@ -15,7 +15,6 @@ from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.tasks.causal_lm.recipe import CausalLMConfig, CausalLMTask, causal_by_kernel
-from support.interrupting import ends_as_if_never_interrupted
 from support.tiny_texts import corpus, save_model, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
@@ -61,12 +60,6 @@ def a_batch(task: CausalLMTask, split: str = "train") -> dict[str, torch.Tensor]
     return task.splits[split].dataset.__getitems__([0, 2])  # type: ignore[attr-defined]
 
 
-def test_settings_of_the_paper() -> None:
-    config = CausalLMConfig()
-    assert (config.lr, config.batch_size, config.dropout) == (5e-5, 4, 0.1)
-    assert (config.epochs, config.block, config.schedule) == (10, 1024, "linear")
-
-
 @pytest.mark.parametrize("corpus_name", ["wikitext-2", "ptb"])
 def test_a_filter_changes_nothing_to_begin_with(corpus_name: str, data: Path) -> None:
     plain, filtered = built(data, dataset=corpus_name), built(data, dataset=corpus_name)
@@ -100,23 +93,6 @@ def test_the_model_sees_no_later_token(filtered: bool, data: Path) -> None:
         before, after = (task.model(input_ids=x).logits for x in (ids, changed))
     torch.testing.assert_close(before[:, :9], after[:, :9])
     assert not torch.allclose(before[:, 9:], after[:, 9:])
-
-
-def test_no_mask_is_built_and_the_config_comes_back(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task = built(data)
-    seen = []
-    attention = task.model.transformer.h[0].attn
-    attention.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(
-            args[2] if len(args) > 2 else kwargs["attention_mask"]
-        ),
-        with_kwargs=True,
-    )
-    task.loss(task.model, a_batch(task))
-    assert seen == [None]
-    assert task.model.transformer.config is task.model.config
 
 
 @torch.no_grad()
@@ -200,23 +176,3 @@ def test_whole_runs(data: Path, tmp_path: Path) -> None:
     assert [rows[m].added for m in ("plain", "gfsa", "gfsa-even")] == [0, 12, 6]
     assert len(list(tmp_path.rglob("lens.html"))) == 1
     assert rows["plain"].test == trained(data, tmp_path / "again", "plain").test
-
-
-def test_an_interrupted_run_comes_to_the_same_end(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train(out: Path, **changes: Any) -> Row:
-        return trained(data, out, "gfsa", **changes)
-
-    ends_as_if_never_interrupted(train, CausalLMTask, tmp_path, monkeypatch)
-
-
-def test_the_lens_sees_what_chooses(tmp_path: Path) -> None:
-    lines = corpus(40).splitlines(keepends=True)
-    for part, text in (("train", lines), ("valid", lines[20:]), ("test", lines[30:])):
-        write(tmp_path / f"wiki.{part}.tokens", "".join(text))
-    task = built(tmp_path)
-    example = task.example()["input_ids"]
-    blocks = {name: split.dataset.__getitems__([0]) for name, split in task.splits.items()}  # type: ignore[attr-defined]
-    alike = [name for name, one in blocks.items() if torch.equal(one["input_ids"].long(), example)]
-    assert alike == ["valid"]

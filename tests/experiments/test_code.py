@@ -14,7 +14,6 @@ from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.tasks.code.recipe import CodeConfig, CodeTask
-from support.interrupting import ends_as_if_never_interrupted
 from support.tiny_texts import save_model, write_clones, write_devign
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
@@ -52,12 +51,6 @@ def built(data: Path, **settings: Any) -> CodeTask:
 
 def a_batch(task: CodeTask, indices: tuple[int, ...] = (0, 3, 5)) -> dict[str, torch.Tensor]:
     return task.splits["train"].dataset.__getitems__(list(indices))  # type: ignore[attr-defined]
-
-
-def test_settings_of_the_paper() -> None:
-    config = CodeConfig()
-    assert (config.epochs, config.batch_size, config.patience) == (10, 16, 2)
-    assert (config.longest, CodeConfig(dataset="bigclonebench").longest) == (512, 400)
 
 
 def test_models_that_cannot_take_the_code(data: Path, tmp_path: Path) -> None:
@@ -198,23 +191,3 @@ def test_whole_runs(dataset: str, data: Path, tmp_path: Path) -> None:
     assert rows["gfsa"].moved is not None
     assert rows["gfsa"].moved > 0
     assert len(list(tmp_path.rglob("lens.html"))) == 1
-
-
-def test_an_interrupted_run_comes_to_the_same_end(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train(out: Path, **changes: Any) -> Row:
-        return trained(data, out, "gfsa", **changes)
-
-    ends_as_if_never_interrupted(train, CodeTask, tmp_path, monkeypatch)
-
-
-def test_the_lens_sees_what_chooses(data: Path) -> None:
-    task = built(data, dataset="devign")
-    example = task.example()["input_ids"]
-    some = {
-        name: split.dataset.__getitems__(range(len(example)))  # type: ignore[attr-defined]
-        for name, split in task.splits.items()
-    }
-    alike = [name for name, one in some.items() if torch.equal(one["input_ids"], example)]
-    assert alike == ["valid"]

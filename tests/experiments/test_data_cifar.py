@@ -12,7 +12,7 @@ from PIL import Image
 
 from gfsa_experiments.tasks.image import cifar
 from gfsa_experiments.tasks.image.cifar import read_cifar
-from support.tiny_images import pictures, write_cifar10, write_cifar100, write_jpegs
+from support.tiny_images import pictures, write_cifar10, write_jpegs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
 
@@ -32,19 +32,6 @@ def test_binary_files_are_read_in_order_from_the_folder_or_its_parent(
     assert np.array_equal(parts["train"].pixels.numpy(), pixels)
     assert parts["train"].labels[:10].tolist() == [*range(8), 0, 1]
     assert len(parts["test"]) == 10
-
-
-def test_cifar100_has_its_fine_labels(tmp_path: Path) -> None:
-    write_cifar100(tmp_path / "cifar-100-binary")
-    parts = read_cifar(tmp_path, "cifar100")
-    assert parts["train"].labels.tolist() == [*range(100), *range(100)]
-    assert np.array_equal(parts["test"].pixels.numpy(), pictures(100, 100, seed=100)[0])
-
-
-def test_other_sizes_than_the_official_ones_are_told(tmp_path: Path) -> None:
-    write_cifar10(tmp_path)
-    with pytest.warns(UserWarning, match=r"data_batch_1\.bin has 8 usable rows.*10,000"):
-        read_cifar(tmp_path, "cifar10")
 
 
 def test_jpegs_decode_to_what_pillow_sees(tmp_path: Path) -> None:

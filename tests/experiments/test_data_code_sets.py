@@ -48,13 +48,6 @@ def test_clones(shared: bool, tmp_path: Path) -> None:
     assert found.code[2] == f"void f2 ( ) {{ {sentence(2)} ; }}"
 
 
-@unofficial
-def test_other_sizes_than_the_official_ones_are_told(tmp_path: Path) -> None:
-    write_clones(tmp_path)
-    with pytest.warns(UserWarning, match=r"valid.txt has 6 usable rows, the official file 415,416"):
-        read_code_set(tmp_path, "bigclonebench")
-
-
 def test_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # the hub is not asked without the package
     monkeypatch.setitem(sys.modules, "datasets", None)

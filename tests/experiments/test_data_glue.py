@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,20 +55,6 @@ def test_one_compressed_file_a_split(tmp_path: Path) -> None:
     train, dev = read_glue(tmp_path, "qnli")
     assert (train.first, train.second, train.labels) == (["why ?"], ["so ."], [0])
     assert dev.labels == [1]
-
-
-@unofficial
-def test_other_sizes_than_the_official_ones_are_told(tmp_path: Path) -> None:
-    write_glue(tmp_path, "RTE", train=4, dev=3)
-    with pytest.warns(UserWarning, match=r"train.tsv has 4 usable rows, the official file 2,490"):
-        read_glue(tmp_path, "rte")
-
-
-def test_official_sizes_are_not_worth_a_word(tmp_path: Path) -> None:
-    write_glue(tmp_path, "RTE", train=2_490, dev=277)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        read_glue(tmp_path, "rte")
 
 
 def test_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

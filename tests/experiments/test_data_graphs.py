@@ -258,13 +258,6 @@ def test_a_class_that_there_is_not_is_a_wrong_label(tmp_path: Path) -> None:
         read_graphs("mnist", tmp_path)
 
 
-@pytest.mark.filterwarnings("default")
-def test_other_numbers_of_graphs_than_official_are_reported(tmp_path: Path) -> None:
-    write_molecules(tmp_path, "molesol", np.zeros(8, dtype=np.float32))
-    with pytest.warns(UserWarning, match=r"\(4, 2, 2\) graphs .* official .* \(902, 113, 113\)"):
-        read_graphs("molesol", tmp_path)
-
-
 def test_every_part_must_have_graphs(tmp_path: Path) -> None:
     split = np.zeros(8, dtype=np.uint8)
     write_molecules(tmp_path, "molesol", np.zeros(8, dtype=np.float32), split=split)

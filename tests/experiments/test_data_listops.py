@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import statistics
 import threading
 from pathlib import Path
@@ -74,25 +73,8 @@ def pairs(tree: Any) -> str:
     return text
 
 
-def drawn_by_recursion(generator: random.Random, depth: int) -> int:
-    """The length of a random tree, straight from the rules."""
-    if depth == 10 or (depth > 1 and generator.random() > 0.25):
-        return 1
-    count = generator.randint(2, 10)
-    return 2 + sum(drawn_by_recursion(generator, depth + 1) for _ in range(count))
-
-
 def words_of(tokens: np.ndarray) -> str:
     return " ".join(listops.TOKENS[token] for token in tokens)
-
-
-def test_the_evaluator_of_these_tests() -> None:
-    words = "[MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]"
-    assert nested(words) == ["MAX", 4, 3, ["MIN", 2, 3], 1, 0, ["MED", 1, 5, 8, 9, 2]]
-    assert value_of(nested(words)) == 5
-    assert value_of(["MED", 1, 2]) == 1
-    assert value_of(["SM", 9, 9]) == 8
-    assert pairs(["MAX", 4, ["SM", 1, 2]]) == "( ( ( [MAX 4 ) ( ( ( [SM 1 ) 2 ) ] ) ) ] )"
 
 
 def test_answers_texts_and_rules(made: dict[str, Sequences]) -> None:
@@ -113,24 +95,6 @@ def test_answers_texts_and_rules(made: dict[str, Sequences]) -> None:
     assert {name for name, _ in operators} == {"MIN", "MAX", "MED", "SM"}
 
 
-@pytest.mark.slow
-def test_the_whole_data_set() -> None:
-    parts = make_listops()
-    assert {part: len(sequences) for part, sequences in parts.items()} == {
-        "train": 96_000,
-        "val": 2_000,
-        "test": 2_000,
-    }
-    seen = set()
-    for sequences in parts.values():
-        for index, label in enumerate(sequences.labels):
-            tokens = sequences[index]
-            seen.add(tokens.tobytes())
-            assert 500 < len(tokens) < 2000
-            assert value_of(nested(words_of(tokens))) == label
-    assert len(seen) == 100_000
-
-
 def test_trees_are_drawn_as_the_rules_say() -> None:
     levels = listops._grow(np.random.default_rng(0))
     assert len(levels) == 10
@@ -146,15 +110,6 @@ def test_trees_are_drawn_as_the_rules_say() -> None:
     assert np.abs(np.bincount(symbols) / len(symbols) - 0.25).max() < 0.01
     digits = np.concatenate([level.symbol[level.arguments == 0] for level in levels])
     assert np.abs(np.bincount(digits) / len(digits) - 0.1).max() < 0.01
-
-
-def test_lengths_are_those_of_trees_drawn_by_recursion(made: dict[str, Sequences]) -> None:
-    generator = random.Random(0)
-    lengths = np.array([drawn_by_recursion(generator, 1) for _ in range(2500)])
-    kept = lengths[(lengths > 500) & (lengths < 2000)]
-    ours = made["train"].lengths
-    error = (kept.var() / len(kept) + ours.var() / len(ours)) ** 0.5
-    assert abs(kept.mean() - ours.mean()) < 4 * error
 
 
 def test_a_seed_is_a_data_set(made: dict[str, Sequences]) -> None:

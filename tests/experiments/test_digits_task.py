@@ -29,25 +29,6 @@ def train_tiny() -> Trained:
     return train_all(TINY, Progress(disable=True))
 
 
-@pytest.mark.parametrize("K", [None, 3])
-def test_a_fresh_filter_changes_no_bit(K: int | None) -> None:
-    images = torch.randn(4, 8, 8)
-    assert torch.equal(small()(images), small(filtered=True, K=K)(images))
-
-
-def test_a_moved_filter_changes_the_model() -> None:
-    images = torch.randn(4, 8, 8)
-    assert not torch.allclose(small()(images), small(filtered=True, w0=0.5)(images), atol=1e-3)
-
-
-def test_variants_differ_in_the_filters_parameters_alone() -> None:
-    plain, filtered = small(), small(filtered=True)
-    rest = dict(filtered.named_parameters())
-    for name, weight in plain.named_parameters():
-        assert torch.equal(weight, rest.pop(name))
-    assert sum(weight.numel() for weight in rest.values()) == 3 * 2 * 3
-
-
 def test_patches_are_the_image_cut_in_squares() -> None:
     model = small()
     image = torch.arange(64.0).reshape(1, 8, 8)

@@ -319,23 +319,6 @@ def test_a_finished_run_is_handed_out_for_its_own_data_alone(tmp_path: Path) -> 
         carry_out(dataclasses.replace(again, data_dir=second))
 
 
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_run_of_a_version_that_did_not_note_its_data_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
-) -> None:
-    one = run(tmp_path / "runs")
-    if finished:
-        carry_out(one)
-        old = json.loads((one.folder / "row.json").read_text())
-        del old["data"]
-        (one.folder / "row.json").write_text(json.dumps(old))
-    else:
-        interrupted(one, monkeypatch)
-    (one.folder / "data.json").unlink()
-    row = carry_out(dataclasses.replace(one, resume=True, data_dir=write_toy(tmp_path / "b", 5)))
-    assert (row.data == "") == finished
-
-
 def test_early_stopping_reports_the_best_weights(tmp_path: Path) -> None:
     one = run(tmp_path, epochs=60, patience=3, lr=3e-2)
     row = carry_out(one)
@@ -507,67 +490,6 @@ def test_many_may_add_rows(tmp_path: Path) -> None:
 
     in_threads(8, add)
     assert read_rows(table) == [row] * 160
-
-
-def without_data(table: Path) -> bytes:
-    """Make a table one of a version that had no such column; gives what is in it now."""
-    lines = table.read_bytes().splitlines()
-    old = b"".join(line.rpartition(b",")[0] + b"\r\n" for line in lines)
-    table.write_bytes(old)
-    return old
-
-
-def test_a_table_of_an_earlier_version_gets_the_new_column_and_keeps_its_rows(
-    tmp_path: Path,
-) -> None:
-    row = carry_out(run(tmp_path, max_steps=1))
-    old_row = dataclasses.replace(row, data="", command='gfsa train "a, b"\n--set c=d')
-    table = tmp_path / "toy.csv"
-    append_rows(table, [old_row, old_row])
-    table.chmod(0o640)
-    old = table.read_bytes()
-    head, _, rest = old.partition(b",data\r\n")
-    old = head + b"\r\n" + rest.replace(b",\r\n", b"\r\n")
-    table.write_bytes(old)
-    assert read_rows(table) == [old_row, old_row]
-    # reading changes nothing
-    assert table.read_bytes() == old
-    append_rows(table, [row])
-    assert read_rows(table) == [old_row, old_row, row]
-    assert table.read_bytes().startswith(head + b",data\r\n" + rest)
-    assert b"\n" not in table.read_bytes().replace(b"\r\n", b"").replace(b"\n--set", b"")
-    assert table.stat().st_mode & 0o777 == 0o640
-    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {
-        "toy.csv",
-        ".toy.csv.lock",
-    }
-
-
-def test_a_damaged_table_of_an_earlier_version_is_left_as_it_is(tmp_path: Path) -> None:
-    row = carry_out(run(tmp_path, max_steps=1))
-    table = tmp_path / "toy.csv"
-    append_rows(table, [row])
-    table.write_bytes(without_data(table) + b"toy,toy\r\n")
-    damaged = table.read_bytes()
-    with pytest.raises(ValueError, match=r"toy\.csv, line 3: expected \d+ columns, got 2"):
-        append_rows(table, [row])
-    assert table.read_bytes() == damaged
-
-
-def test_many_may_add_rows_to_a_table_of_an_earlier_version(tmp_path: Path) -> None:
-    row = carry_out(run(tmp_path, max_steps=1))
-    table = tmp_path / "toy.csv"
-    append_rows(table, [row] * 500)
-    without_data(table)
-    start = threading.Barrier(8)
-
-    def add() -> None:
-        start.wait()
-        for _ in range(5):
-            append_rows(table, [row])
-
-    in_threads(8, add)
-    assert [one.data for one in read_rows(table)] == [""] * 500 + [row.data] * 40
 
 
 def test_bad_settings_are_refused_before_anything_is_read() -> None:

@@ -20,7 +20,6 @@ from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.tasks.glue.recipe import GlueConfig, GlueTask
-from support.interrupting import ends_as_if_never_interrupted
 from support.tiny_texts import save_model, write_glue
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
@@ -54,12 +53,6 @@ def built(config: GlueConfig, data: Path) -> GlueTask:
 
 def a_batch(task: GlueTask, split: str = "train") -> dict[str, torch.Tensor]:
     return task.splits[split].dataset.__getitems__([0, 3, 5])  # type: ignore[attr-defined]
-
-
-def test_settings_of_the_paper() -> None:
-    config = GlueConfig()
-    assert (config.epochs, config.batch_size, config.lr) == (5, 32, 2e-5)
-    assert (config.schedule, config.weight_decay, config.max_length) == ("linear", 0.0, 128)
 
 
 @pytest.mark.parametrize("task", ["cola", "stsb", "mrpc"])
@@ -237,15 +230,6 @@ def test_whole_runs(bert: str, data: Path, tmp_path: Path) -> None:
     assert rows["gfsa"].moved is not None
     assert rows["gfsa"].moved > 0
     assert len(list(tmp_path.rglob("lens.html"))) == 1
-
-
-def test_an_interrupted_run_comes_to_the_same_end(
-    bert: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train(out: Path, **changes: Any) -> Row:
-        return trained(bert, data, out, "gfsa", **changes)
-
-    ends_as_if_never_interrupted(train, GlueTask, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("holdout", "shown"), [(0.25, "valid"), (0.0, "test")])

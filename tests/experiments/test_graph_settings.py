@@ -8,8 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from gfsa_experiments.engine.config import from_text, settings_of
-from gfsa_experiments.runs.run import Run
+from gfsa_experiments.engine.config import from_text
 from gfsa_experiments.tasks.graph.data_sets import DataName
 from gfsa_experiments.tasks.graph.recipe import GraphConfig, ModelName
 from gfsa_experiments.tasks.graph.settings import paper_settings
@@ -37,25 +36,6 @@ def test_what_is_given_stays_even_if_it_is_the_default_of_another_model() -> Non
     assert dataclasses.replace(given, seed=3) == GraphConfig(
         model="gps", group_by_length=True, seed=3
     )
-
-
-def test_the_table_tells_what_was_given_and_nothing_else() -> None:
-    gps = GraphConfig(model="gps", data="molhiv")
-    assert gps.label() == "molhiv gps"
-    assert settings_of(gps) == ""
-    assert settings_of(dataclasses.replace(gps, epochs=3.0, seed=4)) == "epochs=3.0"
-    # what another model has by default is worth telling, what this one has is not
-    for name, told in (("gps", "group_by_length=True"), ("graphormer", "")):
-        given = from_text(GraphConfig, {"group_by_length": "true", "model": name})
-        assert settings_of(given) == told
-
-
-def test_the_command_of_a_row_is_its_run() -> None:
-    given = {"model": "graph-vit", "data": "molhiv", "group_by_length": "true", "lr": "0.0002"}
-    one = Run(recipe="graph", config=from_text(GraphConfig, given))
-    settings = dict(word.split("=") for word in one.command.split() if "=" in word)
-    assert settings == {**given, "group_by_length": "True"}
-    assert from_text(GraphConfig, settings) == one.config
 
 
 @pytest.mark.parametrize(("data", "model"), list(itertools.product(get_args(DataName), MODELS)))

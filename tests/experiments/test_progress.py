@@ -18,18 +18,8 @@ from gfsa_experiments.engine import speed
 from gfsa_experiments.engine.progress import Report
 from gfsa_experiments.runs.run import carry_out
 from support.tiny_pretraining import a_run, write_corpus
-from support.train_command import train
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_a_line_has_all_that_is_known() -> None:
-    full = Report(120, 1605, 2.61234, 7_864_320, "loss", 2.6378, {"tokens_per_second": 812_345})
-    assert full.line == (
-        "step 120 of 1,605, 7,864,320 tokens, loss 2.612, valid loss 2.638, 812,345 tokens/s"
-    )
-    assert full.status == "loss 2.61, 812,345 tokens/s"
-    assert Report(1, 2, 0.5).line == "step 1 of 2, loss 0.5"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -47,12 +37,6 @@ def test_lines_are_for_files_and_bars_for_terminals(
         written.getvalue(),
     )
     assert found == ([] if terminal else [("2", "256"), ("4", "512"), ("6", "768")])
-
-
-def test_the_command_prints_them(tmp_path: Path) -> None:
-    code, output = train(tmp_path, "support.toy_recipe", "--set", "epochs=2")
-    assert code == 0
-    assert re.search(r"toy toy plain seed 0: step 6 of 12, loss [\d.]+, valid accuracy \d+", output)
 
 
 def test_metrics_are_written_as_the_run_goes(

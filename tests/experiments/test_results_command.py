@@ -3,8 +3,6 @@
 import csv
 import re
 import shutil
-import subprocess
-import sys
 from io import StringIO
 from pathlib import Path
 
@@ -14,8 +12,8 @@ from typer.testing import CliRunner
 
 from gfsa import cli
 from gfsa_experiments.results.figures import draw, marks
-from gfsa_experiments.results.pages import Bullets, Commands, Grid, Heading, Text, show, to_markdown
-from gfsa_experiments.results.tables import latest, make_tables, titles
+from gfsa_experiments.results.pages import Bullets, Commands, Grid, Heading, Text, show
+from gfsa_experiments.results.tables import latest, make_tables
 from gfsa_experiments.runs.row import append_rows
 from support.result_rows import row, rows
 
@@ -82,59 +80,7 @@ def test_markdown(folder):
     assert "Holm's correction over all of them leaves 2." in text
 
 
-@pytest.mark.parametrize("second", [-0.2, 0.1])
-def test_two_runs_from_scratch(tmp_path, second):
-    """One comparison needs no correction, and c0 of either sign means nothing in particular."""
-    learned = [
-        row(method="gfsa", seed=seed, test=value, coefficients=f"{c0} 0.9 0.1", **ZINC)
-        for seed, (value, c0) in enumerate([(0.19, -0.1), (0.21, second)])
-    ]
-    append_rows(tmp_path / "graph.csv", [*rows("plain", [0.20, 0.21], **ZINC), *learned])
-    text = text_of(tmp_path)
-    assert "exploratory comparisons with plain" not in text
-    of_two = "in 2 of 2" if second < 0 else "in 1 of 2"
-    assert f"The mean of c0 is negative {of_two} runs from scratch" in text
-
-
-def test_an_end_that_is_rounded_to_0_shows_on_which_side_it_is(tmp_path):
-    made = rows("plain", [0.0, 10.0, 20.0, 30.0, 40.0])
-    made += rows("gfsa", [1.06, 10.49, 23.99, 32.75, 40.8])
-    append_rows(tmp_path / "glue.csv", made)
-    line = cells(text_of(tmp_path), "", "gfsa", "5")
-    assert line[4] == "+1.8 (−0.04 … +3.68)"
-    assert line[5] == "not shown"
-
-
-def test_titles_tell_apart_what_differs_and_no_more():
-    settings = ["lr=1 epochs=3", "lr=2 epochs=3", "epochs=3"]
-    made = [row("plain", settings=one) for one in settings] + [row(task="rte", settings="lr=1")]
-    assert titles(make_tables(latest(made))) == [
-        "cola minilm (otherwise)",
-        "cola minilm (lr=1)",
-        "cola minilm (lr=2)",
-        "rte",
-    ]
-
-
 A, B = "9+1+2 aaaaaaaa", "9+1+2 bbbbbbbb"
-
-
-def test_other_data_has_its_own_title_line_and_record(tmp_path):
-    made = [*rows("plain", [50, 51, 52], data=A), *rows("gfsa", [51, 53, 54], data=A)]
-    made += [*rows("plain", [10, 11, 12], data=B), *rows("gfsa", [9, 9, 11], data=B)]
-    made += rows("plain", [1, 2], settings="lr=1", data=A)
-    append_rows(tmp_path / "glue.csv", made)
-    text = text_of(tmp_path, "--csv", tmp_path / "lines.csv")
-    for data, difference in ((A, "+1.7"), (B, "−1.3")):
-        part = text.partition(f"| glue: cola minilm (otherwise, data {data})")[2]
-        line = next(line for line in part.splitlines() if "| gfsa |" in line)
-        assert f"| {difference} (" in line
-    # these settings ran on one
-    assert "| glue: cola minilm (lr=1), " in text
-    with (tmp_path / "lines.csv").open(newline="") as file:
-        found = [(line["data"], line["method"], line["mean"]) for line in csv.DictReader(file)]
-    assert (B, "plain", "11.0") in found
-    assert (A, "plain", "51.0") in found
 
 
 def test_the_first_page_chooses_no_best_of_several(folder):
@@ -158,12 +104,6 @@ def test_filters(folder):
     text = text_of(folder, "--method", "gfsa K=4")
     assert "zinc" not in text
     assert "exploratory comparisons with plain" not in text
-
-
-def test_a_part_alone(folder):
-    assert text_of(folder, "--show", "domains").startswith("| domain |")
-    assert "| 3, failed" not in text_of(folder, "--show", "tables")
-    assert text_of(folder, "--show", "verdicts") == "\n"
 
 
 @pytest.mark.parametrize(
@@ -276,23 +216,6 @@ def test_write_begins_a_page_and_keeps_what_is_written_around(folder):
     assert page.read_text() == text
 
 
-def test_the_readme_above_has_links_into_the_folder(folder):
-    rows_in = folder / "results"
-    rows_in.mkdir()
-    append_rows(rows_in / "glue.csv", COLA)
-    page = folder / "README.md"
-    page.write_text(f"<!-- gfsa results --show forest -->\n{END}\n")
-    assert run(rows_in, "--write").exit_code == 0
-    assert "](results/forest.svg)" in page.read_text()
-    assert (rows_in / "forest.svg").exists()
-
-
-def test_a_command_is_found_without_an_entry_point(folder):
-    command = [sys.executable, "-m", "gfsa_experiments", "results", "--dir", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == text_of(folder)
-
-
 @pytest.mark.parametrize(
     "page", [MARK, f"{END}\n{MARK}", f"{MARK}{END}{END}", f"<!-- gfsa results --nope x -->{END}"]
 )
@@ -332,16 +255,6 @@ BLOCKS = [
 ]
 
 
-def test_blocks_in_markdown():
-    text = to_markdown(BLOCKS)
-    assert (
-        "## Title\n\nSome **bold** words.\n\n| method | score | time |\n| --- | ---: | ---: |"
-        in text
-    )
-    assert "| a\\|b | 1.0 | – |" in text
-    assert "```\ngfsa train x\n```" in text
-
-
 def test_blocks_in_a_terminal():
     console = Console(width=80, record=True, file=StringIO())
     show(BLOCKS, console)
@@ -362,16 +275,3 @@ def test_the_pages_of_this_repository_are_those_of_its_rows(tmp_path):
     assert (tmp_path / "README.md").read_text() == (root / "README.md").read_text()
     for path in sorted((root / "results").glob("*.md")):
         assert (tmp_path / "results" / path.name).read_text() == path.read_text(), path.name
-
-
-def test_the_best_choice_of_each_arm_is_named(folder):
-    (folder / "tuning").mkdir()
-    tried = {"lr=1": 41.0, "lr=2": 43.0}
-    made = [row("plain", 0, 0.0, valid=valid, settings=s) for s, valid in tried.items()]
-    made += [row("gfsa", 0, 0.0, valid=valid + 1, settings=s) for s, valid in tried.items()]
-    made += [row("plain", 0, 0.0, valid=50.0, settings="lr=2 gate=True")]
-    append_rows(folder / "tuning" / "glue.csv", made)
-    text = text_of(folder, "--show", "tuning")
-    assert cells(text, "", "gfsa")[2:] == ["2", "44.00", "+1.00", "`lr=2`"]
-    # another model is another arm
-    assert cells(text, "", "plain gate=True")[4] == "+7.00"

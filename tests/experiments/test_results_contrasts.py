@@ -101,43 +101,6 @@ def test_valid_is_compared_where_every_run_has_it() -> None:
     assert partly.valid is None
 
 
-def test_pairs_of_one_commit_are_counted() -> None:
-    a = [row("gfsa", seed, commit=commit) for seed, commit in enumerate(["x", "y", "", "z"])]
-    b = [row("plain", seed, commit=commit) for seed, commit in enumerate(["x", "z", "", "z"])]
-    found = contrast(frame(a), frame(b))
-    assert found is not None
-    assert found.one_commit == 2
-    # runs of an installed package name none: that is no finding about the pairs
-    unnamed = contrast(frame([row("gfsa", 0, commit="")]), frame([row("plain", 0, commit="")]))
-    assert unnamed is not None
-    assert unnamed.one_commit is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "budget"),
-    [
-        ({}, "equal epochs, 1.00× time"),
-        ({"seconds": 12.0}, "equal epochs, 1.20× time"),
-        ({"epochs": 4.25}, "0.85× epochs, 1.00× time"),
-        # runs with others beside them, or on another machine, have no comparable time
-        ({"jobs": 3}, "equal epochs"),
-        ({"device": "another"}, "equal epochs"),
-    ],
-)
-def test_what_both_had_the_same_amount_of(changes: dict[str, float], budget: str) -> None:
-    plain = frame(rows("plain", DEGREE_1, seconds=10.0))
-    found = contrast(frame(rows("gfsa", GFSA, **({"seconds": 10.0} | changes))), plain)
-    assert found is not None
-    assert found.budget == budget
-
-
-def test_times_of_runs_that_all_shared_the_machine_are_rough() -> None:
-    plain = frame(rows("plain", DEGREE_1, seconds=10.0, jobs=5, epochs=5.75))
-    found = contrast(frame(rows("gfsa", GFSA, seconds=10.2, jobs=5)), plain)
-    assert found is not None
-    assert found.budget == "0.87× epochs, 1.02× time (5 runs at once)"
-
-
 def test_a_failed_run_is_no_pair() -> None:
     found = contrast(frame(rows("gfsa", [51.0, math.nan, 53.0])), frame(rows("plain", DEGREE_1)))
     assert found is not None

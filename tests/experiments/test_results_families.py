@@ -20,7 +20,7 @@ from gfsa_experiments.results.families import (
     read_family,
     refuse_unregistered,
 )
-from gfsa_experiments.results.figures import draw, marks
+from gfsa_experiments.results.figures import marks
 from gfsa_experiments.results.statistics import holm
 from gfsa_experiments.results.tables import latest
 from gfsa_experiments.runs.row import Row, append_rows
@@ -213,13 +213,6 @@ def test_what_one_interval_excludes_may_still_be_no_verdict(folder: Path, monkey
     assert (first.verdict, second.verdict) == ("suggestive", "not shown")
 
 
-def test_worse_is_said_too(folder: Path, monkeypatch: Any) -> None:
-    monkeypatch.setitem(VALUES, "gfsa", [40.0, 41.0, 42.0, 43.5])
-    assert [outcome.verdict for outcome in judged(written(folder), rows_of(written(folder)))] == [
-        "worse"
-    ] * 2
-
-
 def without(rows: list[Row], count: int) -> list[Row]:
     return [row for row in rows if row.method != "plain" or row.seed < 104 - count]
 
@@ -322,31 +315,3 @@ def test_a_family_before_its_first_run(folder: Path) -> None:
     assert "--seeds 100-103" in plan.read_text(encoding="utf-8")
     assert "planned" not in (text := text_of(folder))
     assert "4 seeds, not run." in text
-
-
-def test_a_folder_with_an_unfinished_family_alone(folder: Path) -> None:
-    append_rows(folder / "toy.csv", without(rows_of(written(folder)), 3))
-    text = text_of(folder)
-    assert "3 of 4 pairs missing: no verdict" in text
-    text_of(folder, "--write")
-    page = (folder / "README.md").read_text(encoding="utf-8")
-    assert "3 of 4 pairs missing: no verdict" in page
-    for asked in (("--recipe", "toy"), ("--task", "toy")):
-        done = CliRunner().invoke(cli.build(), ["results", "--dir", str(folder), *asked])
-        assert done.exit_code == 1
-        assert "there are none. Runs of families are shown by --family: toy" in done.stderr
-
-
-def test_a_complete_family_is_drawn_filled_and_first(folder: Path) -> None:
-    family = written(folder)
-    drawn = marks([], [(family, judged(family, rows_of(family)))])
-    assert [mark.label for mark in drawn] == ["GFSA − degree 1", "GFSA − plain"]
-    (title,) = {mark.group for mark in drawn}
-    assert title == f"{family.title.partition(':')[0]} ({family.comparisons[0].metric})"
-    axis = draw(drawn).axes[0]
-    # the title takes a row of its own, above
-    assert [text.get_text() for text in axis.get_yticklabels()] == [m.label for m in drawn]
-    assert [*axis.get_yticks()] == [1, 2]
-    assert title in [text.get_text() for text in axis.texts]
-    assert {mark.method for mark in drawn} == {""}
-    assert drawn[0].interval.mean == pytest.approx(100 * 10 / (100 - 51.625))

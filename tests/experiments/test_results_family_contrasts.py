@@ -100,15 +100,6 @@ def test_a_registered_comparison_keeps_holms_p_and_its_verdict(folder: Path) -> 
     assert (there["difference"][0], back["difference"][0]) == ("+", "−")
 
 
-def test_a_line_may_be_named_by_its_method_and_settings(folder: Path) -> None:
-    texts = ("gfsa learn=w1 - plain epochs=4.0", "gfsa K=2 - plain epochs=3.0")
-    found = [row for text in texts for row in shown(folder, "--family", "toy", "--contrast", text)]
-    assert [(row["a"].split()[0], row["b"].split()[0]) for row in found] == [
-        ("gain", "longer"),
-        ("gfsa", "plain"),
-    ]
-
-
 def test_a_recipe_whose_rows_are_all_of_families_can_be_asked(folder: Path) -> None:
     """There is no exploratory table, and the families of the recipe answer."""
     for asked in ((), ("--recipe", "toy"), ("--task", "toy")):
@@ -122,14 +113,6 @@ def test_a_recipe_whose_rows_are_all_of_families_can_be_asked(folder: Path) -> N
     append_rows(folder / "toy.csv", explored)
     kinds = [row["kind"] for row in shown(folder, "--contrast", "gfsa K=2 - plain epochs=3.0")]
     assert kinds == ["exploratory", "registered in toy"]
-
-
-def test_lines_that_do_not_exist_are_named_with_those_that_do(folder: Path) -> None:
-    said = refusal(folder, "--family", "toy", "--contrast", "gfsa - nope")
-    assert "no task has both lines of 'gfsa - nope'" in said
-    assert "there are gfsa, plain, gain, longer" in said
-    same = refusal(folder, "--family", "toy", "--contrast", "gfsa - gfsa")
-    assert "no task has both lines of 'gfsa - gfsa'" in same
 
 
 def test_nothing_is_compared_before_the_last_run(family: Family) -> None:

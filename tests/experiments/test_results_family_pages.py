@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from typer.testing import CliRunner
 
 from gfsa import cli
 from gfsa_experiments.results.families import Family, outcomes, read_family
-from gfsa_experiments.results.figures import marks
 from gfsa_experiments.results.pages import to_markdown
 from gfsa_experiments.results.report import family_section, verdicts
 from gfsa_experiments.results.tables import latest
@@ -88,72 +86,12 @@ def row_of(page: str, first: str) -> dict[str, str]:
     return dict(zip(names, values, strict=True))
 
 
-def test_a_comparison_has_its_difference_on_valid(family: Family) -> None:
-    first, page = pages(family, rows_of(family))
-    short, whole = row_of(first, FIRST), row_of(page, "| gfsa − plain |")
-    for found in (short, whole):
-        assert found["difference"].startswith("+4.83 (")
-    assert whole["on valid"].startswith("+3.83 (")
-    # the first page leaves it to the other
-    assert not {"on valid", "at"} & short.keys()
-    assert "- gfsa − plain by seed: 100: +5.00, 101: +4.00, 102: +5.50" in page
-
-
-def test_a_line_has_its_coefficients_and_what_a_run_costs(family: Family) -> None:
-    first, page = pages(family, rows_of(family))
-    gfsa, gain, plain = (row_of(page, f"| {name} | `") for name in ("gfsa", "gain", "plain"))
-    assert (gfsa["c0 c1 …"], gfsa["c0 < 0"]) == ("−0.100 1.000 0.400", "2/3")
-    # c0 is not learned
-    assert (gain["c0 c1 …"], gain["c0 < 0"]) == ("0.000 1.500", "–")
-    assert plain["c0 c1 …"] == "–"
-    assert [line["GPU seconds"] for line in (gfsa, gain, plain)] == ["30", "25", "20"]
-    # not registered, so that it stands here and not among the comparisons
-    assert gain["to plain"].startswith("+1.4 (")
-    assert "9 runs at commit abc1234, 20–30 GPU seconds each." in page
-    assert "GPU seconds" not in first
-
-
-def test_settings_of_a_line_are_those_that_others_lack(family: Family) -> None:
-    page = pages(family, rows_of(family))[1]
-    runs = {name: row_of(page, f"| {name} | `")["runs"] for name in ("gfsa", "plain")}
-    assert runs == {"gfsa": "`gfsa filter_lr=0.01 epochs=3.0`", "plain": "`plain epochs=4.0`"}
-
-
-def test_pairs_of_several_commits(family: Family) -> None:
-    rows = [
-        dataclasses.replace(row, commit="def5678") if row.seed == 102 else row
-        for row in rows_of(family)
-    ]
-    assert "9 runs at commit abc1234, def5678, 20–30 GPU" in pages(family, rows)[1]
-
-
 def test_nothing_is_shown_of_a_family_that_lacks_a_run(family: Family) -> None:
     first, page = pages(family, rows_of(family)[:-1])
     for text in (first, page):
         assert "1 of 3 pairs missing: no verdict" in text
         assert "+" not in text
         assert "GPU seconds" not in text
-
-
-def test_a_loss_in_nats_is_shown_and_drawn_in_the_unit_of_perplexity(family: Family) -> None:
-    losses = [
-        dataclasses.replace(row, metric="loss", higher_is_better=False, test=row.test / 100)
-        for row in rows_of(family)
-    ]
-    first, page = pages(family, losses)
-    # differences 0.05, 0.04, 0.055
-    reduction = f"−{100 * math.expm1(0.145 / 3):.1f} % ("
-    for found in (row_of(first, FIRST), row_of(page, "| gfsa − plain |")):
-        assert found["error reduction"].startswith(reduction)
-    drawn = marks([], [(family, outcomes(family, latest(losses).rows))])
-    assert {mark.group for mark in drawn} == {"A toy (perplexity)"}
-
-
-def test_a_withdrawn_family_has_its_reason_instead_of_a_plan(family: Family) -> None:
-    withdrawn = dataclasses.replace(family, withdrawn="another one answers it")
-    for text in pages(withdrawn, []):
-        assert "A toy; withdrawn before any run: another one answers it." in text
-        assert "gfsa train" not in text
 
 
 def test_the_command_gives_no_runs_of_a_withdrawn_family(tmp_path: Path) -> None:

@@ -43,13 +43,6 @@ def test_mean_and_std_are_over_all_seeds_of_a_line():
     assert line.difference.seeds == (0,)
 
 
-def test_plain_comes_first_and_numbers_sort_as_numbers():
-    made = [row("attnscale")]
-    made += [row("gfsa", options=f"K={K}") for K in (10, 2)] + [row("plain"), row("degree1")]
-    names = [line.name for line in table_of(made).lines]
-    assert names == ["plain", "attnscale", "degree1", "gfsa K=2", "gfsa K=10"]
-
-
 def test_options_are_lines_of_their_own():
     made = [*rows("plain", [50, 50]), *rows("gfsa", [51, 52], options="K=2")]
     made += rows("gfsa", [49, 47], options="K=4")
@@ -181,17 +174,6 @@ def test_times_only_from_runs_alone_on_the_same_device():
     assert line_of(table, "contranorm").times == ()
     assert line_of(table, "degree1").times == ()
     assert line_of(table, "twicing").times == pytest.approx((3.0,))
-
-
-def test_memory_counts_whoever_else_ran():
-    made = [
-        *rows("plain", [1, 2], peak_memory_mib=100.0, jobs=4),
-        *rows("gfsa", [1, 2], peak_memory_mib=150.0, jobs=4),
-        *rows("degree1", [1, 2]),
-    ]
-    table = table_of(made)
-    assert line_of(table, "gfsa").memories == (1.5,)
-    assert line_of(table, "degree1").memories == ()
 
 
 def test_what_the_filters_did():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 from pathlib import Path
@@ -17,7 +16,6 @@ from gfsa_experiments.engine.sealed import sealed
 from gfsa_experiments.engine.task import Split, as_it_is
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.run import Run, carry_out
-from gfsa_experiments.tasks import RECIPES, find_recipe
 from gfsa_experiments.tasks.pretrain.recipe import PretrainTask
 from support import toy_recipe
 from support.tiny_pretraining import a_run, write_corpus
@@ -154,31 +152,3 @@ def test_a_seal_is_taken_off_again(dataset: Any) -> None:
         assert len(split) == len(dataset) > 0
         fetch = getattr(dataset, "__getitems__", None)
         assert fetch([0]) if fetch else dataset[0]
-
-
-def test_one_place_evaluates_the_test_split() -> None:
-    """The end of ``Trainer.fit``; a recipe that called evaluate itself would be a second one."""
-    found = []
-    for path in sorted(SOURCES.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Call) and "evaluate" in ast.unparse(node.func):
-                words = [word.value for word in node.args if isinstance(word, ast.Constant)]
-                if "test" in words:
-                    found.append(path.relative_to(SOURCES).as_posix())
-    assert found == ["engine/trainer.py"]
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_no_recipe_evaluates_or_trains_by_itself(name: str) -> None:
-    """Their only way to a metric is the loop: none imports the evaluation or the trainer."""
-    find_recipe(name)
-    folder = SOURCES.joinpath(*RECIPES[name].split(".")[1:-1])
-    for path in folder.rglob("*.py"):
-        tree = ast.parse(path.read_text("utf-8"))
-        imported = {
-            node.module
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.module
-        }
-        forbidden = {"gfsa_experiments.engine.evaluate", "gfsa_experiments.engine.trainer"}
-        assert not imported & forbidden, path

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +41,6 @@ def test_methods_orders_and_seeds_are_all_run(tmp_path: Path) -> None:
     assert len(read_rows(tmp_path / "results" / "toy.csv")) == 6
 
 
-def test_the_printed_options_are_those_that_a_method_reads(tmp_path: Path) -> None:
-    words = [TOY, "--method", "plain,gfsa,degree1", "--set", "epochs=1", "--set", "filter_lr=0.03"]
-    _, output = train(tmp_path, *words)
-    rows = [line.split("│") for line in output.splitlines() if line.startswith("│")]
-    printed = {name.strip(): value.strip() for _, name, value, _ in rows}
-    assert printed["epochs"] == "1.0"
-    assert printed["filter_lr of gfsa"] == printed["filter_lr of degree1"] == "0.03"
-    assert "K of gfsa" in printed
-    # plain has no options, and degree 1 no K
-    assert not {"filter_lr", "filter_lr of plain", "K of degree1"} & set(printed)
-
-
-def test_settings_without_effect_are_not_printed(tmp_path: Path) -> None:
-    _, constant = train(tmp_path, TOY, "--set", "epochs=1", "--set", "schedule=constant")
-    _, linear = train(tmp_path, TOY, "--set", "epochs=1")
-    shown = [
-        [name in words for name in ("min_lr", "decay", "clip")]
-        for words in (constant.split(), linear.split())
-    ]
-    assert shown == [[False, False, True], [True, False, True]]
-
-
 @pytest.mark.parametrize(
     ("words", "advised"),
     [
@@ -84,14 +60,6 @@ def test_filters_with_a_fast_rate_are_compared_with_fast_gains(
     assert output.count("filter_lr=0.1 without gain_lr: filters learn fast") == advised
 
 
-def test_filters_that_hardly_moved_are_named(tmp_path: Path) -> None:
-    words = [TOY, "--method", "plain,gfsa,twicing", "--set", "epochs=1", "--each"]
-    code, output = train(tmp_path, *words, "filter_lr=1e-7,1e-2")
-    assert code == 0
-    said = [line for line in output.splitlines() if "coefficients moved by" in line]
-    assert [line.partition(":")[0] for line in said] == ["gfsa filter_lr=1e-07"]
-
-
 def test_one_failure_does_not_take_the_others_along(tmp_path: Path) -> None:
     plan = tmp_path / "plan.txt"
     plan.write_text(f"# two lines\n{TOY} --set explode_at=3\n\n{TOY} --method gfsa  # fine\n")
@@ -102,17 +70,6 @@ def test_one_failure_does_not_take_the_others_along(tmp_path: Path) -> None:
     diverged, healthy = read_rows(tmp_path / "results" / "toy.csv")
     assert math.isnan(diverged.test)
     assert healthy.method == "gfsa"
-
-
-def test_a_reason_that_all_runs_share_is_printed_once(tmp_path: Path) -> None:
-    code, output = train(tmp_path, TOY, "--seeds", "0,1", "--set", "explode_at=1")
-    assert code == 1
-    assert output.count("training has diverged") == 1
-    first, second = [line for line in output.splitlines() if line.startswith("failed: ")]
-    name = first.split(": ")[1]
-    assert second.endswith(f"1 more run for the reason of {name}")
-    # there is nothing to show
-    assert output.rstrip().endswith("0 of 2 runs done")
 
 
 def test_a_killed_process_does_not_take_the_others_along(tmp_path: Path) -> None:
@@ -256,13 +213,6 @@ def test_runs_of_other_settings_are_told_apart(tmp_path: Path) -> None:
     assert "toy plain seed 0 lr=0.001: accuracy" in output
     # the recipe's own
     assert "toy plain seed 0: accuracy" in output
-
-
-def test_a_method_without_the_option_is_run_once(tmp_path: Path) -> None:
-    words = [TOY, "--method", "plain,gfsa", "--each", "filter_lr=1e-3,1e-2", "--set", "epochs=1"]
-    code, output = train(tmp_path, *words)
-    assert code == 0
-    assert "3 of 3 runs done" in output
 
 
 def test_models_of_the_same_name_are_two_models() -> None:
@@ -442,20 +392,3 @@ def test_a_file_in_the_place_of_a_folder_is_found_before_training(
         output.replace("│", " ").split()
     )
     assert [path.name for path in tmp_path.iterdir()] == [taken]
-
-
-def test_what_failed_is_printed_as_it_is(tmp_path: Path) -> None:
-    # rich makes a picture of ":id:" otherwise
-    code, output = train(tmp_path, "text", "--set", f"data={tmp_path}/:id:[b].csv")
-    assert code == 1
-    assert f"there is no {tmp_path}/:id:[b].csv" in output
-
-
-def test_training_needs_no_pandas() -> None:
-    """Machines that train need not have what the tables of results are made with."""
-    code = (
-        "import sys; sys.modules['pandas'] = sys.modules['scipy.stats'] = None;"
-        "import gfsa_experiments.commands.train, gfsa_experiments.runs.run_many,"
-        " gfsa_experiments.runs.sweep, gfsa_experiments.runs.load_run"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -72,27 +71,6 @@ def test_missing_does_not_have_the_runs_of_another_folder(tmp_path: Path) -> Non
         assert code == 0
         assert "1 of 1 runs done" in output
     assert "has all of these runs" in train(tmp_path, *words, str(second))[1]
-
-
-def test_a_method_is_not_compared_with_plain_on_another_folder(tmp_path: Path) -> None:
-    for name, method, classes in (("A", "plain", 2), ("B", "gfsa", 3)):
-        folder = image_folder(tmp_path / name, classes)
-        words = ["image", *TINY, "--data-dir", str(folder), "--method", method]
-        assert train(tmp_path, *words)[0] == 0
-    assert "No run of plain with these settings" in results(tmp_path)
-
-
-def test_folders_of_one_name_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
-    first = image_folder(tmp_path / "x" / "pets", 2)
-    second = image_folder(tmp_path / "y" / "pets", 2, seed=1)
-    words = ["image", *TINY, "--data-dir"]
-    assert train(tmp_path, *words, str(first))[0] == 0
-    code, output = train(tmp_path, *words, str(second), "--resume")
-    assert code == 1
-    told = " ".join(output.split())
-    assert "holds a finished run on other data, from " in told
-    assert "as many examples, 14+2+8, but different ones: " in told
-    assert len(read_rows(tmp_path / "results" / "image.csv")) == 1
 
 
 def test_rows_on_other_data_are_told_of_once(
@@ -165,16 +143,6 @@ def test_missing_says_if_it_cannot_compare(tmp_path: Path) -> None:
     assert "has all of these runs" in output
 
 
-def test_rows_of_earlier_versions_count_for_any_data(tmp_path: Path) -> None:
-    words = [TOY, "--set", "max_steps=1", "--data-dir"]
-    assert train(tmp_path, *words, str(write_toy(tmp_path / "a", 0)))[0] == 0
-    (tmp_path / "runs").rename(tmp_path / "elsewhere")
-    table = tmp_path / "results" / "toy.csv"
-    table.write_text(table.read_text().replace(read_rows(table)[0].data, ""))
-    other = str(write_toy(tmp_path / "b", 5))
-    assert "has all of these runs" in train(tmp_path, *words, other, "--missing")[1]
-
-
 LRA = [
     *("lra", "--set", "dim=8", "--set", "depth=1", "--set", "num_heads=2", "--set", "ffn_dim=8"),
     *("--set", "length=32", "--set", "max_steps=1", "--set", "batch_size=8"),
@@ -184,28 +152,6 @@ LRA = [
 
 def lines(name: str) -> str:
     return "text,label\n" + "".join(f"{name} {n},{n % 2}\n" for n in range(40))
-
-
-def test_tables_of_one_name_in_two_folders(tmp_path: Path) -> None:
-    """Rows have ``my.csv`` of both paths."""
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "my.csv").write_text(lines(folder))
-    first, second = (
-        [*LRA, "--set", f"data={tmp_path / folder / 'my.csv'}", "--missing"]
-        for folder in ("one", "two")
-    )
-    assert "1 of 1 runs done" in train(tmp_path, *first)[1]
-    assert "has all of these runs" in train(tmp_path, *first)[1]
-    # the folder of the runs has a run of that name
-    code, output = train(tmp_path, *second)
-    assert code == 1
-    assert "holds a run already" in " ".join(output.split())
-    (tmp_path / "runs").rename(tmp_path / "elsewhere")
-    assert "1 of 1 runs done" in train(tmp_path, *second)[1]
-    rows = read_rows(tmp_path / "results" / "lra.csv")
-    assert len({dataclasses.replace(row, data="").experiment for row in rows}) == 1
-    assert len({row.data for row in rows}) == 2
 
 
 def test_one_label_to_train_on_makes_other_data(tmp_path: Path) -> None:

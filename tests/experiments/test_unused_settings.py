@@ -16,7 +16,7 @@ from gfsa_experiments.engine.optimiser import share_of_peak
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.runs.sweep import Request
-from gfsa_experiments.tasks import RECIPES, find_recipe
+from gfsa_experiments.tasks import find_recipe
 from support.graph_files import write_zinc
 from support.own_data import (
     reviews,
@@ -205,10 +205,6 @@ def test_whatever_nobody_reads_is_unused(recipe: str, choice: dict[str, Any], da
     # CTC alone has one ctc_weight, which must be given: check() sees to it
     own = set(field_names(config)) - ELSEWHERE - {"ctc_weight"}
     assert own - read <= set(config.unused())
-
-
-def test_every_recipe_is_looked_at() -> None:
-    assert {recipe for recipe, _ in CHOICES} == set(RECIPES)
 
 
 @pytest.mark.parametrize(

@@ -96,13 +96,6 @@ def test_as_exact_as_attention(problem: Problem) -> None:
         assert negligible or error(x, y) <= allowed[name], (name, error(x, y), allowed[name])
 
 
-WIDE = [
-    Problem(3, 4, 2048, 128, dtype=BF16, device="cuda"),
-    Problem(3, 4, 2100, 128, dtype=BF16, device="cuda", projected=True, is_causal=True),
-    Problem(2, 3, 2048, 96, dtype=FP16, device="cuda", projected=True),
-]
-
-
 @pytest.fixture
 def _without_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient by what serves other GPUs, and calls that the Hopper kernels refuse."""

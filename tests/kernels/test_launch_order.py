@@ -9,50 +9,8 @@ pytest.importorskip("triton")
 
 from gfsa.kernels.hopper import backward_path as hopper_backward
 from gfsa.kernels.operator import FusedOperator
-from gfsa.kernels.problem import NO_MASK, SPANS, Options, problem_of
-from gfsa.kernels.sweep import launch as sweep
+from gfsa.kernels.problem import Options, problem_of
 from gfsa.operators import AttentionCall
-
-
-@pytest.mark.parametrize(
-    ("batch", "heads", "grid"),
-    [(4, 16, (32, 8, 2)), (1, 12, (12, 8, 1)), (3, 15, (15, 8, 3)), (1, 37, (1, 8, 37))],
-)
-def test_gradients_go_block_by_block(batch: int, heads: int, grid: tuple[int, int, int]) -> None:
-    """A block of as many heads as can be worked on together, then the next block."""
-    q = torch.empty(batch, heads, 512, 64, dtype=torch.bfloat16, device="meta")
-    problem = problem_of(q, q, None, Options(0.1, True))
-    assert hopper_backward.grid_of(problem, 64, 64) == grid
-    together = {64: 8, 12: 6, 45: 5, 37: 1}[batch * heads]
-    expected = (together, 8, batch * heads // together)
-    assert hopper_backward.grid_of(problem, 64, 128) == expected
-
-
-@pytest.mark.parametrize(
-    ("length", "wide", "narrow"),
-    [(2048, 8, 16), (8192, 8, 16), (8196, 4, 16), (16384, 4, 16), (32768, 2, 16), (131072, 1, 16)],
-)
-def test_long_sequences_of_wide_heads_go_few_at_a_time(length: int, wide: int, narrow: int) -> None:
-    """What is worked on together stays in the cache."""
-    q = torch.empty(1, 16, length, 64, dtype=torch.bfloat16, device="meta")
-    problem = problem_of(q, q, None, Options(0.1, True))
-    assert hopper_backward.grid_of(problem, 64, 128)[::2] == (wide, 16 // wide)
-    assert hopper_backward.grid_of(problem, 64, 64)[::2] == (narrow, 16 // narrow)
-    spans = torch.empty(1, 2, length, dtype=torch.int32, device="meta")
-    packed = problem_of(q, q, spans, Options(0.1, True))
-    assert hopper_backward.grid_of(packed, 64, 64)[::2] == (2, 8)
-    assert hopper_backward.grid_of(packed, 64, 128)[::2] == (wide, 16 // wide)
-
-
-@pytest.mark.parametrize(
-    ("length", "heads", "packed"),
-    [(1024, 128, 128), (2048, 64, 128), (4096, 32, 128), (16384, 8, 32), (32768, 4, 16)],
-)
-def test_the_sweep_goes_over_as_many_tokens_as_stay_in_the_cache(
-    length: int, heads: int, packed: int
-) -> None:
-    assert sweep.heads_at_a_time(length, NO_MASK) == heads
-    assert sweep.heads_at_a_time(length, SPANS) == packed
 
 
 @pytest.mark.parametrize(

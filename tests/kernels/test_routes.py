@@ -571,14 +571,6 @@ def test_cudnns_gradient_for_long_rows_of_wide_heads(monkeypatch: pytest.MonkeyP
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_decision_reads_as_sentences() -> None:
-    found = chosen("auto", *call(2, 4, 300, 64))
-    said = str(found)
-    assert found.route == "two_pass"
-    assert {name for name, _ in found.rejected} == {"short", "sweep"}
-    assert all(reason in said for _, reason in found.rejected)
-
-
 def test_the_page_has_the_table() -> None:
     """``python -m gfsa.kernels.routes`` prints it."""
     page = Path(__file__).parents[2] / "docs" / "kernels.md"

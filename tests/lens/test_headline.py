@@ -62,32 +62,6 @@ def test_filters_that_hardly_moved_want_a_larger_rate() -> None:
     assert "fixed" in advice(plain, reading("twicing", 0.3, [0.0, 2.0, -1.0], learned=0))
 
 
-def test_the_same_advice_is_given_once() -> None:
-    still = [0.0, 1.0, 0.001]
-    found = advice(reading("plain", 0.6), reading("a", 0.6, still), reading("b", 0.6, still))
-    assert "a and b: the filters hardly moved" in found
-    assert found.count("hardly") == 1
-
-
-def test_without_filters_the_advice_is_about_plugging() -> None:
-    assert "layers=range(1," in advice(reading("bert", 0.95))
-    assert "no sign of over-smoothing" in advice(reading("bert", 0.3))
-
-
-def test_the_plain_model_of_a_comparison_has_a_verdict() -> None:
-    filtered = reading("GFSA", 0.3, [0.4, 1.0, 0.0])
-    assert "plain: no sign of over-smoothing" in advice(filtered, reading("plain", 0.3))
-    assert "plain: tokens are alike from layer 1 on" in advice(filtered, reading("plain", 0.95))
-
-
-def test_coefficients_over_training_have_a_sentence() -> None:
-    layer = LayerTrajectory(1, "a", [[[0.0, 1.0], [0.0, 1.0]], [[-0.5, 1.5], [0.25, 1.0]]])
-    (found,) = headline([], {"run": Trajectory([0, 1500], [layer])}).compares
-    assert "over 1,500 steps" in found
-    assert "from (0.00, 1.00) to (−0.12, 1.25)" in found
-    assert "1 of 2 heads" in found
-
-
 def test_a_gain_alone_is_not_counted_by_its_c0() -> None:
     layer = LayerTrajectory(1, "a", [[[0.0, 1.0]], [[0.0, 1.5]]])
     gain = {"gain only": Trajectory([0, 100], [layer])}
@@ -96,16 +70,6 @@ def test_a_gain_alone_is_not_counted_by_its_c0() -> None:
     # a report without a date
     report = LensReport({}, trajectories=gain)
     assert f"Made by gfsa {report.version}. Only valid" in render(report)
-
-
-def test_the_page_of_trajectories_alone_asks_about_training() -> None:
-    layer = LayerTrajectory(1, "a", [[[0.0, 1.0]], [[0.0, 1.5]]])
-    paths = {"run": Trajectory([0, 100], [layer])}
-    alone = render(LensReport({}, trajectories=paths))
-    assert "<h1>How did training move the filters?</h1>" in alone
-    assert "over-smooth" not in alone.partition("<main>")[0].partition("<body>")[2]
-    measured = render(LensReport({"plain": reading("plain", 0.5)}, trajectories=paths))
-    assert "<h1>Does it over-smooth, where, and what do the filters change?</h1>" in measured
 
 
 def test_modules_with_the_same_reason_share_a_line() -> None:

@@ -188,20 +188,6 @@ def test_zooms_to_the_data_and_back(browser: Browser, page: Path) -> None:
     assert browser.complaints() == []
 
 
-def test_lines_on_top_of_each_other_are_both_seen(browser: Browser, page: Path) -> None:
-    browser.size(1440, 900)
-    browser.open(page)
-    # twicing in every second layer hardly changes these tokens, GFSA does
-    assert "plain = twicing & some" in text(browser, '[data-plot="cosine"] .note')
-    widths = browser.run(
-        "[...document.querySelectorAll('[data-plot=\"cosine\"] path.line')]"
-        ".map(p => [p.dataset.series, parseFloat(getComputedStyle(p).strokeWidth)])"
-    )
-    wide = dict(widths)
-    # plain lies below twicing, and GFSA by itself
-    assert wide["0"] > wide["3"] == wide["1"]
-
-
 def test_pictures_and_numbers_can_be_downloaded(browser: Browser, page: Path) -> None:
     browser.size(1440, 900)
     browser.media("light")
@@ -247,20 +233,6 @@ def test_the_csv_button_writes_no_formulas(browser: Browser, tmp_path: Path) -> 
     assert row == "'=cmd|a,'+cmd|a,'@a,-0.5,-0.5,plain\n"
 
 
-def test_the_legend_stays_in_sight_in_the_colours_of_the_lines(
-    browser: Browser, page: Path
-) -> None:
-    browser.size(1440, 900)
-    browser.open(page)
-    browser.run("window.scrollTo(0, 2500)")
-    assert browser.run("document.getElementById('legend').getBoundingClientRect().top") == 0
-    legend = browser.run(
-        "[...document.querySelectorAll('#legend span')].map(s => [s.textContent, s.dataset.series])"
-    )
-    # plain, GFSA, and the first colour that is nobody's own
-    assert legend == [["plain", "0"], ["GFSA <all>", "1"], ["twicing & some", "3"]]
-
-
 def test_coefficients_over_training_need_no_model(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "coefficients.html"
     LensReport({}, trajectories={"GFSA": example_trajectory()}).to_html(path)
@@ -280,30 +252,6 @@ def test_coefficients_over_training_need_no_model(browser: Browser, tmp_path: Pa
     assert paths(browser, "path-heads") != before
     assert "over 300 steps" in text(browser, ".headline")
     assert browser.run("document.documentElement.scrollWidth") == 390
-
-
-def test_prints_with_its_explanations(browser: Browser, page: Path, tmp_path: Path) -> None:
-    browser.size(1440, 900)
-    browser.media("light")
-    browser.open(page)
-    browser.pdf(tmp_path / "report.pdf")
-    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
-    assert browser.run("[...document.querySelectorAll('details')].every(d => d.open)")
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "throw new Error('x')",
-        "console.error('x')",
-        "new Image().src = 'https://example.org/x.png'",
-    ],
-)
-def test_a_fault_in_the_page_would_be_seen(browser: Browser, tmp_path: Path, fault: str) -> None:
-    path = tmp_path / "faulty.html"
-    path.write_text(f"<!doctype html><title>x</title><script>{fault}</script>")
-    browser.open(path)
-    assert browser.complaints()
 
 
 def test_a_page_without_spectra_says_so(browser: Browser, tmp_path: Path) -> None:

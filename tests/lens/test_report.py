@@ -224,15 +224,6 @@ def test_figures_have_marks_and_save_as_vectors(report: LensReport, tmp_path: Pa
     assert list(line.get_ydata()) == pytest.approx(expected)
 
 
-def test_lines_on_top_of_each_other_are_both_seen() -> None:
-    report = example_report(spectral=False)
-    below, above, beside = report.figures["similarity"].axes[0].lines
-    # in this order: plain, a filter that changes much, one that changes next to nothing
-    assert below.get_linewidth() > beside.get_linewidth() == above.get_linewidth()
-    assert below.get_alpha() == 0.45
-    assert beside.get_alpha() is None
-
-
 def test_coefficients_over_training_are_a_figure(report: LensReport) -> None:
     trajectory = example_trajectory()
     found = LensReport(report.models, trajectories={"GFSA": trajectory})

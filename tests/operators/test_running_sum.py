@@ -116,32 +116,3 @@ def test_without_padding_only_tokens_are_scanned(
         shape = scan.meta["example_value"].shape
         assert shape.numel() >= x.shape[0] * 256
         assert shape[-2] <= CHUNK
-
-
-@pytest.mark.parametrize("padding", [False, True], ids=["", "padded"])
-@pytest.mark.parametrize("method", [attnscale, featscale])
-def test_a_gpu_compiler_writes_it(method: Callable[[Visibility], Call], padding: bool) -> None:
-    """With the gradient; scans between programs end with an error in torch 2.11."""
-    pytest.importorskip("triton")
-    if not torch.__version__.startswith("2.11."):
-        pytest.skip("inductor_on_cpu calls the insides of torch 2.11")
-    from support.inductor_on_cpu import gpu_sources
-
-    keys = padded(256)[:2] if padding else None
-    call, x = method(Visibility(keys, causal=True))
-    sources = gpu_sources(call, x)
-    assert len(sources) == 2
-    for source in sources:
-        assert "@triton.jit" in source
-        assert "@triton_heuristics.split_scan" not in source
-
-
-def test_inductor_on_cpu_finds_what_fails_on_a_gpu() -> None:
-    """The scan of https://github.com/pytorch/pytorch/issues/180221."""
-    pytest.importorskip("triton")
-    if not torch.__version__.startswith("2.11."):
-        pytest.skip("torch 2.11 has the fault")
-    from support.inductor_on_cpu import gpu_sources
-
-    with pytest.raises(Exception, match="list indices must be integers"):
-        gpu_sources(lambda x, y: (x + y).cumsum(1), torch.randn(1, 129, 64), torch.randn(64))

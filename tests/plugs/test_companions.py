@@ -18,7 +18,6 @@ from gfsa.plugs.adapters.transformers.companions import (
     TracedStaticWindowPowers,
     counters_beside,
     empty_like,
-    has_rows_like,
 )
 
 
@@ -41,49 +40,6 @@ def filled(count: int) -> GrowingPowers:
         append(companion, tokens(count), count)
     assert type(companion) is GrowingPowers
     return companion
-
-
-@torch.no_grad()
-def test_tokens_one_by_one() -> None:
-    every = tokens(300)
-    companion = empty_like(DynamicLayer())
-    places = set()
-    for length in range(1, 301):
-        found = append(companion, every[:, :, length - 1 : length], length)
-        assert torch.equal(found, every[:, :, :length])
-        places.add(companion.keys.data_ptr())
-        # little more memory than its tokens
-        assert companion.keys.untyped_storage().nbytes() <= 24 * 4 * (length + 16)
-    assert len(places) < 25
-    assert companion.get_seq_length() == 300
-    assert has_rows_like(companion, every[:, :, :1])
-    for other in (every.double(), every[:1], every[:, :2], every[..., :2]):
-        assert not has_rows_like(companion, other)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("batch", "most_copies"), [(1, 6), (16, 17)])
-@pytest.mark.parametrize("prompt", [1, 447, 448])
-def test_free_rows_of_all_layers_fit_into_a_mebibyte(
-    batch: int, most_copies: int, prompt: int
-) -> None:
-    """For GPT-2's 12 layers of 12 heads of 64 features; their tokens are half of keys and values.
-
-    And 64 tokens more need few copies of the rows, where keys and values are copied for each.
-    """
-    companion = empty_like(DynamicLayer())
-    row = torch.zeros(batch, 12, 1, 64, dtype=torch.bfloat16)
-    append(companion, row.expand(-1, -1, prompt, -1), prompt)
-    held = [companion.keys]
-    for length in range(prompt + 1, prompt + 65):
-        append(companion, row, length)
-        storage = companion.keys.untyped_storage()
-        free = 12 * (storage.nbytes() - length * row.nbytes)
-        assert 0 <= free <= 2**20
-        if storage.data_ptr() != held[-1].untyped_storage().data_ptr():
-            # kept, so that no later copy gets the same address
-            held.append(companion.keys)
-    assert len(held) - 1 <= most_copies
 
 
 @torch.no_grad()

@@ -105,38 +105,6 @@ def _forget() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def for_each_layer(degree: int) -> tuple[int, int]:
-    """Inputs and checks that a further layer of a model adds."""
-    found = []
-    for layers in (2, 4):
-        made = model(layers, degree)
-        compiled = Compiled(made, filled(made))
-        for _ in range(3):
-            compiled.token()
-        (inputs,) = compiled.inputs
-        found.append((inputs, compiled.live_checks()))
-    (few, few_checks), (many, many_checks) = found
-    return (many - few) // 2, (many_checks - few_checks) // 2
-
-
-@pytest.mark.skipif(
-    not hasattr(checks.GuardManager, "is_tag_safe_root"), reason="this torch skips no checks"
-)
-def test_what_a_plugged_layer_adds_to_a_compiled_token() -> None:
-    print(f"plain, degree 1 and 2, by default: {[*map(for_each_layer, (0, 1, 2))]}", end="; ")
-    torch.compiler.reset()
-    # torch 2.13 skips checks only if it is asked to
-    with torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=True):
-        inputs, live = zip(*map(for_each_layer, (0, 1, 2)), strict=True)
-    print(f"where unchanged modules are skipped: {[*zip(inputs, live, strict=True)]}")
-    # θ, base and basis; with degree 2 U, and no length beside that of keys and values
-    assert [count - inputs[0] for count in inputs] == [0, 3, 4]
-    # the filter, the hook and the config are skipped with the module
-    assert live[1] - live[0] <= 2
-    # to find the powers, and whether the layer was filled by another model
-    assert live[2] - live[0] <= 12
-
-
 @pytest.mark.parametrize("change", ["theta", "base", "basis", "another base"])
 def test_a_compiled_token_sees_what_changes(change: str) -> None:
     made = model(2, 2)
@@ -156,21 +124,6 @@ def test_a_compiled_token_sees_what_changes(change: str) -> None:
     compiled.step = made.forward
     assert (before - after).abs().max() > 1e-3
     torch.testing.assert_close(after, compiled.token())
-
-
-def test_all_layers_share_one_view_of_their_config() -> None:
-    made = model(3, 2)
-    other = copy.deepcopy(made)
-    for one in (made, other, pickle.loads(pickle.dumps(made))):
-        views = {id(block.attn.config): block.attn.config for block in one.transformer.h}
-        (view,) = views.values()
-        assert view.real is one.config
-    other.set_attn_implementation("eager")
-    assert made.transformer.h[0].attn.config._attn_implementation == "gfsa|sdpa"
-    assert other.transformer.h[2].attn.config._attn_implementation == "gfsa|eager"
-    gfsa.unplug(made)
-    assert all(block.attn.config is made.config for block in made.transformer.h)
-    assert not any(name.startswith("_gfsa") for name in vars(made.transformer.h[0].attn))
 
 
 def test_a_checkpoint_has_the_filters_numbers_alone() -> None:

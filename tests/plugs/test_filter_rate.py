@@ -119,12 +119,6 @@ class TestTrainer:
         ).train()
         assert same(dict(found.state_dict()), dict(expected.state_dict()))
 
-    def test_a_second_run_of_one_trainer(self, tmp_path: Path) -> None:
-        run = trainer(gpt2(), tmp_path, max_steps=2)
-        run.train()
-        run.train()
-        assert run.state.log_history[0]["filter_learning_rate"] == FILTER_LR
-
     @pytest.mark.parametrize("name", ["adafactor", "sgd", "adamw_torch_fused"])
     def test_other_optimizers(self, name: str, tmp_path: Path) -> None:
         model = gpt2()

@@ -417,24 +417,6 @@ def test_a_compiled_model_refuses_a_cache_used_in_between(kind: str) -> None:
         decode_with_an_unplugged_step_between(model, cache, step, unplugged(model))
 
 
-def test_a_compiled_model_notices_a_compiled_one_without_filters() -> None:
-    torch._dynamo.reset()
-    model = plugged("llama")
-    cache, earlier = empty_cache(model, "static"), empty_cache(model, "static")
-    step, other = (
-        torch.compile(each, backend="eager", fullgraph=True) for each in (model, unplugged(model))
-    )
-    ids = prompt()["input_ids"]
-    with torch.no_grad():
-        # compiled for a layer that nobody counts
-        other(ids[:, :1], past_key_values=earlier, position_ids=torch.zeros(2, 1, dtype=int))
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="an unplugged model has used it in b"):
-        decode_with_an_unplugged_step_between(model, cache, step, other)
-    # a reset cache has no past
-    cache.reset()
-    decode_with_an_unplugged_step_between(model, cache, step, step)
-
-
 def test_a_length_on_the_device_need_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(past_check, "_is_on_device", lambda length: isinstance(length, Tensor))
     model = plugged("llama")
@@ -770,52 +752,3 @@ def test_a_cache_may_come_without_its_name(name: str) -> None:
     assert all(kwargs["gfsa_cache"][0] is cache for _, kwargs in seen)
     assert handover(attention, args[:1], {"past_key_values": None}) is None
     assert handover(attention, args[:1], {"encoder_hidden_states": None}) is None
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_a_cache_of_16_sequences_holds_half_as_much_again(kind: str) -> None:
-    """For 12 layers of 12 heads of 64 features, as GPT-2's; at its largest, and 1 MiB beside it."""
-    config = transformers.LlamaConfig(
-        vocab_size=16,
-        hidden_size=24,
-        intermediate_size=16,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        head_dim=64,
-    )
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    ids = torch.randint(1, 16, (16, 21))
-
-    def peak() -> int:
-        cache: Any = transformers.DynamicCache(config=config)
-        if kind == "static":
-            cache = transformers.StaticCache(config=config, max_cache_len=ids.shape[1])
-        model(ids[:, :12], past_key_values=cache)
-        most = held_bytes(cache)
-        for end in range(13, ids.shape[1] + 1):
-            position = torch.full((16, 1), end - 1)
-            model(ids[:, end - 1 : end], past_key_values=cache, position_ids=position)
-            most = max(most, held_bytes(cache))
-        return most
-
-    plain = peak()
-    # keys and values of 21 tokens, and a length
-    assert plain == pytest.approx(2 * 12 * ids.numel() * 12 * 64 * 2, rel=1e-3)
-    gfsa.plug(model, K=3)
-    randomise(model)
-    filtered = peak()
-    assert 1.5 * plain * 0.999 <= filtered <= 1.5 * plain + 2**20
-
-
-def held_bytes(cache: Any) -> int:
-    """Of all tensors of a cache, free rows included."""
-    storages: dict[int, int] = {}
-    for layer in cache.layers:
-        powers = getattr(layer, "gfsa_powers", {}).values()
-        for held in (layer, *(each for some in powers for each in some)):
-            for tensor in vars(held).values():
-                if isinstance(tensor, Tensor):
-                    storage = tensor.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())

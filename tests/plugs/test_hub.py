@@ -128,10 +128,6 @@ class TestFilters:
         with pytest.raises(FileNotFoundError, match="user/filters at 'other'"):
             gfsa.load(encoder(), "user/filters", revision="other")
 
-    def test_private(self, server: HubServer) -> None:
-        gfsa.push_to_hub(plugged(encoder()), "user/filters", private=True)
-        assert server.private["user/filters"] in (True, "private")
-
     def test_another_backbone_is_refused_by_name(self, server: HubServer) -> None:
         gfsa.push_to_hub(plugged(encoder()), "user/filters")
         model = gpt2()
@@ -238,14 +234,6 @@ class TestCard:
         assert all(0 < float(dot.attrib["cx"]) < width for dot in dots)
         assert all(0 < float(dot.attrib["cy"]) < height for dot in dots)
 
-    def test_filters_at_init_have_a_picture_too(self, server: HubServer) -> None:
-        model = encoder()
-        gfsa.plug(model, filter=gfsa.Twicing)
-        gfsa.push_to_hub(model, "user/filters")
-        picture = server.repositories["user/filters"].files()["coefficients.svg"].decode()
-        assert "nan" not in picture
-        ElementTree.fromstring(picture)
-
     def test_what_an_owner_wrote_into_it_stays(self, server: HubServer) -> None:
         model = plugged(encoder())
         gfsa.push_to_hub(model, "user/filters", results={"accuracy": 0.5})
@@ -334,22 +322,6 @@ class TestWholeModel:
         repository.commit("main", files)
         assert not gfsa.filters_of(load_source("user/pickles", untrained=False).model)
 
-    def test_plain_from_pretrained_warns(
-        self, server: HubServer, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        gfsa.push_to_hub(plugged(gpt2()), "user/model", weights=True)
-        logger = transformers.logging.get_logger("transformers")
-        logger.addHandler(caplog.handler)
-        try:
-            transformers.logging.set_verbosity_warning()
-            plain = transformers.AutoModelForCausalLM.from_pretrained("user/model")
-        finally:
-            logger.removeHandler(caplog.handler)
-        report = [r.getMessage() for r in caplog.records if "LOAD REPORT" in r.getMessage()]
-        assert re.search(r"gfsa\.theta\s*\| UNEXPECTED", report[0])
-        # the entry in config.json is kept; transformers itself says nothing about it
-        assert plain.config.filters_need_gfsa_from_pretrained["layers"] == 2
-
 
 def lora(model: Any) -> Any:
     config = peft.LoraConfig(
@@ -364,13 +336,6 @@ def lora(model: Any) -> Any:
 class TestPeft:
     def adapter(self) -> Any:
         return train(lora(plugged(gpt2(), K=4)))
-
-    def test_peft_alone_loses_the_filters_in_silence(self, tmp_path: Path) -> None:
-        """Why gfsa.load_peft exists; if this fails, peft has learned to raise or to warn."""
-        model = self.adapter()
-        model.save_pretrained(tmp_path)
-        lost = peft.PeftModel.from_pretrained(gpt2(), tmp_path).eval()
-        assert (logits(lost) - logits(model)).abs().max() > 1e-3
 
     def test_a_base_without_filters_gets_those_of_the_adapter(self, tmp_path: Path) -> None:
         model = self.adapter()

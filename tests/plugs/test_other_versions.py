@@ -106,13 +106,6 @@ def test_into_a_plugged_model(tmp_path: Path) -> None:
     assert all(theta.abs().max() > 0.01 for theta in thetas(model))
 
 
-def test_the_warning_says_which_layer_is_which(tmp_path: Path) -> None:
-    (warning,) = load(dinov2(), other_folder("dinov2", tmp_path))
-    outer, inner = "encoder.layer.0.attention", "encoder.layer.0.attention.attention"
-    assert f"{inner} is {outer}" in warning or f"{outer} is {inner}" in warning
-    assert "gfsa.save" in warning
-
-
 def test_is_saved_with_the_names_of_the_installed_version(tmp_path: Path) -> None:
     model = dinov2()
     load(model, other_folder("dinov2", tmp_path))

@@ -137,13 +137,6 @@ def test_nothing_to_plug() -> None:
         gfsa.plug(nn.Linear(3, 3))
 
 
-def test_only_cross_attention_says_so() -> None:
-    model = ZOO["bart"].model("sdpa").model.decoder.layers[0].encoder_attn
-    holder = nn.ModuleDict({"encoder_attn": model})
-    with pytest.raises(ValueError, match="encoder_attn: cross-attention has no powers"):
-        gfsa.plug(holder)
-
-
 def test_nothing_to_unplug() -> None:
     with pytest.raises(ValueError, match="BertModel has no filters to unplug"):
         gfsa.unplug(bert())
@@ -179,13 +172,6 @@ def test_arguments_that_make_no_sense(
     with pytest.raises(error, match=message):
         gfsa.plug(model, **arguments)
     assert not gfsa.filters_of(model)
-
-
-def test_other_filters() -> None:
-    model = bert()
-    report = gfsa.plug(model, filter=gfsa.Twicing)
-    assert report.parameters == 0
-    assert all(isinstance(f, gfsa.Twicing) for f in gfsa.filters_of(model).values())
 
 
 def test_arguments_reach_the_filters() -> None:
@@ -241,13 +227,6 @@ def test_a_model_of_two_backbones_has_no_setting_of_its_own() -> None:
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vit, gpt2)
     with pytest.raises(ValueError, match=r"contains gpt2 and vit.*plug its parts"):
         gfsa.plug(transformers.VisionEncoderDecoderModel(config), preset="paper")
-
-
-def test_the_papers_parameter_count() -> None:
-    config = transformers.BertConfig(hidden_size=48, intermediate_size=8, vocab_size=20)
-    with torch.device("meta"):
-        model = transformers.BertModel(config)
-    assert gfsa.plug(model, preset="paper").parameters == 144
 
 
 def checks_of(model: nn.Module) -> list[object]:
@@ -575,16 +554,6 @@ def test_parameter_groups_of_an_unplugged_model() -> None:
         ("weights", 1e-3),
         ("biases", 1e-2),
     ]
-
-
-def test_gains_may_have_a_rate_of_their_own() -> None:
-    model = bert(2)
-    gfsa.plug(model)
-    usual = gfsa.parameter_groups(model, lr=1e-4, weight_decay=0.1)
-    groups = gfsa.parameter_groups(model, lr=1e-4, weight_decay=0.1, gain_lr=1e-2)
-    assert [group["lr"] for group in groups] == [1e-4, 1e-2, 1e-2]
-    for group, before in zip(groups, usual, strict=True):
-        assert group == before | {"lr": group["lr"]}
 
 
 def test_a_cast_after_plug_says_what_is_lost() -> None:

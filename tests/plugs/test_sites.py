@@ -8,7 +8,7 @@ from torch import nn
 
 import gfsa
 from gfsa.plugs import registry, sites
-from gfsa.plugs.sites import accepting_sites, plugged_sites
+from gfsa.plugs.sites import plugged_sites
 from gfsa.plugs.tracing.adapter import TracerAdapter
 from support.tiny import TinyEncoder
 
@@ -58,23 +58,6 @@ def test_plugged_sites_have_their_filter() -> None:
     assert site.refusal is None
     with pytest.raises(ValueError, match=r"blocks\.0\.attention has no filter"):
         found["blocks.0.attention"].filter  # noqa: B018
-
-
-def test_a_site_is_a_record_of_when_it_was_found() -> None:
-    model = TinyEncoder()
-    gfsa.plug(model)
-    site = plugged_sites(model)["blocks.0.attention"]
-    old = site.filter
-    gfsa.unplug(model)
-    assert site.filter is old
-    assert plugged_sites(model) == {}
-
-
-def test_unknown_attention_is_refused_or_traced() -> None:
-    model = nn.Sequential(Unseen())
-    assert "no adapter knows Unseen" in sites(model)["0"].refusal
-    assert sites(model, unknown="trace")["0"].refusal is None
-    assert sites(model, unknown="trace")["0"].num_heads == 2
 
 
 class Mixer(Unseen):
@@ -214,15 +197,6 @@ def test_a_filter_is_no_site_whatever_its_name(unknown: str) -> None:
     gfsa.baselines.apply(model.blocks[0].attention, "neutreno")
     gfsa.plug(model.blocks[1], filter=gfsa.baselines.AttnScale)
     assert list(sites(model, unknown)) == [f"blocks.{i}.attention" for i in range(3)]
-
-
-def test_no_site_that_accepts_is_an_error_with_all_refusals() -> None:
-    model = nn.ModuleDict({"a": decoder().multihead_attn, "b": nn.Linear(2, 2)})
-    with pytest.raises(ValueError, match=r"found no self-attention in Linear"):
-        accepting_sites(model["b"], sites(model["b"]))
-    with pytest.raises(ValueError, match=r"is refused:\n  0: no adapter knows Unseen"):
-        accepting_sites(nn.Sequential(Unseen()), sites(nn.Sequential(Unseen())))
-    assert list(accepting_sites(model, sites(model))) == ["a"]
 
 
 def test_only_models_have_sites() -> None:

@@ -15,11 +15,9 @@ from support.written_attention import (
     DIM,
     FOLLOWED,
     HEADS,
-    WAYS,
     B,
     Block,
     N,
-    WrittenAttention,
     X,
     run,
 )
@@ -92,10 +90,6 @@ def test_refused(way, why):
     assert torch.equal(run(model), expected)
 
 
-def test_every_way_is_followed_or_refused():
-    assert [*FOLLOWED, *(way for way, _ in REFUSED)] == WAYS
-
-
 @pytest.mark.parametrize("place", ["attention", "filter"])
 def test_dropout(place):
     model = Block("matmul")
@@ -105,34 +99,6 @@ def test_dropout(place):
         assert not torch.equal(model(X), model(X))
     model.eval()
     assert torch.equal(model(X), model(X))
-
-
-def test_dropout_of_the_map_is_the_layer_s_own():
-    model = Block("matmul")
-    torch.manual_seed(1)
-    expected = model(X)
-    gfsa.plug(model, unknown="trace")
-    torch.manual_seed(1)
-    assert torch.equal(model(X), expected)
-
-
-def test_the_error_while_decoding_with_a_cache_names_adapters():
-    class Cached(WrittenAttention):
-        past = None
-
-        def by_matmul(self, q, k, v):
-            if self.past is not None:
-                k, v = (
-                    torch.cat([old, new], 2) for old, new in zip(self.past, (k, v), strict=True)
-                )
-            self.past = k, v
-            return super().by_matmul(q, k, v)
-
-    model = nn.Sequential(Cached()).eval()
-    gfsa.plug(model, unknown="trace")
-    model(X)
-    with pytest.raises(TraceError, match=r"1×8, not square.*with a cache.*docs/adapters\.md"):
-        model(X[:, :1])
 
 
 def test_an_einsum_with_values_that_heads_share() -> None:

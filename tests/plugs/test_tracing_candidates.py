@@ -22,13 +22,6 @@ def test_unknown_attention_is_reported_and_left_alone_by_default():
         gfsa.plug(Block("matmul"))
 
 
-def test_attention_without_a_number_of_heads():
-    model = Block("matmul")
-    del model.attn.num_heads
-    with pytest.raises(ValueError, match="no attribute with its number of heads"):
-        gfsa.plug(model, unknown="trace")
-
-
 def test_what_looks_like_attention():
     model = Block("matmul")
     assert looks_like_attention(model.attn)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import gfsa
 from support.plugging import disturb
-from support.written_attention import DIM, HEADS, B, N, WrittenAttention, X
+from support.written_attention import DIM, HEADS, N, WrittenAttention, X
 
 
 class Remembers(WrittenAttention):
@@ -78,16 +78,6 @@ class OwnState(WrittenAttention):
         return super().forward(x if chunk is None else torch.cat(x.split(chunk, 1), 1))
 
 
-def test_a_running_mean_is_updated_once_on_a_new_path():
-    module = OwnState()
-    gfsa.plug(module, unknown="trace")
-    for scale in (None, None, 2.0, None):
-        before = module.mean.clone()
-        module(X, scale)
-        torch.testing.assert_close(module.mean, 0.9 * before + 0.1 * X.mean((0, 1)))
-    assert module.calls == 4
-
-
 def test_training_after_evaluation_draws_random_numbers_once():
     module = OwnState(buffer=False).eval()
     gfsa.plug(module, unknown="trace")
@@ -115,16 +105,3 @@ def test_a_batch_that_shows_no_layout_runs_once(batch):
     for _ in range(4):
         module(x, None, 4)
     assert module.calls == 7
-
-
-def test_a_module_of_many_paths_runs_once():
-    module = OwnState().eval()
-    gfsa.plug(module, unknown="trace")
-    lengths = range(10, 200, 5)
-    for n in lengths:
-        module(torch.randn(B, n, DIM), None, 5)
-    assert len(module.__dict__["_gfsa_memory"].paths) == 32
-    module.calls = 0
-    for n in range(205, 305, 10):
-        module(torch.randn(B, n, DIM), None, 5)
-    assert module.calls == 10

@@ -13,36 +13,12 @@ from support.training import (
     MODELS,
     batch_for,
     gradients,
-    learned,
     plugged,
 )
 from support.zoo import ZOO
 
 
 class TestParameterGroups:
-    def test_every_trainable_parameter_is_there_once(self) -> None:
-        model = plugged("bert")
-        model.bert.embeddings.requires_grad_(False)
-        groups = gfsa.parameter_groups(model, lr=1e-4, filter_lr=1e-2, weight_decay=0.1)
-        grouped = [id(p) for group in groups for p in group["params"]]
-        assert len(grouped) == len(set(grouped))
-        assert set(grouped) == {id(p) for p in model.parameters() if p.requires_grad}
-
-    def test_filters_have_a_rate_of_their_own_and_no_decay(self) -> None:
-        model = plugged("bert")
-        groups = gfsa.parameter_groups(model, lr=1e-4, filter_lr=1e-2, weight_decay=0.1)
-        by_name = {group["name"]: group for group in groups}
-        assert {id(p) for p in by_name["filters"]["params"]} == {
-            id(f.theta) for f in gfsa.filters_of(model).values()
-        }
-        settings = {name: (g["lr"], g["weight_decay"]) for name, g in by_name.items()}
-        assert settings == {
-            "weights": (1e-4, 0.1),
-            "biases": (1e-4, 0.0),
-            "filters": (1e-2, 0.0),
-        }
-        assert all(p.dim() <= 1 for p in by_name["biases"]["params"])
-
     @pytest.mark.parametrize(
         ("lr", "multiplier", "expected"), [(1e-4, 1.0, 1e-2), (1e-4, 50.0, 1e-4), (0.1, 1.0, 0.1)]
     )
@@ -54,24 +30,6 @@ class TestParameterGroups:
         groups = gfsa.parameter_groups(model, lr=lr)
         assert [group["lr"] for group in groups] == [lr, lr, expected]
 
-    def test_a_shared_layer_is_grouped_once(self) -> None:
-        model = plugged("albert")
-        groups = gfsa.parameter_groups(model, lr=1e-4)
-        assert len(next(g for g in groups if g["name"] == "filters")["params"]) == 1
-
-    def test_an_optimiser_takes_them(self) -> None:
-        model = plugged("gpt2")
-        before = learned(model)
-        optimizer = torch.optim.AdamW(gfsa.parameter_groups(model, lr=0.0, filter_lr=1e-2))
-        weights = {n: p.detach().clone() for n, p in model.named_parameters() if "gfsa" not in n}
-        gradients(model, batch_for("gpt2"))
-        optimizer.step()
-        # the first step of Adam moves each number by its rate
-        for name, theta in learned(model).items():
-            moved = (theta - before[name]).abs()
-            assert torch.allclose(moved, torch.full_like(moved, 1e-2), rtol=1e-2)
-        assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters() if n in weights)
-
     def test_frozen_filters_with_a_rate_are_an_error(self) -> None:
         model = plugged("bert")
         for filter in gfsa.filters_of(model).values():
@@ -79,10 +37,6 @@ class TestParameterGroups:
         assert "filters" not in [g["name"] for g in gfsa.parameter_groups(model, lr=1e-4)]
         with pytest.raises(ValueError, match=r"filter_lr=0\.01 has no parameters to act on"):
             gfsa.parameter_groups(model, lr=1e-4, filter_lr=1e-2)
-
-    def test_a_model_without_filters_is_an_error(self) -> None:
-        with pytest.raises(ValueError, match="has no filters"):
-            gfsa.parameter_groups(ZOO["bert"].model("sdpa"), lr=1e-4)
 
 
 def test_training_the_filters_alone() -> None:

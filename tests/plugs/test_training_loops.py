@@ -73,17 +73,6 @@ class TestTrainer:
         batch = batch_for("gpt2")
         assert torch.equal(loaded.eval()(**batch)[0], model.eval()(**batch)[0])
 
-    def test_with_a_learning_rate_for_the_filters(self, tmp_path: Path) -> None:
-        model = self.fresh()
-        before = learned(model)
-        groups = gfsa.parameter_groups(model, lr=1e-5, filter_lr=1e-2, weight_decay=0.01)
-        trainer = self.trainer(model, tmp_path, optimizers=(torch.optim.AdamW(groups), None))
-        trainer.train()
-        # the schedule falls linearly over four steps: 1 + 3/4 + 2/4 + 1/4 rates at the most
-        distance = max((theta - before[name]).abs().max() for name, theta in learned(model).items())
-        assert 1e-2 < distance <= 2.5e-2 * 1.01
-        assert {g["initial_lr"] for g in trainer.optimizer.param_groups} == {1e-5, 1e-2}
-
 
 @pytest.mark.usefixtures("accelerate_alone")
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -151,25 +151,6 @@ class TestLora:
         kept = gfsa.load_peft(type(bare).from_pretrained(tmp_path / "base"), tmp_path / "adapter")
         assert len(gfsa.filters_of(kept)) == 2
 
-    def test_excluded_modules_make_peft_name_filters_that_it_drops(
-        self, tmp_path: Path, recwarn: pytest.WarningsRecorder
-    ) -> None:
-        """peft warns of modules to exclude that the base does not have; nothing else tells it."""
-        model = plugged("gpt2")
-        bare = copy.deepcopy(model)
-        gfsa.unplug(bare)
-        bare.save_pretrained(tmp_path / "base")
-        model.name_or_path = str(tmp_path / "base")
-        tuned = self.lora(model, modules_to_save=["gfsa"], exclude=["gfsa"])
-        self.train(tuned)
-        tuned.save_pretrained(tmp_path / "adapter")
-        with pytest.warns(UserWarning, match=r"exclude_modules=.'gfsa'. but no modules were"):
-            peft.AutoPeftModel.from_pretrained(str(tmp_path / "adapter"))
-        recwarn.clear()
-        kept = gfsa.load_peft(bare, tmp_path / "adapter")
-        assert not [w for w in recwarn if "gfsa" in str(w.message)]
-        assert torch.equal(self.output(kept), self.output(tuned))
-
     def test_a_filter_that_peft_wraps_is_still_watched(self) -> None:
         base = plugged("gpt2")
         model = self.lora(base, modules_to_save=["gfsa"])
@@ -230,12 +211,3 @@ def test_lora_inside_torchs_attention_comes_before_the_filters(tmp_path: Path) -
     gfsa.unplug(merged)
     gfsa.load(merged, tmp_path)
     torch.testing.assert_close(merged(x), filtered)
-
-
-def test_lora_inside_torchs_attention_after_the_filters_is_refused_by_peft() -> None:
-    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
-    model: Any = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-    gfsa.plug(model)
-    config = peft.LoraConfig(target_modules=["self_attn"], modules_to_save=["gfsa"])
-    with pytest.raises(ValueError, match="ModulesToSaveWrapper"):
-        peft.get_peft_model(model, config)

@@ -426,20 +426,6 @@ def test_only_functions_of_transformers_are_described() -> None:
     assert torch.equal(mask(sliding_window_overlay(2))[0, 0], (distance >= 0) & (distance < 2))
 
 
-@pytest.mark.slow
-def test_32k_tokens_with_padding_fit() -> None:
-    length = 32768
-    model = gpt2(attn_implementation="sdpa").eval()
-    model.transformer.wpe = torch.nn.Embedding(length, 16)
-    gfsa.plug(model, K=3, wK=0.1)
-    ids = torch.zeros(2, length, dtype=torch.long)
-    mask = torch.ones_like(ids)
-    mask[0, :3000] = 0
-    with torch.no_grad(), LargestTensor() as largest:
-        model(input_ids=ids, attention_mask=mask, use_cache=False)
-    assert largest.bytes <= 4 * by_rows.MOST_ENTRIES < length * length
-
-
 def test_outside_of_its_forward_a_model_has_its_own_config() -> None:
     model = plugged("bert")
     config = model.config

@@ -11,8 +11,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import gfsa
-from gfsa.plugs.tracing.adapter import TraceError
-from support.plugging import check_backbone, disturb, filtered_softmax, matrix_polynomial
+from support.plugging import check_backbone, disturb, matrix_polynomial
 
 hf.logging.set_verbosity_error()
 
@@ -221,40 +220,6 @@ def run(model: Any, samples: int = 2, tokens: int = 10, **options: Any) -> Any:
         return model(input_ids=ids, **options)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_same_model_at_first_and_after_unplug(name: str) -> None:
-    model = built(name)
-    keys, expected = list(model.state_dict()), output(model)
-    report = gfsa.plug(model, K=3)
-    assert set(report.how.values()) == {"tracer"}
-    assert len(report.plugged) == 2
-    # torch has another kernel for heads that it has to broadcast, with other rounding
-    tolerance = 1e-14 if name == "falcon" else 0.0
-    assert (output(model) - expected).abs().max() <= tolerance
-    model.train()
-    output(model).square().mean().backward()
-    for filter in gfsa.filters_of(model).values():
-        assert (filter.theta.grad != 0).all()
-    gfsa.unplug(model.eval())
-    assert torch.equal(output(model), expected)
-    assert list(model.state_dict()) == keys
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name][1] is not None])
-def test_each_head_has_its_own_coefficients(name: str) -> None:
-    """A filter c1·A is attention whose values are c1 times as large, head by head."""
-    scales = torch.tensor([0.5, 1.5, -1.0, 2.0], dtype=torch.float64)
-    plugged, scaled = built(name), built(name)
-    gfsa.plug(plugged, K=3)
-    modules = dict(scaled.named_modules())
-    scale = CASES[name][1]
-    for layer, filter in gfsa.filters_of(plugged).items():
-        with torch.no_grad():
-            filter.theta[:, 1] = scales - 1
-        scale(modules[layer], scales)
-    assert (output(plugged) - output(scaled)).abs().max() < 1e-10
-
-
 @pytest.mark.parametrize("name", ["gpt_neo", "falcon"])
 def test_decoding_with_a_cache_is_refused(name: str) -> None:
     model = built(name)
@@ -269,22 +234,6 @@ def test_decoding_with_a_cache_is_refused(name: str) -> None:
 # these compute their softmax in float32
 TOLERANCE = {"bloom": 1e-6, "mpt": 1e-6}
 SIZES = [(1, 10), (2, 10), (4, 10), (4, 4), (7, 7)]
-
-
-@pytest.mark.parametrize("name", [*CASES, *MORE])
-@torch.no_grad()
-def test_the_dense_formula_whatever_the_sizes(name: str) -> None:
-    """One sample, as many as heads, as many tokens as heads: the filters never mix them up."""
-    model, plain = built(name), built(name)
-    gfsa.plug(model)
-    coefficients = disturb(model)
-    sizes = SIZES if name not in ("swin_v2", "hiera") else [(1, 0), (2, 0), (4, 0), (16, 0)]
-    for samples, tokens in [*sizes, *reversed(sizes)]:
-        with filtered_softmax(plain, coefficients):
-            expected = output(plain, samples, tokens)
-        got = output(model, samples, tokens)
-        assert (got - output(plain, samples, tokens)).abs().max() > 1e-6
-        assert (got - expected).abs().max() < TOLERANCE.get(name, 1e-10)
 
 
 # the first map that Swin-V2 returns is that of a later layer, whose inputs are filtered, too
@@ -304,16 +253,6 @@ def test_output_attentions_is_the_filtered_map(name: str) -> None:
     torch.testing.assert_close(maps[0].double(), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["codegen", "deberta_v2", "xlnet"])
-def test_maps_are_not_built_unless_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = built(name)
-    gfsa.plug(model)
-    monkeypatch.delattr(gfsa.GFSA.__mro__[1], "map")
-    output(model)
-    with pytest.raises(AttributeError, match="map"):
-        run(model, output_attentions=True)
-
-
 @pytest.mark.parametrize(
     ("name", "label"),
     [
@@ -329,46 +268,6 @@ def test_backbone(name: str, label: str, tmp_path: Any, supported: Any) -> None:
     report = check_backbone(MORE[name], output, tmp_path)
     assert set(report.how.values()) == {"tracer"}
     supported("transformers", label, report)
-
-
-def test_perceiver_attends_to_its_inputs_by_cross_attention() -> None:
-    config = hf.PerceiverConfig(
-        num_latents=9,
-        d_latents=32,
-        d_model=32,
-        num_blocks=1,
-        num_self_attends_per_block=2,
-        num_self_attention_heads=4,
-        num_cross_attention_heads=4,
-        cross_attention_shape_for_attention="q",
-    )
-    model = hf.PerceiverModel(config).eval()
-    inputs = torch.randn(2, 9, 32)
-    expected = model(inputs=inputs)[0]
-    report = gfsa.plug(model)
-    assert list(report.plugged) == [f"encoder.self_attends.{i}.attention.self" for i in range(2)]
-    assert "cross-attention" in report.skipped["encoder.cross_attention.attention.self"]
-    assert torch.equal(model(inputs=inputs)[0], expected)
-    attention = model.encoder.self_attends[0].attention.self
-    with pytest.raises(TraceError, match="its queries come from hidden_states and its keys from"):
-        attention(torch.randn(2, 9, 32), inputs=inputs)
-
-
-def test_informer_s_sorted_queries_are_refused() -> None:
-    config = hf.InformerConfig(
-        prediction_length=4,
-        context_length=8,
-        lags_sequence=[1],
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        num_time_features=1,
-        distil=False,
-    )
-    with pytest.raises(ValueError, match="a choice of its tokens, in another order than its keys"):
-        gfsa.plug(hf.InformerModel(config))
 
 
 def test_mixers_without_a_softmax_are_not_said_to_have_one() -> None:

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
 import gfsa
-from census.timm_models import TIMM
 from gfsa.operators import AttentionOperator
 from gfsa.plugs import SwapClass
 from gfsa.plugs.registry import _registered
@@ -227,26 +225,6 @@ def test_a_compiled_model_is_tried_uncompiled() -> None:
     model = Model(Attention(), Strided())
     report = plug(torch.compile(model, backend=backend))
     assert [name.rpartition(".")[2] for name in report.plugged] == ["0"]
-
-
-# of the families that raised in their first forward after "plugged N, 0 skipped"
-@pytest.mark.parametrize(("key", "fails"), [("hieradet_sam2", True), ("twins, svt", False)])
-def test_families_of_timm(key: str, fails: bool) -> None:
-    architecture, size, options = TIMM[key]
-    torch.manual_seed(0)
-    model = timm.create_model(architecture, num_classes=3, **options).eval()
-    x = torch.randn(1, 3, size, size)
-    expected = model(x)
-    report = gfsa.plug(model, unknown="trace", inputs=x)
-    assert any("the trial forward raised" in why for why in report.skipped.values()) == fails
-    torch.testing.assert_close(model(x), expected)
-
-
-def test_convits_gated_attention_is_plugged() -> None:
-    architecture, _, options = TIMM["convit"]
-    model = timm.create_model(architecture, **options)
-    assert len(gfsa.plug(model, dry_run=True).plugged) == 3
-    assert len(gfsa.plug(model, unknown="trace", inputs=torch.randn(1, 3, 32, 32)).plugged) == 3
 
 
 def test_linear_attention_of_hybrids_is_named() -> None:

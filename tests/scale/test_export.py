@@ -91,15 +91,6 @@ def test_programs_run_without_gfsa(tmp_path: Path, matrix: Matrix) -> None:
         matrix("export", name)
 
 
-def test_the_worker_has_no_gfsa(tmp_path: Path) -> None:
-    """What the test above would not notice: a worker that imports gfsa after all."""
-    code = WORKER.read_text().replace("import torch", "import gfsa\nimport torch")
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert "import of gfsa halted" in done.stderr
-
-
 def test_graph_models_cannot_be_exported_plugged_or_not(matrix: Matrix) -> None:
     """PyG asks the batch for its number of graphs, a value that an exported program has not."""
     subject = SUBJECTS["GPS"]

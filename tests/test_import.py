@@ -1,7 +1,15 @@
-"""Importing gfsa costs next to nothing and needs torch alone."""
+"""What an import of gfsa loads, and what ``gfsa info`` says."""
 
+import platform
 import subprocess
 import sys
+
+import torch
+from typer.testing import CliRunner
+
+import gfsa
+from gfsa import info
+from gfsa.cli import build
 
 LOADED = """
 import sys
@@ -95,3 +103,25 @@ def test_the_experiments_are_named_where_they_are_missing() -> None:
     found = run(LIBRARY_ALONE).splitlines()
     assert [line.partition(" ")[0] for line in found] == ["gfsa.models", "gfsa.baselines"]
     assert all("pip install ./experiments" in line for line in found)
+
+
+def test_prints_versions_devices_and_operators():
+    shown = CliRunner().invoke(build(), ["info"])
+    assert shown.exit_code == 0
+    for text in (gfsa.__version__, platform.python_version(), torch.__version__, "cpu", "dense"):
+        assert text in shown.output
+
+
+def test_absent_packages_are_said_to_be_absent(monkeypatch):
+    monkeypatch.setattr(info, "PACKAGES", ("no-such-package",))
+    assert info.versions()["no-such-package"] is None
+    assert "absent" in CliRunner().invoke(build(), ["info"]).output
+
+
+def test_an_operator_that_cannot_run_says_why():
+    answers = {(each.operator, each.device): each.refusal for each in info.operators()}
+    assert answers["dense", "cpu"] is None
+    assert answers["sdpa", "cpu"] is None
+    assert answers["linear", "cpu"] is None
+    # the fused kernels are for GPUs
+    assert answers["fused", "cpu"]

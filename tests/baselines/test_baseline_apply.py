@@ -1,19 +1,23 @@
-"""How the comparison methods behave: names, options, reports, refusals."""
+"""Comparison methods: applied, as filters, and in compiled, checkpointed or threaded models."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gfsa
+from gfsa.operators import DenseOperator
+from gfsa.operators.visibility import Visibility
 from gfsa_experiments import baselines
 from gfsa_experiments.baselines import blocks
 from gfsa_experiments.baselines.masks import Reader
-from support.families import FAMILIES
-from support.small_baselines import IDS, LEARNING, apply, bert, encoder
+from support.families import FAMILIES, METHODS
+from support.small_baselines import IDS, LEARNING, apply, bert, causal_lm, encoder
 
 
 @pytest.mark.parametrize(
@@ -228,3 +232,261 @@ def _bare(block: OwnBlock) -> OwnBlock:
     bare = OwnBlock()
     bare.load_state_dict(block.state_dict(), strict=False)
     return bare
+
+
+class TestAsFilters:
+    """``gfsa.plug(model, filter=…)`` for the methods that act on the map."""
+
+    @torch.no_grad()
+    def test_attnscale_reads_masks_from_the_operator(self) -> None:
+        model = bert().double().eval()
+        mask = torch.ones_like(IDS)
+        mask[1, 4:] = 0
+        outputs = []
+        for put in ("apply", "plug"):
+            torch.manual_seed(0)
+            if put == "apply":
+                apply(model, "attnscale")
+            else:
+                gfsa.plug(model, filter=baselines.AttnScale)
+                for parameter in baselines.parameters_of(model):
+                    parameter.add_(torch.randn_like(parameter) * 0.5)
+            outputs.append(model(IDS, attention_mask=mask).last_hidden_state[mask.bool()])
+            baselines.remove(model)
+        # a plugged layer reads one row of padding, not a mask of all queries: other sums
+        torch.testing.assert_close(*outputs, rtol=0, atol=1e-14)
+
+    @torch.no_grad()
+    def test_attnscale_reads_causal_operators_too(self) -> None:
+        model = causal_lm()
+        gfsa.plug(model, filter=baselines.AttnScale)
+        for parameter in baselines.parameters_of(model):
+            parameter.fill_(0.5)
+        other = IDS.clone()
+        other[:, 4:] = 5
+        assert torch.equal(model(IDS).logits[:, :4], model(other).logits[:, :4])
+
+    def test_a_ready_made_map_does_not_tell_masks_from_dropout(self) -> None:
+        method = baselines.AttnScale(3)
+        matrix = torch.eye(4).expand(1, 3, 4, 4)
+        with pytest.raises(TypeError, match=r"baselines\.apply\(model, 'attnscale'\)"):
+            method(DenseOperator(matrix), torch.randn(1, 3, 4, 2))
+
+    def test_dropout_acts_on_the_map(self) -> None:
+        model = encoder()
+        gfsa.plug(model, filter=baselines.AttnScale, dropout_after="filter")
+        with pytest.raises(ValueError, match="dropout_after='attention'"):
+            model(IDS % 9)
+
+    def test_neutreno_needs_the_first_layers_values(self) -> None:
+        model = encoder()
+        gfsa.plug(model, filter=baselines.NeuTRENO)
+        with pytest.raises(RuntimeError, match=r"baselines\.apply\(model, 'neutreno'\)"):
+            model(IDS % 9)
+
+    @pytest.mark.parametrize("kind", [baselines.AttnScale, baselines.NeuTRENO])
+    def test_they_are_no_polynomials(self, kind: Any) -> None:
+        with pytest.raises(TypeError, match="not a polynomial of the attention map"):
+            kind(3).coefficients()
+        with pytest.raises(TypeError, match="not a polynomial of the attention map"):
+            kind(3).fold()
+
+
+class TestNeuTRENO:
+    def test_layers_of_different_stacks_are_refused(self) -> None:
+        model = nn.Transformer(12, 3, 1, 1, 20)
+        with pytest.raises(ValueError, match=r"stacks: decoder\.layers.*encoder\.layers"):
+            baselines.apply(model, "neutreno")
+        assert not gfsa.filters_of(model)
+        assert len(baselines.apply(model.encoder, "neutreno").plugged) == 1
+
+    @torch.no_grad()
+    def test_the_first_layer_is_the_source_although_it_was_not_chosen(self) -> None:
+        model = encoder(3)
+        plain = model(IDS % 9)
+        report = baselines.apply(model, "neutreno", layers=[3], alpha=0.5)
+        assert list(report.plugged.values()) == ["the source of v⁰", "its attention's output"]
+        changed = model(IDS % 9)
+        assert not torch.equal(changed, plain)
+        model(torch.flip(IDS % 9, [0]))
+        assert torch.equal(model(IDS % 9), changed), "each forward has values of its own"
+
+    def test_a_layer_by_itself_is_refused(self) -> None:
+        model = encoder()
+        baselines.apply(model, "neutreno")
+        with pytest.raises(RuntimeError, match="outside of its model's forward"):
+            model.blocks[1](torch.randn(1, 4, 12))
+        model(IDS % 9)
+        with pytest.raises(RuntimeError, match="outside of its model's forward"):
+            model.blocks[0](torch.randn(1, 4, 12))
+
+    def test_a_forward_that_raised_leaves_no_values(self) -> None:
+        model = encoder()
+        baselines.apply(model, "neutreno")
+
+        def stop(*_: Any) -> None:
+            raise KeyError("the second layer")
+
+        handle = model.blocks[1].register_forward_pre_hook(stop)
+        with pytest.raises(KeyError, match="the second layer"):
+            model(IDS % 9)
+        handle.remove()
+        with pytest.raises(RuntimeError, match="outside of its model's forward"):
+            model.blocks[1](torch.randn(*IDS.shape, 12))
+        model(IDS % 9)
+
+    def test_gradients_reach_the_first_layer_through_its_values(self) -> None:
+        torch.manual_seed(0)
+        model = encoder().double()
+        before = _gradient_of_values(model)
+        baselines.apply(model, "neutreno")
+        assert not torch.equal(_gradient_of_values(model), before)
+
+
+def _gradient_of_values(model: Any) -> Tensor:
+    model.zero_grad()
+    model(IDS % 9).sum().backward()
+    return model.blocks[0].attention.qkv.weight.grad[24:].clone()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_gradient_checkpointing(method: str, reentrant: bool) -> None:
+    model = bert().train()
+    apply(model, method)
+    mask = torch.ones_like(IDS)
+    mask[1, 4:] = 0
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(IDS, attention_mask=mask).last_hidden_state.pow(2)[mask.bool()].sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if method == "neutreno":
+        with pytest.raises(RuntimeError, match="gradient_checkpointing_disable"):
+            gradients()
+        return
+    again = gradients()
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_compiled_in_one_graph(method: str) -> None:
+    model = encoder().eval()
+    apply(model, method)
+    ids = IDS % 9
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[1, 4:] = True
+    expected = {mask: model(ids, mask) for mask in (padding, None)}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for mask, y in expected.items():
+        assert torch.equal(compiled(ids, mask), y)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(compiled(ids, padding), expected[padding]), "compiled once for all"
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_nothing_waits_for_the_device(method: str) -> None:
+    # tensors without numbers: reading one on the host, which no captured graph may do, raises
+    model = encoder()
+    apply(model, method)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        ids = mode.from_tensor(IDS % 9)
+        padding = torch.zeros(2, 7, dtype=torch.bool)
+        assert model(ids, padding).shape == (2, 5)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 20, batch_first=True), 2)
+    apply(model, method)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        y = model(torch.randn(2, 7, 12), src_key_padding_mask=torch.zeros(2, 7, dtype=torch.bool))
+        assert y.shape == (2, 7, 12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_half_precision(method: str) -> None:
+    model = encoder().eval()
+    apply(model, method)
+    ids = IDS % 9
+    with torch.no_grad():
+        exact = model(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(ids)
+    y.float().sum().backward()
+    for parameter in baselines.parameters_of(model):
+        assert parameter.dtype == torch.float32
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all()
+    # bfloat16 keeps eight bits
+    assert (y.float() - exact).abs().max() <= 0.05 * exact.abs().max()
+    whole = encoder().bfloat16().eval()
+    apply(whole, method)
+    assert all(p.dtype == torch.float32 for p in baselines.parameters_of(whole))
+    with torch.no_grad():
+        got = whole(ids)
+    assert got.dtype == torch.bfloat16
+    assert got.isfinite().all()
+
+
+@torch.no_grad()
+def test_a_small_scale_is_not_lost_in_bfloat16() -> None:
+    x = torch.randn(2, 6, 12)
+    pushed = baselines.ContraNorm(0.005)
+    exact = pushed(x.bfloat16().double(), Visibility())
+    got = pushed(x.bfloat16(), Visibility()).double()
+    # one rounding at the end
+    assert ((got - exact).abs() <= exact.abs() * 2.0**-8 + 1e-4).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_threads_do_not_see_each_other(method: str) -> None:
+    model = bert().eval()
+    apply(model, method)
+
+    @torch.no_grad()
+    def run(number: int) -> Tensor:
+        mask = torch.ones_like(IDS)
+        mask[1, 3 + number :] = 0
+        return model(IDS.roll(number, 1), attention_mask=mask).last_hidden_state
+
+    expected = [run(number) for number in range(4)]
+    wrong: list[int] = []
+    start = threading.Barrier(len(expected))
+
+    def work(number: int) -> None:
+        start.wait()
+        for _ in range(8):
+            try:
+                wrong.extend([] if torch.equal(run(number), expected[number]) else [number])
+            except RuntimeError:
+                wrong.append(number)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(len(expected))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_a_forward_that_broke_off_leaves_nothing_behind(method: str) -> None:
+    model = encoder(3)
+    apply(model, method)
+    ids, other = IDS % 9, IDS.flip(1) % 9
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[1, 4:] = True
+    expected = model(ids)
+    broken = model.blocks[1].mlp[0].register_forward_pre_hook(_break_off)
+    with pytest.raises(KeyboardInterrupt):
+        model(other, padding)
+    broken.remove()
+    assert torch.equal(model(ids), expected)
+
+
+def _break_off(module: nn.Module, args: Any) -> None:
+    raise KeyboardInterrupt

@@ -1,20 +1,28 @@
-"""The harness: memory it can prove, ratios it computes, rows it keeps."""
+"""The harness: memory it can prove, ratios it computes, rows it keeps, where it measured."""
+
+from __future__ import annotations
 
 import contextlib
 import csv
 import dataclasses
 import gc
+import math
+import subprocess
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+import gfsa
+from gfsa.environment import commit
 from gfsa.kernels.routes import Decision
 from gfsa_benchmarks import suites, timing
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, deterministic
 from gfsa_benchmarks.harness import COLUMNS, append, measure
+from gfsa_benchmarks.published import published_attention
 from gfsa_benchmarks.run_suite import against_published, run_suite, table
 from gfsa_benchmarks.suites import SUITES, suite_called
 from gfsa_benchmarks.timing import MIB, Timing, captured, interleaved, peak_mib
@@ -333,3 +341,64 @@ def test_fused_kernels_are_timed_where_they_take_the_call(monkeypatch):
         torch.testing.assert_close(named[name].forward(), named["gfsa sdpa"].forward())
         named[name].step()
         assert asked == [("fused", in_order), ("sdpa", False), ("fused", in_order)]
+
+
+def test_edited_code_is_told_and_a_grown_table_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GFSA_COMMIT", raising=False)
+    code, table = tmp_path / "src" / "gfsa" / "__init__.py", tmp_path / "results" / "bench.csv"
+    recipe = tmp_path / "experiments" / "src" / "recipe.py"
+    for file in (code, table, recipe):
+        file.parent.mkdir(parents=True)
+        file.write_text("one\n")
+    monkeypatch.setattr(gfsa, "__file__", str(code))
+    assert commit() == ""
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        ran = subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+        return ran.stdout.decode().strip()
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    name = git("rev-parse", "--short", "HEAD")
+    table.write_text("two\n")
+    assert commit() == name
+    for edited in (code, recipe):
+        edited.write_text("two\n")
+        assert commit() == f"{name}-dirty"
+        edited.write_text("one\n")
+    assert commit() == name
+
+
+def tokens(heads=2, n=5, dim=3):
+    return [torch.randn(1, heads, n, dim, dtype=torch.float64) for _ in range(3)]
+
+
+def test_equals_the_formula_written_out_for_one_head():
+    q, k, v = tokens(heads=1)
+    w0, w1, wK, K = 0.3, 0.7, -0.2, 4
+    n = q.shape[-2]
+    A = torch.zeros(n, n, dtype=torch.float64)
+    for i in range(n):
+        row = [math.exp(float(q[0, 0, i] @ k[0, 0, j]) / math.sqrt(3)) for j in range(n)]
+        for j in range(n):
+            A[i, j] = row[j] / sum(row)
+    square = sum(torch.outer(A[:, j], A[j]) for j in range(n))
+    H = w0 * torch.eye(n, dtype=A.dtype) + w1 * A + wK * (A + (K - 1) * (square - A))
+    weights = [torch.tensor([w], dtype=torch.float64) for w in (w0, w1, wK)]
+    got = published_attention(q, k, v, *weights, K=K)
+    torch.testing.assert_close(got[0, 0], H @ v[0, 0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_equals_gfsa(is_causal):
+    q, k, v = tokens()
+    f = gfsa.GFSA(2, K=3, w0=[0.1, -0.3], w1=[0.8, 1.2], wK=[0.1, 0.4]).double()
+    weights = [f.weights()[name] for name in ("w0", "w1", "wK")]
+    expected = gfsa.graph_filter_attention(q, k, v, f.coefficients(), is_causal=is_causal)
+    got = published_attention(q, k, v, *weights, K=3, is_causal=is_causal)
+    # the filter's own parameters are float32 numbers
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)

@@ -285,8 +285,9 @@ def test_the_loss_never_asks_the_device(data: Path, model: str, method: str) -> 
         loss.backward()
 
 
-@pytest.mark.parametrize("local", ["gine", "gated"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "local"), [("gps", "gated"), *((model, "gine") for model in MODELS)]
+)
 def test_a_block_compiles_into_one_graph(data: Path, model: str, local: str) -> None:
     """And has the gradient that it has without."""
     task = made(data, "moltox21", model, local=local, **STILL)

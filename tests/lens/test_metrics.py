@@ -1,4 +1,4 @@
-"""Feature metrics against numpy, one sample and one definition at a time, and closed forms."""
+"""Metrics and spectra against numpy and the dense map."""
 
 from __future__ import annotations
 
@@ -9,9 +9,26 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.progress import Progress
 from torch import Tensor
 
-from gfsa.lens import measure
+import gfsa
+from gfsa.lens import diagnose, measure
+from gfsa.lens.findings import passed
+from gfsa.lens.measure import attention_entropy
+from gfsa.lens.readings import AttentionReading
+from gfsa.operators import (
+    AttentionCall,
+    AttentionOperator,
+    DenseOperator,
+    FunctionOperator,
+    LinearOperator,
+    Operator,
+    SDPAOperator,
+)
+from gfsa_experiments.demo.comparison import DemoSettings
+from gfsa_experiments.demo.run_demo import train_all
+from support.attention import Dispatched, reference_filter, reference_map
 
 
 def by_definition(x: np.ndarray) -> dict[str, float]:
@@ -139,3 +156,281 @@ def test_dirichlet_energy(kind: str) -> None:
             for j in range(length):
                 total += (float(i == j) - symmetric[i, j]) * (tokens[i] @ tokens[j])
         assert got[sample].item() == pytest.approx(total / (tokens**2).sum())
+
+
+def gains(layer: AttentionReading) -> tuple[float, float]:
+    """What is passed of the upper half of the frequencies, by the map and by the filter."""
+    assert layer.spectrum is not None
+    return (
+        passed(layer.spectrum.map_response),
+        passed(layer.spectrum.filter_response),
+    )
+
+
+@pytest.mark.slow
+def test_plain_attention_smooths_with_depth_and_filters_do_so_less() -> None:
+    settings = DemoSettings("digits", seeds=1, jobs=1)
+    models = train_all(settings, Progress(disable=True)).models
+    images = settings.inputs()
+    readings = diagnose(models, images, spectral_samples=len(images)).models
+    plain, filtered = readings["plain"], readings["GFSA K=3"]
+    # (a) the response: near nothing at high frequencies, least of all in deep layers
+    assert gains(plain.attention[-1])[0] < 0.2
+    lifted = [gains(layer) for layer in filtered.attention]
+    assert all(filter_gain > map_gain for map_gain, filter_gain in lifted)
+    # (b) similarity: climbs with depth, and less with filters
+    assert plain.features[-1].cosine > plain.features[1].cosine + 0.2
+    assert filtered.features[-1].cosine < plain.features[-1].cosine - 0.02
+
+
+DOUBLE = torch.float64
+
+
+def dense_response(matrix: np.ndarray, valid: np.ndarray, frequencies: list[float]) -> np.ndarray:
+    """``‖M·φ‖/‖φ‖`` of one head by its definition, on the rows and columns of valid tokens."""
+    inside = matrix[np.ix_(valid, valid)]
+    count = len(inside)
+    gains = []
+    for frequency in frequencies:
+        whole = min(round(frequency * count), count // 2)
+        mode = np.exp(2j * np.pi * whole / count * np.arange(count))
+        gains.append(np.linalg.norm(inside @ mode) / np.linalg.norm(mode))
+    return np.array(gains)
+
+
+def uniform(length: int) -> Tensor:
+    return torch.full((1, 1, length, length), 1 / length, dtype=DOUBLE)
+
+
+def response(matrix: Tensor, coeffs: list[float], most: int = 64) -> tuple[Tensor, Tensor]:
+    v = torch.zeros(*matrix.shape[:-1], 4, dtype=DOUBLE)
+    grid = measure.frequency_grid(matrix.shape[-1], most)
+    numbers = torch.tensor([coeffs], dtype=DOUBLE)
+    return measure.frequency_response(DenseOperator(matrix), v, numbers, None, grid)
+
+
+def test_identity_passes_every_frequency() -> None:
+    on_map, on_filter = response(torch.eye(12, dtype=DOUBLE)[None, None], [0.5, 2.0])
+    torch.testing.assert_close(on_map, torch.ones(1, 1, 7, dtype=DOUBLE))
+    torch.testing.assert_close(on_filter, torch.full((1, 1, 7), 2.5, dtype=DOUBLE))
+
+
+def test_uniform_attention_passes_the_constant_alone() -> None:
+    on_map, on_filter = response(uniform(12), [1.0, -1.0])
+    expected = torch.tensor([1.0] + [0.0] * 6, dtype=DOUBLE)
+    torch.testing.assert_close(on_map[0, 0], expected, atol=1e-12, rtol=0)
+    # I − A: the opposite
+    torch.testing.assert_close(on_filter[0, 0], 1 - expected, atol=1e-12, rtol=0)
+
+
+def test_one_hot_attention_passes_every_frequency_alike() -> None:
+    # all tokens copy token 3: the modulus of any mode there is 1
+    matrix = torch.zeros(1, 1, 10, 10, dtype=DOUBLE)
+    matrix[..., 3] = 1
+    on_map, _ = response(matrix, [0.0, 1.0])
+    torch.testing.assert_close(on_map, torch.ones_like(on_map))
+
+
+def test_a_shift_passes_every_frequency() -> None:
+    matrix = torch.eye(9, dtype=DOUBLE).roll(1, 0)[None, None]
+    on_map, on_filter = response(matrix, [1.0, -1.0])
+    torch.testing.assert_close(on_map, torch.ones_like(on_map))
+    # |1 − e^{−iω}| = 2|sin(ω/2)|, at the modes that 9 tokens have
+    modes = torch.tensor([0, 1, 2, 3, 4], dtype=DOUBLE) / 9
+    torch.testing.assert_close(on_filter[0, 0], 2 * (math.pi * modes).sin().abs())
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    length=st.integers(2, 11),
+    dim=st.integers(1, 5),
+    causal=st.booleans(),
+    padded=st.booleans(),
+)
+def test_responses_are_those_of_the_dense_map(
+    seed: int, length: int, dim: int, causal: bool, padded: bool
+) -> None:
+    torch.manual_seed(seed)
+    q, k = torch.randn(2, 2, 3, length, dim, dtype=DOUBLE)
+    v = torch.randn(2, 3, length, dim, dtype=DOUBLE)
+    counts = torch.tensor([length, max(1, length - 2)])
+    valid = torch.arange(length) < counts[:, None] if padded else None
+    mask = None if valid is None else valid[:, None, None, :]
+    coeffs = torch.randn(3, 3, dtype=DOUBLE)
+    grid = measure.frequency_grid(length, 5)
+    operator = AttentionOperator(q, k, mask, is_causal=causal)
+    on_map, on_filter = measure.frequency_response(operator, v, coeffs, valid, grid)
+    attention = reference_map(q, k, mask, causal)
+    filtered = reference_filter(attention, coeffs)
+    for sample in range(2):
+        inside = np.ones(length, dtype=bool) if valid is None else valid[sample].numpy()
+        for head in range(3):
+            for got, matrix in ((on_map, attention), (on_filter, filtered)):
+                expected = dense_response(matrix[sample, head], inside, grid.tolist())
+                np.testing.assert_allclose(got[sample, head], expected, atol=1e-9)
+
+
+def test_responses_build_no_map() -> None:
+    length = 256
+    q, k, v = torch.randn(3, 1, 2, length, 8)
+    operator = AttentionOperator(q, k, backend="sdpa")
+    with Dispatched() as dispatched:
+        measure.frequency_response(
+            operator, v, torch.tensor([[0.0, 1.0, 0.1]] * 2), None, measure.frequency_grid(length)
+        )
+    # the largest thing is the block of modes for all heads, far from 2·256²
+    assert dispatched.largest < length * length
+
+
+@pytest.mark.parametrize("kind", ["dense", "sdpa", "function", "linear"])
+def test_dense_map_of_any_operator(kind: str) -> None:
+    q, k, v = torch.randn(3, 2, 3, 7, 4, dtype=DOUBLE)
+    attention = torch.from_numpy(reference_map(q, k))
+    operators: dict[str, Operator] = {
+        "dense": DenseOperator(attention),
+        "sdpa": SDPAOperator(AttentionCall(q, k)),
+        "function": FunctionOperator(lambda x: attention @ x),
+        "linear": LinearOperator(q, k),
+    }
+    expected = operators["linear"].dense() if kind == "linear" else attention
+    torch.testing.assert_close(measure.dense_map(operators[kind], v), expected)
+
+
+def test_singular_values_of_maps_leave_padding_out() -> None:
+    matrix = torch.randn(2, 3, 6, 6, dtype=DOUBLE).softmax(-1)
+    valid = torch.arange(6) < torch.tensor([[6], [4]])
+    got = measure.map_singular_values(matrix, valid)
+    for head in range(3):
+        inside = matrix[1, head, :4, :4].numpy()
+        expected = np.linalg.svd(inside, compute_uv=False)
+        np.testing.assert_allclose(got[1, head, :4], expected, atol=1e-7)
+        np.testing.assert_allclose(got[1, head, 4:], 0, atol=1e-7)
+
+
+def entropy_by_definition(row: np.ndarray) -> float:
+    row = row[row > 0] / row.sum()
+    return float(-(row * np.log(row)).sum())
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "additive", "lowest"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["attention", "sdpa", "dense"])
+def test_entropy_is_that_of_the_dense_rows(mask: str, causal: bool, kind: str) -> None:
+    length = 7
+    q, k, v = torch.randn(3, 2, 4, length, 5, dtype=DOUBLE)
+    valid = torch.arange(length) < torch.tensor([[7], [5]])
+    masks = {
+        "none": None,
+        "bool": valid[:, None, None, :],
+        "additive": torch.randn(4, length, length, dtype=DOUBLE),
+        "lowest": torch.zeros(2, 1, 1, length, dtype=DOUBLE).masked_fill(
+            ~valid[:, None, None, :], torch.finfo(DOUBLE).min
+        ),
+    }
+    given = masks[mask]
+    counted = valid if mask in ("bool", "lowest") else None
+    attention = reference_map(q, k, given, causal)
+    operator: Operator = DenseOperator(torch.from_numpy(attention))
+    if kind == "attention":
+        operator = AttentionOperator(q, k, given, is_causal=causal)
+    elif kind == "sdpa":
+        operator = SDPAOperator(AttentionCall(q, k, given, is_causal=causal))
+    nats, share = attention_entropy(operator, v, counted)
+    for sample in range(2):
+        rows = range(length if counted is None else int(valid[sample].sum()))
+        for head in range(4):
+            values = [entropy_by_definition(attention[sample, head, i]) for i in rows]
+            seen = [int((attention[sample, head, i] > 0).sum()) for i in rows]
+            assert nats[sample, head].item() == pytest.approx(np.mean(values))
+            shares = [h / math.log(m) for h, m in zip(values, seen, strict=True) if m > 1]
+            assert share[sample, head].item() == pytest.approx(np.mean(shares))
+
+
+def test_entropy_of_closed_forms() -> None:
+    v = torch.zeros(1, 1, 8, 4, dtype=DOUBLE)
+    nats, share = attention_entropy(DenseOperator(uniform(8)), v)
+    assert nats.item() == pytest.approx(math.log(8))
+    assert share.item() == pytest.approx(1)
+    nats, share = attention_entropy(DenseOperator(torch.eye(8, dtype=DOUBLE)[None, None]), v)
+    assert nats.item() == 0
+    # a row that has one token only has no share
+    assert share.isnan().all()
+    # half of every row's weight: the entropy is that of the row made to sum to one
+    nats, _ = attention_entropy(DenseOperator(uniform(8) / 2), v)
+    assert nats.item() == pytest.approx(math.log(8))
+
+
+def test_entropy_of_one_hot_softmax_is_a_share_of_zero() -> None:
+    q = 1e4 * torch.eye(8, dtype=DOUBLE)[None, None]
+    nats, share = attention_entropy(AttentionOperator(q, q), q)
+    assert nats.item() == pytest.approx(0, abs=1e-9)
+    assert share.item() == pytest.approx(0, abs=1e-9)
+
+
+def test_entropy_never_holds_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gfsa.lens.measure._ENTRIES", 1 << 10)
+    q, k, v = torch.randn(3, 1, 2, 128, 4, dtype=DOUBLE)
+    with Dispatched() as dispatched:
+        nats, _ = attention_entropy(AttentionOperator(q, k), v)
+    assert dispatched.largest <= 1 << 10
+    monkeypatch.undo()
+    torch.testing.assert_close(nats, attention_entropy(AttentionOperator(q, k), v)[0])
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "expected"),
+    [
+        ([0, 1, 0], "low-pass"),  # ordinary attention
+        ([0.2, 0.5, 0.3], "low-pass"),  # positive, sum 1: the theorem's first case
+        ([1, -0.5], "high-pass"),  # (−α)^k
+        ([1, -1], "high-pass"),  # the Laplacian: nothing left at σ = 1
+        ([1, 0, 0], "all-pass"),
+        ([0, 2, -1], "low-pass"),  # twicing: rises all the way to σ = 1
+        ([0, 4, -3], "mixed"),  # 4σ − 3σ² is 1 at σ = 1/3 and above it from there
+        ([1, -2], "low-pass"),  # |1 − 2σ|: as high at σ = 0 as at σ = 1, lower all between
+    ],
+)
+def test_verdicts(coefficients: list[float], expected: str) -> None:
+    assert measure.verdict(torch.tensor(coefficients, dtype=DOUBLE)) == expected
+
+
+@pytest.mark.parametrize("K", [2, 3, 10, 40])
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 0.9])
+def test_theorem_3_1(K: int, alpha: float) -> None:
+    """Both cases of the theorem, with the coefficients of the filter that GFSA folds to."""
+    low = gfsa.GFSA(1, K=K, w0=0.2, w1=0.5, wK=0.3, power="exact")
+    assert measure.verdict(low.coefficients()[0]) == "low-pass"
+    # its proof divides (−α)^k by k + 1; with a large K only 1 − ασ/2 is left
+    high = gfsa.GFSA(1, K=K, w0=1.0, w1=-alpha / 2, wK=(-alpha) ** K / (K + 1), power="exact")
+    if K >= 10:
+        assert measure.verdict(high.coefficients()[0]) == "high-pass"
+
+
+@given(st.lists(st.floats(-2, 2), min_size=1, max_size=5))
+def test_verdicts_agree_with_a_fine_grid(coefficients: list[float]) -> None:
+    numbers = torch.tensor(coefficients, dtype=DOUBLE)
+    sigma = torch.linspace(0, 1, 20001, dtype=DOUBLE)[:-1]
+    difference = measure.polynomial(numbers, sigma).abs() - numbers.sum().abs()
+    clear = difference[difference.abs() > 1e-4]
+    said = measure.verdict(numbers)
+    # what the grid sees clearly, the verdict must say
+    if said == "low-pass":
+        assert (clear < 0).all()
+    elif said == "high-pass":
+        assert (clear > 0).all()
+    elif said == "all-pass":
+        assert len(clear) == 0
+    if (clear > 0).any() and (clear < 0).any():
+        assert said == "mixed"
+
+
+def test_entropy_is_not_rounded_by_autocast() -> None:
+    q, k, v = (torch.randn(2, 3, 40, 8) * 3 for _ in range(3))
+    # half precision as a model under autocast has it
+    operator = AttentionOperator(q.bfloat16(), k.bfloat16(), is_causal=True)
+    expected = attention_entropy(operator, v.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention_entropy(operator, v.bfloat16())
+    for cast, exact in zip(found, expected, strict=True):
+        assert cast.dtype == torch.float32
+        torch.testing.assert_close(cast, exact)

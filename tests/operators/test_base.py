@@ -1,8 +1,16 @@
-"""Operators as such: powers, their sum, and an operator given as a function."""
+"""Operators: the dense specification, calls, autocast and the choice of a backend."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 
+import gfsa
+from gfsa import graph_filter_attention
+from gfsa.functional import which_backend
+from gfsa.kernels import routes
 from gfsa.operators import (
     AttentionCall,
     AttentionOperator,
@@ -13,7 +21,18 @@ from gfsa.operators import (
     SDPAOperator,
     combine,
 )
+from gfsa.operators.autocast import autocast
 from gfsa.operators.base import at_least_float32
+from gfsa.operators.call import DecisionCache
+from support.attention import (
+    Case,
+    cases,
+    reference_attention,
+    reference_filter,
+    reference_map,
+    relative_error,
+    tokens,
+)
 
 
 def test_a_function_is_an_operator() -> None:
@@ -113,3 +132,236 @@ def test_a_filters_coefficients_in_place_of_a_tensor(name: str, is_diagonal: boo
         y = operator.polynomial(coeffs, v)
         results.append((y, *torch.autograd.grad(y.sum(), theta)))
     assert all(map(torch.equal, *results))
+
+
+def test_nothing_is_cast_outside_of_autocast() -> None:
+    x, mask = torch.ones(2), torch.ones(2, dtype=torch.bool)
+    assert autocast(x, None, mask) == (x, None, mask)
+
+
+def test_floating_point_is_cast_and_the_rest_left_alone() -> None:
+    x, low = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
+    double, mask = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.bool)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = autocast(x, low, double, mask, None, x)
+    assert [None if y is None else y.dtype for y in found] == [
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float64,
+        torch.bool,
+        None,
+        torch.bfloat16,
+    ]
+    # what has the right dtype already is itself
+    assert found[1] is low
+    assert found[2] is double
+    assert found[3] is mask
+
+
+def test_a_device_without_autocast() -> None:
+    x = torch.ones(2, device="meta")
+    assert autocast(x) == (x,)
+
+
+HEADS = [0, 2, 3]
+
+
+@pytest.fixture
+def call() -> AttentionCall:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    mask = torch.rand(2, 4, 5, 5) < 0.7
+    return AttentionCall(q, k, mask, 0.5, True, 0.3, True, "filter")
+
+
+def test_the_dense_operator_of_a_call_is_the_specification(call: AttentionCall) -> None:
+    expected = DenseOperator.from_qk(call.q, call.k, call.attn_mask, True, 0.3)
+    assert torch.equal(DenseOperator.from_call(call).matrix, expected.matrix)
+    dropped = DenseOperator.from_call(call._replace(dropout_after="attention"))
+    assert not torch.equal(dropped.matrix, expected.matrix)
+
+
+def test_without_dropout_the_map_is_the_same(call: AttentionCall) -> None:
+    plain = call.without_dropout()
+    assert plain.dropout_p == 0.0
+    changed = {"dropout_p", "dropout_after"}
+    for name in set(call._fields) - changed:
+        assert getattr(plain, name) is getattr(call, name)
+
+
+def test_some_heads_have_their_rows_of_the_map(call: AttentionCall) -> None:
+    whole = DenseOperator.from_call(call.without_dropout()).matrix
+    some = call.of_heads(HEADS)
+    assert some.dropout_p == 0.0
+    torch.testing.assert_close(DenseOperator.from_call(some).matrix, whole[:, HEADS])
+
+
+def test_a_cache_of_decisions_empties_when_full() -> None:
+    cache: DecisionCache[str] = DecisionCache(capacity=2)
+    for number in range(3):
+        cache.remember((number,), str(number))
+        assert cache[(number,)] == str(number)
+    assert list(cache) == [(2,)]
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("backend", ["auto", "dense", "sdpa"])
+def test_a_scale_that_is_no_number_is_refused(scale: float, backend: Any) -> None:
+    """torch's attention gives finite numbers for it on a CPU."""
+    q = torch.ones(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="scale must be a finite number"):
+        gfsa.graph_filter_attention(q, q, q, torch.ones(2, 3), scale=scale, backend=backend)
+
+
+Q = torch.randn(1, 2, 5, 4)
+COEFFS = torch.tensor([0.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize("backend", ["dense", "sdpa"])
+def test_by_name(backend: str) -> None:
+    choice = which_backend(Q, Q, Q, COEFFS, backend=backend)
+    assert (choice.backend, choice.reason) == (backend, "asked for by name")
+
+
+def test_auto_takes_torchs_kernels_on_a_cpu_and_says_so() -> None:
+    choice = which_backend(Q, Q, Q, COEFFS)
+    assert choice.backend == "sdpa"
+    assert "one pass a power" in choice.reason
+    assert AttentionOperator(Q, Q).which(COEFFS, Q) == choice
+
+
+def test_dropout_needs_no_other_backend_on_a_cpu() -> None:
+    assert which_backend(Q, Q, Q, COEFFS, dropout_p=0.1).backend == "sdpa"
+
+
+def test_auto_falls_back_to_the_specification_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(routes, "_generator_cannot_be_reset", lambda device: True)
+    choice = which_backend(Q, Q, Q, COEFFS, dropout_p=0.1)
+    assert choice.backend == "dense"
+    assert "the dense operator can" in choice.reason
+    # one pass has but one mask: nothing to set back
+    assert which_backend(Q, Q, Q, COEFFS[:2], dropout_p=0.1).backend == "sdpa"
+
+
+def test_auto_weighs_a_fused_kernel_against_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faster, it is taken; slower, it is left, unless torch's kernels cannot serve at all."""
+    # the decision is kept by what it depends on, of which the test replaces a part
+    monkeypatch.setattr(routes, "_decided", routes._decide)
+    monkeypatch.setattr(routes, "refusal_by_fused", lambda situation: None)
+    monkeypatch.setattr(routes, "_reason_by_measurements", lambda situation: None)
+    choice = which_backend(Q, Q, Q, COEFFS)
+    assert (choice.backend, "fastest" in choice.reason) == ("fused", True)
+
+    monkeypatch.setattr(routes, "_reason_by_measurements", lambda situation: "too short to gain")
+    choice = which_backend(Q, Q, Q, COEFFS)
+    assert (choice.backend, "too short to gain" in choice.reason) == ("sdpa", True)
+
+    monkeypatch.setattr(routes, "_generator_cannot_be_reset", lambda device: True)
+    choice = which_backend(Q, Q, Q, COEFFS, dropout_p=0.1)
+    assert (choice.backend, "one dropout mask" in choice.reason) == ("fused", True)
+    # where H is dropped, only the operator that builds it will do
+    operator = AttentionOperator(Q, Q, dropout_p=0.1, dropout_after="filter")
+    assert operator.which(COEFFS, Q).backend == "dense"
+
+
+def test_a_captured_graph_cannot_set_the_generator_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert routes._generator_cannot_be_reset(torch.device("cuda"))
+    assert not routes._generator_cannot_be_reset(torch.device("cpu"))
+
+
+def test_a_name_that_cannot_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "_generator_cannot_be_reset", lambda device: True)
+    with pytest.raises(ValueError, match=r"backend='sdpa' cannot serve this call: one dropout"):
+        graph_filter_attention(Q, Q, Q, COEFFS, dropout_p=0.1, backend="sdpa")
+    with pytest.raises(ValueError, match=r"backend='fused' cannot serve this call"):
+        graph_filter_attention(Q, Q, Q, COEFFS, backend="fused")
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one of \('auto', 'dense', 'sdpa'.*got 'flash'"):
+        graph_filter_attention(Q, Q, Q, COEFFS, backend="flash")  # type: ignore[arg-type]
+
+
+def stochastic(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64).softmax(-1)
+
+
+@settings(max_examples=200)
+@given(cases())
+def test_is_the_formula(case: Case) -> None:
+    y = graph_filter_attention(*case.arguments, **case.options, backend="dense")
+    expected = reference_attention(*case.arguments, **case.options)
+    assert y.shape == expected.shape
+    assert y.dtype == torch.float64
+    assert relative_error(y, expected) <= 1e-12
+
+
+def test_attention_map_and_filtered_map_can_be_looked_at() -> None:
+    q, k, coeffs = tokens(2, 3, 5, 4), tokens(2, 3, 5, 4), torch.randn(3, 4)
+    operator = DenseOperator.from_qk(q, k, is_causal=True)
+    attention = reference_map(q, k, is_causal=True)
+    np.testing.assert_allclose(operator.dense(), attention, rtol=1e-12)
+    np.testing.assert_allclose(
+        operator.filter(coeffs), reference_filter(attention, coeffs), atol=1e-12
+    )
+
+
+def test_filter_of_degree_zero_is_a_multiple_of_the_identity() -> None:
+    response = DenseOperator(stochastic(2, 3, 5, 5)).filter(torch.tensor([2.5]))
+    torch.testing.assert_close(response, 2.5 * torch.eye(5).double().expand(2, 3, 5, 5))
+
+
+def test_multiplier_is_applied_after_the_softmax() -> None:
+    q, k, v = tokens(2, 3, 5, 4), tokens(2, 3, 5, 4), tokens(2, 3, 5, 6)
+    multiplier = torch.rand(2, 1, 5, 5, dtype=torch.float64)
+    coeffs = torch.tensor([0.5, 1.0, -0.3])
+    attention = reference_map(q, k) * multiplier.numpy()
+    expected = torch.from_numpy(reference_filter(attention, coeffs)) @ v
+    operator = DenseOperator.from_qk(q, k, multiplier=multiplier)
+    assert relative_error(operator.polynomial(coeffs, v), expected) <= 1e-12
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (1, 5, 5), (3, 5, 5), (2, 1, 5, 5), (2, 3, 5, 5)])
+def test_takes_any_square_matrix(shape: tuple[int, ...]) -> None:
+    """Also one that no softmax gave (talking heads) and one shared by all heads or samples."""
+    matrix, v = torch.randn(shape, dtype=torch.float64), tokens(2, 3, 5, 4)
+    coeffs = torch.randn(3, 3, dtype=torch.float64)
+    expected = torch.from_numpy(
+        reference_filter(matrix.expand(2, 3, 5, 5).numpy(), coeffs) @ v.numpy()
+    )
+    operator = DenseOperator(matrix)
+    assert operator.dense() is matrix
+    assert relative_error(operator.polynomial(coeffs, v), expected) <= 1e-12
+    assert relative_error(operator.apply(v), matrix @ v) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_inputs_are_computed_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, 3, 32, 8).to(dtype) for _ in range(3))
+    coeffs = torch.tensor([0.3, 1.0, -0.4, 0.2])
+    y = DenseOperator.from_qk(q, k).polynomial(coeffs, v)
+    assert y.dtype == dtype
+    # what float32 gives, rounded: nothing else was lost
+    exact = DenseOperator.from_qk(q.float(), k.float()).polynomial(coeffs, v.float())
+    assert torch.equal(y, exact.to(dtype))
+
+
+def test_gradients_reach_the_matrix() -> None:
+    matrix, v = stochastic(2, 4, 4).requires_grad_(), tokens(2, 4, 3).requires_grad_()
+    coeffs = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda a, c, x: DenseOperator(a).polynomial(c, x), (matrix, coeffs, v))
+
+
+def test_refuses_a_matrix_that_is_not_square() -> None:
+    with pytest.raises(ValueError, match=r"square.*\(\.\.\., N, N\), got \(2, 4, 5\).*self-att"):
+        DenseOperator(torch.zeros(2, 4, 5))
+    with pytest.raises(ValueError, match=r"got \(4,\)"):
+        DenseOperator(torch.zeros(4))
+
+
+def test_refuses_an_unknown_place_for_dropout() -> None:
+    with pytest.raises(ValueError, match="'attention' or 'filter', got 'values'"):
+        DenseOperator(torch.zeros(4, 4), 0.1, dropout_after="values")  # type: ignore[arg-type]

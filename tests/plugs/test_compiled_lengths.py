@@ -97,11 +97,9 @@ def symbols_of(code: str) -> tuple[set[str], set[str]]:
         # up to forty seconds each; both ways and both caches have a case with a window below
         pytest.param("torch", "static", WINDOW, 2, marks=pytest.mark.slow),
         pytest.param("kernel", "dynamic", WINDOW, 2, marks=pytest.mark.slow),
-        pytest.param("kernel", "static", WINDOW, 1, marks=pytest.mark.slow),
-        pytest.param("kernel", "dynamic", WINDOW, 1, marks=pytest.mark.slow),
         ("kernel", "static", WINDOW, 2),
         ("torch", "dynamic", WINDOW, 2),
-        ("kernel", "dynamic", None, 2),
+        pytest.param("kernel", "dynamic", None, 2, marks=pytest.mark.slow),
         ("kernel", "dynamic", None, 1),
     ],
 )

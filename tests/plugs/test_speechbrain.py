@@ -127,9 +127,8 @@ def test_dropout_of_the_map(place):
     assert not torch.equal(layer(x, x, x, positions)[0], layer(x, x, x, positions)[0])
 
 
-@pytest.mark.parametrize("encoder", ["transformer", "conformer", "branchformer"])
-def test_regular_attention_compiles_without_a_forward_before(encoder):
-    model = recogniser(encoder, "regularMHA").encoder.eval()
+def test_regular_attention_compiles_without_a_forward_before():
+    model = recogniser("conformer", "regularMHA").encoder.eval()
     gfsa.plug(model)
     disturb(model)
     x = torch.randn(2, 9, DIM)

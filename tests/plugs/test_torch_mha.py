@@ -473,8 +473,9 @@ class _AttendsToViews(nn.Module):
         return self.mha(query, key, key, need_weights=False)[0]
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    ("mode", "dynamic"), [(torch.enable_grad, None), (torch.inference_mode, True)]
+)
 def test_compiled_self_attention_by_views_needs_no_forward_before(mode, dynamic):
     model = _AttendsToViews().eval()
     gfsa.plug(model, wK=0.2)

@@ -1,16 +1,18 @@
-"""The tracer: the attention it filters, and the attention it refuses."""
+"""The tracer: what it filters and refuses, candidates, returned maps, other tokens, sizes."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import gfsa
-from gfsa.plugs.tracing.adapter import TraceError
-from support.plugging import check_backbone
+from gfsa.plugs.tracing.adapter import TraceError, looks_like_attention
+from support.plugging import check_backbone, disturb, matrix_polynomial
 from support.written_attention import (
     DIM,
     FOLLOWED,
@@ -18,8 +20,11 @@ from support.written_attention import (
     B,
     Block,
     N,
+    TwoInputs,
+    WrittenAttention,
     X,
     run,
+    traced,
 )
 
 # the reference of check_backbone expects heads after samples, and as many keys as queries; these
@@ -123,3 +128,355 @@ def test_an_einsum_with_values_that_heads_share() -> None:
     filtered = module.gfsa.map(gfsa.operators.DenseOperator(matrix))
     expected = torch.einsum("bhij,bjd->bihd", filtered, v).flatten(2)
     torch.testing.assert_close(module(x), expected)
+
+
+def test_unknown_attention_is_reported_and_left_alone_by_default():
+    model = nn.Sequential(Block("matmul"), nn.TransformerEncoderLayer(DIM, HEADS))
+    report = gfsa.plug(model)
+    assert list(report.plugged) == ["1.self_attn"]
+    assert "unknown='trace'" in report.skipped["0.attn"]
+    assert "gfsa.register_adapter" in report.skipped["0.attn"]
+    with pytest.raises(ValueError, match="no adapter knows WrittenAttention"):
+        gfsa.plug(Block("matmul"))
+
+
+def test_what_looks_like_attention():
+    model = Block("matmul")
+    assert looks_like_attention(model.attn)
+    assert not looks_like_attention(model)
+    assert not looks_like_attention(nn.Linear(3, 3))
+    wrapper = type("SelfAttentionBlock", (nn.Module,), {})()
+    wrapper.num_heads, wrapper.inner = HEADS, model.attn
+    assert not looks_like_attention(wrapper), "the innermost is meant"
+
+
+class OutsideTorch(torch.autograd.Function):
+    """A product that the tracer does not see, as that of quantised layers."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return torch.from_numpy(x.detach().numpy() @ weight.detach().numpy().T)
+
+
+class Quantised(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return OutsideTorch.apply(x, self.weight)
+
+
+def test_linear_layers_that_compute_outside_torch():
+    model = Block("matmul").eval()
+    model.attn.qkv = Quantised(DIM, 3 * DIM)
+    expected = model(X)
+    gfsa.plug(model, unknown="trace")
+    assert torch.equal(model(X), expected)
+    assert not model.attn.qkv._forward_hooks
+
+
+class Extension(nn.Linear):
+    """A layer none of whose operations is dispatched, as with a compiled extension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return F.linear(x, self.weight, self.bias)
+
+
+def test_another_tensor_in_a_layer_that_computes_outside_torch_is_another_path():
+    class Chosen(TwoInputs):
+        def forward(self, x, y):
+            return self.attend(x, *([y] * 2 if self.way == "cross" else [x] * 2))
+
+    module = Chosen().eval()
+    module.q, module.k, module.v = (Extension(DIM, DIM) for _ in range(3))
+    module.way = "unused"
+    gfsa.plug(module, unknown="trace")
+    y = torch.randn(B, N, DIM)
+    for _ in range(2):
+        module(X, y)
+    module.way = "cross"
+    with pytest.raises(TraceError, match="queries come from x and its keys from y"):
+        module(X, y)
+    assert not module.q._forward_hooks
+
+
+class Returning(WrittenAttention):
+    """Attention that returns its weights, in one of many shapes."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.weights = None
+        y = super().forward(x)
+        return y, self.weights
+
+    def by_as_they_are(self, q, k, v):
+        self.weights = (q @ k.mT).softmax(-1)
+        return self.weights @ v
+
+    def by_before_dropout(self, q, k, v):
+        self.weights = (q @ k.mT).softmax(-1)
+        return self.drop(self.weights) @ v
+
+    def by_before_merging(self, q, k, v):
+        self.weights = (q @ k.mT).softmax(-1)
+        merged = self.weights.to(v.dtype).reshape(-1, *q.shape[2:3] * 2)
+        return torch.bmm(merged, v.flatten(0, 1)).unflatten(0, (-1, HEADS))
+
+    def by_after_merging(self, q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        attention = (q @ k.mT).softmax(-1)
+        self.weights = attention.unflatten(0, (-1, HEADS))
+        return (self.drop(attention) @ v).unflatten(0, (-1, HEADS))
+
+    def by_columns(self, q, k, v):
+        self.weights = (q @ k.mT).softmax(-1)
+        return (v.mT @ self.weights.mT).mT
+
+    def by_other_order_in_memory(self, q, k, v):
+        weights = (q @ k.mT).softmax(-1)
+        y = weights.transpose(0, 1) @ v.transpose(0, 1)
+        self.weights = weights
+        return y.transpose(0, 1)
+
+    def by_mean_over_heads(self, q, k, v):
+        attention = (q @ k.mT).softmax(-1)
+        y = attention @ v
+        self.weights = attention.mean(1)
+        return y
+
+    def by_mean_before_the_product(self, q, k, v):
+        attention = (q @ k.mT).softmax(-1)
+        self.weights = attention.mean(1)
+        return attention.reshape(attention.shape) @ v
+
+    def by_before_mixing(self, q, k, v):
+        self.weights = (q @ k.mT).softmax(-1)
+        return torch.einsum("bhij,gh->bgij", self.weights, self.mix) @ v
+
+
+RETURNED = [way.removeprefix("by_") for way in vars(Returning) if way.startswith("by_")]
+
+
+@pytest.mark.parametrize("way", [way for way in RETURNED if way != "before_mixing"])
+@torch.no_grad()
+def test_weights_that_a_module_returns_are_those_of_the_filter(way):
+    module = Returning().double().eval()
+    module.way = way
+    x = X.double()
+    plain = module(x)[1]
+    gfsa.plug(module, unknown="trace")
+    (coefficients,) = disturb(module)
+    y, weights = module(x)
+    full = copy.deepcopy(module)
+    gfsa.unplug(full)
+    full.way = "as_they_are"
+    expected = matrix_polynomial(coefficients, full(x)[1])
+    values = full.qkv(x).unflatten(-1, (3, HEADS, -1))[:, :, 2].transpose(1, 2)
+    by_definition = full.proj((expected @ values).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(y, by_definition, rtol=0, atol=1e-12)
+    expected = expected.mean(1) if weights.dim() == 3 else expected
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+    assert weights.shape == plain.shape
+
+
+def test_maps_are_not_built_where_they_are_not_returned(monkeypatch):
+    monkeypatch.delattr(gfsa.GraphFilter, "map")
+    assert traced("matmul")(X).isfinite().all()
+    module = Returning()
+    module.way = "as_they_are"
+    gfsa.plug(module, unknown="trace")
+    with pytest.raises(AttributeError, match="map"):
+        module(X)
+
+
+def test_weights_without_a_filtered_map_are_refused():
+    module = Returning()
+    module.way = "before_mixing"
+    gfsa.plug(module, unknown="trace")
+    with pytest.raises(TraceError, match="not the map that multiplies its values"), pytest.warns():
+        module(X)
+
+
+class Reader(nn.Module):
+    """Attention that is given the tokens it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 1
+        self.to_q, self.to_k = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        context = x if context is None else context
+        return (self.to_q(x) @ self.to_k(context).mT).softmax(-1) @ context
+
+
+def test_tokens_of_another_sequence_are_refused():
+    reader = Reader()
+    gfsa.plug(reader, unknown="trace")
+    assert reader(X).shape == X.shape
+    assert reader(X, X).shape == X.shape
+    assert reader(X, X.clone()).shape == X.shape
+    with pytest.raises(ValueError, match="has other values than its query"):
+        reader(X, X + 1)
+    with pytest.raises(ValueError, match="has other values than its query"):
+        reader(X, context=X + 1)
+    fresh = Reader()
+    gfsa.plug(fresh, unknown="trace")
+    with pytest.raises(TraceError, match="its queries come from x and its keys from context"):
+        fresh(X, X + 1)
+
+
+CROSSING = [way for way in vars(TwoInputs) if way.startswith("cross")]
+
+
+@pytest.mark.parametrize("way", CROSSING)
+def test_attention_to_another_sequence_of_the_same_length_is_refused(way):
+    module = TwoInputs()
+    module.way = way
+    other = X.flip(1)
+    gfsa.plug(module, unknown="trace")
+    for _ in range(2):
+        with pytest.raises(TraceError, match=r"cannot filter.*(x|y).*(cross-attention|tokens)"):
+            module(X, other)
+
+
+def test_another_sequence_is_refused_after_one_that_was_the_same():
+    module = TwoInputs()
+    gfsa.plug(module, unknown="trace")
+    module(X, X)
+    module(X, X.clone())
+    with pytest.raises(ValueError, match="its key has other values than its query"):
+        module(X, X + 1)
+
+
+@pytest.mark.parametrize("way", ["other_values_only", "positions", "positions_in_values", "unused"])
+def test_a_second_input_that_is_no_other_sequence_is_accepted(way):
+    module = TwoInputs()
+    module.way = way
+    y = X.flip(0)
+    expected = module(X, y)
+    gfsa.plug(module, unknown="trace")
+    for _ in range(2):
+        assert torch.equal(module(X, y), expected)
+
+
+def test_places_that_are_cross_attention_are_left_alone():
+    model = nn.ModuleDict({"attn1": Reader(), "attn2": Reader(), "cross_attn": Reader()})
+    report = gfsa.plug(model, unknown="trace")
+    assert list(report.plugged) == ["attn1"]
+    assert all("cross-attention" in why for why in report.skipped.values())
+
+
+class NextTokens(Reader):
+    """Its keys and values are the tokens that follow its queries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.to_q(x[:, :-1]) @ self.to_k(x[:, 1:]).mT).softmax(-1) @ x[:, 1:]
+
+
+class FirstAndLast(Reader):
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = x[:, 0, None], x[:, -1, None]
+        return (self.to_q(first) @ self.to_k(last).mT).softmax(-1) @ last
+
+
+@pytest.mark.parametrize("tokens", [2, 3])
+@pytest.mark.parametrize("kind", [NextTokens, FirstAndLast])
+def test_keys_of_other_tokens_are_refused_in_a_map_of_one_token_too(kind, tokens):
+    module = kind()
+    gfsa.plug(module, unknown="trace")
+    for _ in range(2):
+        with pytest.raises(TraceError, match="cannot filter"):
+            module(X[:, :tokens])
+
+
+FEW = torch.randn(B, DIM // HEADS, DIM, generator=torch.Generator().manual_seed(1))
+"""As many tokens as a head has features."""
+
+
+def test_as_many_tokens_as_features_are_distinguished():
+    for way in ("matmul", "merged_heads", "joined"):
+        check_by_definition(way, FEW)
+    with pytest.raises(TraceError, match="over channels, not tokens"):
+        traced("channels")(FEW)
+
+
+SIZES = [(1, N), (2, N), (HEADS, N), (N, N), (3, HEADS), (HEADS, HEADS), (5, 1)]
+"""Samples and tokens; some are as many as the heads, or as each other."""
+
+
+def check_by_definition(way: str, *batches: Tensor) -> None:
+    """A traced module equals ``Σ c_k A^k v``, computed for each sample and head by itself."""
+    model = Block(way).double().eval()
+    plain = copy.deepcopy(model)
+    gfsa.plug(model, unknown="trace")
+    (coefficients,) = disturb(model)
+    for x in batches:
+        x = x.double()
+        with torch.no_grad():
+            expected = x + defined(plain.attn, x, coefficients)
+            torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-12)
+
+
+def defined(attention: WrittenAttention, x: Tensor, coefficients: Tensor) -> Tensor:
+    samples = []
+    for sample in x:
+        qkv = attention.qkv(sample).unflatten(-1, (3, HEADS, -1))
+        heads = []
+        for head in range(HEADS):
+            q, k, v = qkv[:, :, head].unbind(1)
+            matrix = (q @ k.mT * DIM**-0.5).softmax(-1)
+            powers = [torch.linalg.matrix_power(matrix, p) for p in range(coefficients.shape[1])]
+            total = sum(c * power for c, power in zip(coefficients[head], powers, strict=True))
+            heads.append(total @ v)
+        samples.append(attention.proj(torch.cat(heads, -1)))
+    return torch.stack(samples)
+
+
+LAID_OUT = [
+    "matmul",
+    "casts",
+    "columns",
+    "einsum",
+    "merged_heads",
+    "sdpa",
+    "sdpa_merged",
+    "head_axis_inside_windows",
+    "joined",
+    "joined_and_merged",
+    "softmax_module",
+    "heads_before_samples",
+    "heads_before_samples_merged",
+    "heads_before_samples_in_memory",
+    "sdpa_heads_before_samples",
+]
+
+
+@pytest.mark.parametrize("way", LAID_OUT)
+def test_the_axis_of_the_heads_is_kept_whatever_the_sizes(way):
+    generator = torch.Generator().manual_seed(2)
+    batches = [torch.randn(b, n, DIM, generator=generator) for b, n in SIZES]
+    check_by_definition(way, *batches)
+    check_by_definition(way, *reversed(batches))
+    for batch in batches:
+        check_by_definition(way, batch, X)
+
+
+@torch.no_grad()
+def test_grouped_queries():
+    model = Block("sdpa_with_groups").double().eval()
+    attention = copy.deepcopy(model.attn)
+    gfsa.plug(model, unknown="trace")
+    (coefficients,) = disturb(model)
+    for x in (X.double(), torch.randn(HEADS, N, DIM, dtype=torch.float64)):
+        q, k, v = attention.qkv(x).unflatten(-1, (3, HEADS, -1)).movedim((2, 3), (0, 2))
+        k, v = (y[:, ::2].repeat_interleave(2, 1) for y in (k, v))
+        matrix = (q @ k.mT * DIM**-0.5).softmax(-1)
+        y = matrix_polynomial(coefficients, matrix) @ v
+        expected = x + attention.proj(y.transpose(1, 2).flatten(2))
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-12)
+
+
+def test_an_empty_batch():
+    for way in ("matmul", "merged_heads", "sdpa"):
+        model = traced(way)
+        assert model(X[:0]).shape == (0, N, DIM)
+        assert model(X).isfinite().all()
+        assert model(X[:0]).shape == (0, N, DIM)

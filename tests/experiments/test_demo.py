@@ -1,0 +1,246 @@
+"""``gfsa demo`` and its tasks: digits, and the source of Python's own library."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.progress import Progress
+from typer.testing import CliRunner
+
+import gfsa
+from gfsa.cli import build
+from gfsa.lens import LensReport
+from gfsa_experiments.demo.comparison import DemoSettings
+from gfsa_experiments.demo.run_demo import Trained, train_all
+from gfsa_experiments.tasks import find_recipe
+from gfsa_experiments.tasks.digits.recipe import DigitsConfig, DigitsViT, load_digits
+from gfsa_experiments.tasks.stdlib.data import part_of, read_parts, rows_of, source_folder
+from gfsa_experiments.tasks.stdlib.model import ByteDecoder
+from gfsa_experiments.tasks.stdlib.recipe import StdlibConfig, StdlibTask
+
+TINY = DemoSettings("digits", seeds=1, epochs=1, depth=2, held_out="validation", jobs=1)
+
+
+def small(filtered: bool = False, **options: object) -> DigitsViT:
+    torch.manual_seed(0)
+    model = DigitsViT(depth=3, width=16, heads=2).eval()
+    if filtered:
+        gfsa.plug(model, **options)  # type: ignore[arg-type]
+    return model
+
+
+def train_tiny() -> Trained:
+    return train_all(TINY, Progress(disable=True))
+
+
+def test_patches_are_the_image_cut_in_squares() -> None:
+    model = small()
+    image = torch.arange(64.0).reshape(1, 8, 8)
+    entering = model.tokens(image)[0][:, 1:] - model.position
+    # the second token is the square of rows 0–1 and columns 2–3
+    square = torch.tensor([2.0, 3.0, 10.0, 11.0])
+    torch.testing.assert_close(entering[0, 1], model.embed(square))
+
+
+def test_splits_share_no_image() -> None:
+    parts = load_digits()
+    sizes = {name: len(part) for name, part in parts.items()}
+    assert sum(sizes.values()) == 1797
+    # the images are unique, so the sets of them must be disjoint
+    images = {
+        name: {tuple(image.flatten().tolist()) for image in part.columns["images"]}
+        for name, part in parts.items()
+    }
+    assert {name: len(part) for name, part in images.items()} == sizes
+    assert images["train"].isdisjoint(images["valid"] | images["test"])
+    assert images["valid"].isdisjoint(images["test"])
+
+
+def test_the_task_reports_accuracy_on_every_split() -> None:
+    config = DigitsConfig(depth=1, width=16, heads=2)
+    config.check()
+    task = find_recipe("digits").build(config, Path())
+    for name, split in task.splits.items():
+        batch = split.dataset.__getitems__([0, 1, 2])  # type: ignore[attr-defined]
+        assert batch["images"].shape == (3, 8, 8), name
+        assert task.loss(task.model, batch).isfinite()
+        wrong = ~task.predict(task.model, batch)
+        assert task.score([wrong, ~wrong])["accuracy"] == 50.0
+    with pytest.raises(ValueError, match="multiple of heads"):
+        DigitsConfig(width=10, heads=4).check()
+
+
+def test_the_same_seed_gives_the_same_numbers_and_filters_learn() -> None:
+    first, second = train_tiny().runs, train_tiny().runs
+    for run, again in zip(first, second, strict=True):
+        assert (run.row.test, run.similarity, run.coefficients) == (
+            again.row.test,
+            again.similarity,
+            again.coefficients,
+        )
+        # the set that the settings ask for
+        assert run.row.test == run.row.valid
+    assert [run.row.method for run in first] == list(TINY.variants())
+    plain, degree1, high = first
+    # 2 layers of 4 heads, with 2 and 3 coefficients per head
+    assert [run.row.added for run in first] == [0, 16, 24]
+    assert [run.row.parameters - plain.row.parameters for run in first] == [0, 16, 24]
+    for run, start in ((degree1, [0.0, 1.0]), (high, [0.0, 1.0, 0.0])):
+        moved = torch.tensor(run.coefficients) - torch.tensor(start)
+        assert moved.abs().min() > 0
+    assert [len(run.similarity) for run in first] == [3, 3, 3]
+
+
+def decoder(block: int = 16) -> ByteDecoder:
+    torch.manual_seed(0)
+    return ByteDecoder(depth=2, width=16, heads=2, block=block, init_std=0.2)
+
+
+def test_modules_are_in_one_part_each_and_parts_are_large_enough() -> None:
+    parts = read_parts(source_folder())
+    sizes = {name: len(text) for name, text in parts.items()}
+    assert sizes["train"] > 1_000_000
+    assert min(sizes["valid"], sizes["test"]) > 100_000
+    modules = [path.stem for path in source_folder().glob("*.py")]
+    assert {part_of(name) for name in modules} == set(parts)
+    # the beginning of a module is in the part that its name says, and in no other
+    for name in ("ast", "pickle", "socket", "tarfile", "argparse", "inspect"):
+        text = (source_folder() / f"{name}.py").read_bytes()
+        assert [part for part, found in parts.items() if text in found] == [part_of(name)]
+
+
+def test_a_python_without_its_source_says_so(tmp_path: Path) -> None:
+    (tmp_path / "ast.py").write_text("x = 1\n")
+    with pytest.raises(FileNotFoundError, match="expected the source of Python's standard library"):
+        read_parts(tmp_path)
+
+
+def test_every_byte_is_predicted_once() -> None:
+    text = bytes(range(50))
+    ids = rows_of(text, 16, "train").columns["ids"]
+    assert ids.shape == (3, 17)
+    assert ids[:, 1:].flatten().tolist() == list(range(1, 49))
+    assert ids[1:, 0].tolist() == ids[:-1, -1].tolist()
+    # some rows, evenly spaced
+    assert rows_of(text, 4, "valid", most=3).columns["ids"][:, 0].tolist() == [0, 16, 32]
+    with pytest.raises(ValueError, match="not enough for a row of 64"):
+        rows_of(text, 64, "test")
+
+
+@pytest.mark.parametrize("K", [None, 3])
+def test_later_bytes_change_no_earlier_prediction(K: int | None) -> None:
+    model = decoder()
+    ids = torch.randint(0, 256, (2, 16))
+    plain = model(ids)
+    gfsa.plug(model, K=K)
+    # a fresh filter is ordinary attention
+    torch.testing.assert_close(model(ids), plain)
+    with torch.no_grad():
+        for graph_filter in gfsa.filters_of(model).values():
+            graph_filter.theta += 0.3
+    before = model(ids)
+    assert not torch.allclose(before, plain, atol=1e-3)
+    changed = ids.clone()
+    changed[:, 10] = (ids[:, 10] + 1) % 256
+    after = model(changed)
+    torch.testing.assert_close(after[:, :10], before[:, :10])
+    assert not torch.allclose(after[:, 10:], before[:, 10:], atol=1e-3)
+
+
+def test_only_distances_between_bytes_count() -> None:
+    """Rotated queries and keys: in a text that repeats itself every position sees the same."""
+    model = decoder()
+    attention = model.blocks[0].attention
+    q, k, _ = attention.heads(torch.ones(1, 16, 16))
+    scores = (q @ k.mT)[0, 0]
+    for distance in range(4):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-4, rtol=0)
+
+
+def test_bits_per_byte_is_the_loss_in_bits() -> None:
+    config = StdlibConfig(depth=1, width=16, heads=2, block=16, eval_rows=4, test_rows=4)
+    config.check()
+    task = StdlibTask(config, Path())
+    assert [len(task.splits[name]) for name in ("valid", "test")] == [4, 4]
+    with torch.no_grad():
+        task.model.embed.weight.zero_()
+    task.model.requires_grad_(False)
+    batch = task.first_examples(4)
+    # every byte has the same probability, so each costs 8 bits
+    score = task.score([task.predict(task.model, batch)])
+    assert score["bits_per_byte"] == pytest.approx(8)
+    assert float(task.loss(task.model, batch)) == pytest.approx(math.log(256))
+
+
+def test_heads_of_odd_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="even size"):
+        StdlibConfig(width=12, heads=4).check()
+
+
+runner = CliRunner()
+
+
+def test_quick_demo_writes_figures_and_numbers(tmp_path):
+    shown = runner.invoke(build(), ["demo", "--quick", "--depth", "2", "--out", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    for text in ("plain", "degree 1", "GFSA K=3", "bits per byte", "coefficients", "demo.json"):
+        assert text in shown.output
+    for name in ("similarity", "difference", "response"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (tmp_path / f"{name}.svg").read_text()
+    report = LensReport.from_json(tmp_path / "lens.json")
+    names = ["plain", "plain, 1.2× steps", "degree 1", "GFSA K=3"]
+    assert list(report.models) == names
+    assert [len(model.attention) for model in report.models.values()] == [2, 2, 2, 2]
+    # every filter's coefficients over training, from the first step on
+    assert list(report.trajectories) == ["degree 1", "GFSA K=3"]
+    assert report.trajectories["GFSA K=3"].steps[0] == 0
+    assert report.trajectories["GFSA K=3"].steps[-1] == 20
+    assert "lens.html" in shown.output.replace("\n", "")
+    assert "GFSA K=3" in (tmp_path / "lens.html").read_text()
+    numbers = json.loads((tmp_path / "demo.json").read_text())
+    assert numbers["settings"]["depth"] == 2
+    assert numbers["settings"]["held_out"] == "test"
+    assert {run["variant"] for run in numbers["runs"]} == set(names)
+    # one for each variant beside plain, and one for equal time
+    assert len(numbers["findings"]) == 4
+    assert "times that of plain here. Against plain, 1.2× steps" in numbers["findings"][-1]
+    # no seed that the settings were chosen with
+    assert {run["row"]["seed"] for run in numbers["runs"]} == {100, 101}
+    ends = {run["variant"]: run["curve"][-1][0] for run in numbers["runs"]}
+    assert ends == dict(zip(names, (20, 24, 20, 20), strict=True))
+
+
+def test_without_the_demo_extra_one_line_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    shown = runner.invoke(build(), ["demo", "--quick", "--out", str(tmp_path)])
+    assert shown.exit_code == 1
+    assert "pip install ./experiments" in " ".join(shown.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--on", "train"), "validation"),
+        (("--task", "glue"), "stdlib or digits"),
+        (("--epochs", "2"), "--steps"),
+        (("--task", "digits", "--steps", "2"), "--epochs"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments, told):
+    shown = runner.invoke(build(), ["demo", *arguments])
+    assert shown.exit_code == 2
+    assert told in shown.output
+
+
+def test_a_file_in_the_place_of_its_folder_is_refused(tmp_path):
+    (tmp_path / "demo").touch()
+    shown = runner.invoke(build(), ["demo", "--quick", "--out", str(tmp_path / "demo" / "inside")])
+    assert shown.exit_code == 2
+    assert "a file, not a folder" in " ".join(shown.output.replace("│", " ").split())

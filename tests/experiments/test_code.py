@@ -134,15 +134,6 @@ def test_functions_begin_and_end(data: Path) -> None:
     assert dataset.texts.lengths.max() == 10
 
 
-def test_a_fraction_of_the_training_set(data: Path) -> None:
-    task = built(data, fraction=0.5)
-    assert {name: len(split) for name, split in task.splits.items()} == {
-        "train": 8,
-        "valid": 6,
-        "test": 6,
-    }
-
-
 def test_metrics(data: Path) -> None:
     found, labels = torch.tensor([1, 0, 0, 1, 1]), torch.tensor([1, 1, 0, 0, 1])
     scores = built(data).score([(found[:2], labels[:2]), (found[2:], labels[2:])])

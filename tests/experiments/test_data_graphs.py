@@ -71,13 +71,6 @@ def test_bonds_become_edges_in_both_directions(tmp_path: Path) -> None:
     assert [graphs.part(which).tolist() for which in range(3)] == [[0, 1, 4, 5], [2, 6], [3, 7]]
 
 
-def test_the_folder_may_be_given_or_the_one_above_it(tmp_path: Path) -> None:
-    write_molecules(tmp_path, "moltox21", labels(8, 12))
-    above = read_graphs("moltox21", tmp_path)
-    assert same(above, read_graphs("moltox21", tmp_path / "moltox21"))
-    assert above.outputs == 12
-
-
 def test_missing_labels_are_nan(tmp_path: Path) -> None:
     y = labels(8, 12)
     y[3, 5] = -1

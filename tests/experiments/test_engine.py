@@ -586,27 +586,3 @@ def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert two.steps == row.steps
     assert two.moved == pytest.approx(row.moved, rel=1e-4)
     assert two.test == row.test
-
-
-def test_rows_survive_the_table(tmp_path: Path) -> None:
-    row = carry_out(run(tmp_path))
-    append_rows(tmp_path / "toy.csv", [row, row])
-    assert read_rows(tmp_path / "toy.csv") == [row, row]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="cuBLAS keeps workspaces on a GPU")
-def test_memory_of_earlier_runs_is_given_back() -> None:
-    from gfsa_experiments.engine.meters import free_memory_of_earlier_runs
-
-    device = torch.device("cuda")
-    free_memory_of_earlier_runs(device)
-    before = torch.cuda.memory_allocated()
-    # as a captured step has, a stream of its own
-    with torch.cuda.stream(torch.cuda.Stream()):
-        weights = torch.randn(256, 256, device=device)
-        weights = weights @ weights
-    torch.cuda.synchronize()
-    del weights
-    assert torch.cuda.memory_allocated() > before
-    free_memory_of_earlier_runs(device)
-    assert torch.cuda.memory_allocated() == before

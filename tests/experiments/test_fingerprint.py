@@ -20,12 +20,9 @@ from torch.utils.data import Dataset
 
 from gfsa_experiments.engine.task import Split, Task, as_it_is
 from gfsa_experiments.runs.fingerprint import fingerprint
-from gfsa_experiments.runs.same_data import difference
 from gfsa_experiments.tasks.image.cifar import _read as read_cifar_once
 from gfsa_experiments.tasks.image.items import list_images
 from gfsa_experiments.tasks.image.recipe import ImageConfig, build
-from gfsa_experiments.tasks.lra.listops import make_listops
-from gfsa_experiments.tasks.lra.recipe import Lists
 from gfsa_experiments.tasks.speech.an4 import read_an4
 from gfsa_experiments.tasks.speech.librispeech import read_librispeech
 from gfsa_experiments.tasks.speech.recipe import SpeechTask
@@ -187,15 +184,6 @@ def test_nothing_is_drawn_from_the_generators_of_training() -> None:
     assert len(found) == 1
 
 
-def test_differences_are_told() -> None:
-    assert difference("3+1+2 aaaaaaaa", "4+1+2 bbbbbbbb") == (
-        "3+1+2 examples in train+valid+test then, 4+1+2 now"
-    )
-    assert difference("3+1+2 aaaaaaaa", "3+1+2 bbbbbbbb") == (
-        "as many examples, 3+1+2, but different ones: aaaaaaaa then, bbbbbbbb now"
-    )
-
-
 # the recipes that look at what their examples were made of
 
 IMAGES: dict[str, Any] = {"model": "deit_tiny", "depth": 1, "patch_size": 16, "batch_size": 4}
@@ -258,16 +246,6 @@ def test_every_process_finds_the_same(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _PRINT, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == of_folder(tmp_path)
-
-
-def test_lists_that_were_made_otherwise() -> None:
-    def found(seed: int) -> str:
-        parts = make_listops(seed=seed, counts={"train": 4, "val": 4, "test": 4})
-        named = {"train": parts["train"], "valid": parts["val"], "test": parts["test"]}
-        return fingerprint(Listed(**{name: Lists(one, 1999, 0) for name, one in named.items()}))
-
-    assert found(1) == found(1)
-    assert found(1) != found(2)
 
 
 def of_speech(**parts: list[Any]) -> str:

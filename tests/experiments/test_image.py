@@ -171,31 +171,6 @@ def test_timms_transforms_on_small_images_depend_on_seed_epoch_and_index(data: P
     assert torch.allclose(valid[2][0], expected, atol=1e-5)
 
 
-def test_folders_with_val_and_test(tmp_path: Path) -> None:
-    write_folder(tmp_path / "data", {"train": 5, "val": 2, "test": 3})
-    settings = {"dataset": "folder", "image_size": 32, "batch_size": 4}
-    task = made(tmp_path / "data", **settings)
-    assert {part: len(split) for part, split in task.splits.items()} == {
-        "train": 15,
-        "valid": 6,
-        "test": 9,
-    }
-    row = carry_out(run(tmp_path / "data", **settings))
-    # a folder goes by its name
-    assert row.task == "folder=data deit_tiny-d2"
-    assert row.steps == 3
-
-
-def test_folders_without_test_hold_some_of_train_out(tmp_path: Path) -> None:
-    write_folder(tmp_path / "data", {"train": 10, "val": 2})
-    task = made(tmp_path / "data", dataset="folder", image_size=32, holdout=0.2)
-    assert [len(task.splits[part]) for part in ("train", "valid", "test")] == [24, 6, 6]
-    assert task.example().shape == (6, 3, 32, 32)
-    without = made(tmp_path / "data", dataset="folder", image_size=32, holdout=0.0)
-    assert {part: len(split) for part, split in without.splits.items()} == {"train": 30, "test": 6}
-    assert without.example().shape == (6, 3, 32, 32)
-
-
 def test_cifar100_has_top5(tmp_path: Path) -> None:
     write_cifar100(tmp_path / "data")
     row = carry_out(run(tmp_path / "data", dataset="cifar100", max_steps=1))
@@ -253,27 +228,6 @@ def test_a_model_that_needs_numbers_is_tried_with_some(monkeypatch: pytest.Monke
     assert tried == ["meta", "cpu"]
     assert sketch is not None
     assert next(sketch.parameters()).device.type == "cpu"
-
-
-def test_the_model_of_many_runs_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    make, built = image_recipe.make_model, []
-
-    def counting(config: ImageConfig, num_classes: int) -> torch.nn.Module:
-        built.append(config.depth)
-        return make(config, num_classes)
-
-    monkeypatch.setattr(image_recipe, "make_model", counting)
-    monkeypatch.setattr(image_recipe, "_sketches", {})
-    first = SMALL.sketch()
-    assert first is not None
-    gfsa.plug(first)
-    again = dataclasses.replace(SMALL, lr=1e-4, seed=7, mixup=0.0).sketch()
-    assert again is not None
-    assert not gfsa.filters_of(again)
-    # whatever timm builds the model from
-    for other in ({"depth": 1}, {"drop_path": 0.2}, {"patch_size": 8}, {"image_size": 64}):
-        dataclasses.replace(SMALL, **other).sketch()
-    assert built == [2, 1, 2, 2, 2]
 
 
 def test_an_unknown_model_is_named(data: Path) -> None:

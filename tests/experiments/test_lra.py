@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import gfsa
 from gfsa.operators import LinearOperator
@@ -19,8 +18,8 @@ from gfsa_experiments.tasks.image import cifar
 from gfsa_experiments.tasks.lra import recipe as lra
 from gfsa_experiments.tasks.lra.listops import write_listops
 from gfsa_experiments.tasks.lra.listops_files import read_listops
-from gfsa_experiments.tasks.lra.recipe import LraConfig, LraTask, build, to_grey
-from support.tiny_images import pictures, write_cifar10
+from gfsa_experiments.tasks.lra.recipe import LraConfig, LraTask, build
+from support.tiny_images import write_cifar10
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
 
@@ -116,20 +115,6 @@ def test_plugging_changes_nothing_at_first(data: Path, task: str, attention: str
         assert one.theta.grad.abs().min() > 0
 
 
-@pytest.mark.parametrize("task", ["listops", "image"])
-def test_a_few_sequences_are_learned_by_heart(data: Path, task: str) -> None:
-    made_task = made(data, task=task, attention="efficient", dim=32, ffn_dim=64, dropout=0.0)
-    gfsa.plug(made_task.model, K=3)
-    optimiser = torch.optim.AdamW(made_task.model.parameters(), lr=3e-3)
-    batch = a_batch(made_task)
-    for _ in range(40):
-        optimiser.zero_grad()
-        made_task.loss(made_task.model, batch).backward()
-        optimiser.step()
-    made_task.model.eval()
-    assert made_task.score([made_task.predict(made_task.model, batch)]) == {"accuracy": 100.0}
-
-
 def test_efficient_attention_is_filtered_by_the_linear_operator(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,16 +166,6 @@ def test_batches_are_the_lists_and_nothing_is_cut(data: Path) -> None:
     assert batch["labels"].tolist() == sequences.labels.tolist()
     # lengths are there for batches of lists of like length
     assert made(data).splits["train"].lengths == sequences.lengths.tolist()
-
-
-def test_grey_is_pillows() -> None:
-    pixels = np.concatenate(
-        [np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8), pictures(2, 2)[0]]
-    )
-    grey = to_grey(torch.from_numpy(pixels))
-    assert grey.shape == (8, 1024)
-    for image, ours in zip(pixels, grey, strict=True):
-        assert np.array_equal(np.asarray(Image.fromarray(image).convert("L")).ravel(), ours.numpy())
 
 
 def test_the_lens_sees_a_sequence_without_padding(data: Path) -> None:

@@ -90,17 +90,6 @@ def test_what_makes_no_error_cannot_be_reduced() -> None:
     assert pooled_reduction([perfect]) is None
 
 
-def test_valid_is_compared_where_every_run_has_it() -> None:
-    plain = frame(rows("plain", DEGREE_1, valid=40.0))
-    found = contrast(frame([row("gfsa", s, v, valid=41.0 + s) for s, v in enumerate(GFSA)]), plain)
-    assert found is not None
-    assert found.valid is not None
-    assert found.valid.values == (1, 2, 3)
-    partly = contrast(frame([row("gfsa", 0, 50.0, valid=41.0), row("gfsa", 1, 50.0)]), plain)
-    assert partly is not None
-    assert partly.valid is None
-
-
 def test_a_failed_run_is_no_pair() -> None:
     found = contrast(frame(rows("gfsa", [51.0, math.nan, 53.0])), frame(rows("plain", DEGREE_1)))
     assert found is not None
@@ -144,16 +133,6 @@ def pairs(recorded: list[Row], *texts: str) -> list[dict[str, str]]:
     _, grid = contrast_blocks(make_tables(latest(recorded)), [], texts)
     assert isinstance(grid, Grid)
     return [dict(row) for row in grid.rows]
-
-
-def test_lines_are_named_by_some_of_their_words() -> None:
-    (found,) = pairs(MADE, "gfsa filter_lr=0.01 - degree1")
-    assert (found["a"], found["b"]) == ("gfsa filter_lr=0.01", "degree1 filter_lr=0.01")
-    # 1, 0.5 and 2.5
-    assert found["difference"].startswith("+1.3 (−1.3 … +3.9)")
-    assert (found["reading"], found["at"]) == ("not shown", "equal epochs")
-    (found,) = pairs(MADE, "gfsa K=2 − degree1")
-    assert found["a"] == "gfsa K=2 filter_lr=0.01"
 
 
 def test_lines_with_settings_of_their_own_are_compared_too() -> None:

@@ -116,12 +116,6 @@ def test_prefix_search_finds_the_likeliest_text_by_counting_all_paths() -> None:
     assert differs > 0
 
 
-def test_best_path() -> None:
-    path = torch.tensor([[3, 3, 0, 3, 4, 4, 0, 5], [0, 0, 6, 6, 6, 6, 6, 6]])
-    logits = F.one_hot(path, 7).float()
-    assert best_path(logits, torch.tensor([7, 3])) == [[3, 3, 4], [6]]
-
-
 def test_warping_moves_time_and_keeps_both_ends() -> None:
     torch.manual_seed(0)
     time = torch.arange(100.0)[None, :, None].expand(4, 100, 2)
@@ -232,14 +226,6 @@ def test_joint_training_and_search_end_to_end(data: Path, tmp_path: Path) -> Non
         assert row.steps == 2
         assert row.test > 0
         assert "wer_greedy=" in row.others
-
-
-def test_it_learns_to_read_sounds(data: Path, tmp_path: Path) -> None:
-    row = run(
-        data, tmp_path, "gfsa", epochs=40, lr=1e-2, warmup=0.1, depth=1, width=32, dropout=0.0,
-        time_masks=0, feature_masks=0, decode="greedy", eval_every=100, **CTC_ALONE,
-    )  # fmt: skip
-    assert row.test < 30
 
 
 def test_librispeech_end_to_end(tmp_path: Path) -> None:

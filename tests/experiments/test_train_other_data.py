@@ -95,21 +95,6 @@ def test_rows_on_other_data_are_told_of_once(
     assert ": toy (data " in results(tmp_path)
 
 
-def test_a_row_that_got_lost_is_added_though_there_is_one_on_other_data(tmp_path: Path) -> None:
-    words = [TOY, "--set", "max_steps=1", "--data-dir"]
-    first, second = write_toy(tmp_path / "a", 0), write_toy(tmp_path / "b", 5)
-    assert train(tmp_path, *words, str(first))[0] == 0
-    table = tmp_path / "results" / "toy.csv"
-    kept = table.read_bytes()
-    (tmp_path / "runs").rename(tmp_path / "elsewhere")
-    assert train(tmp_path, *words, str(second))[0] == 0
-    table.write_bytes(kept)
-    for _ in range(2):
-        assert train(tmp_path, *words, str(second), "--resume")[0] == 0
-        assert len({row.data for row in read_rows(table)}) == 2
-        assert len(read_rows(table)) == 2
-
-
 def test_missing_reads_the_data_once_and_only_if_there_is_a_doubt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from gfsa_experiments.engine.config import TrainConfig, field_names
-from gfsa_experiments.engine.optimiser import share_of_peak
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.runs.sweep import Request
@@ -226,34 +225,6 @@ def test_what_the_loop_does_not_use_changes_no_row(
     assert rows[0].test == rows[1].test
     assert rows[0].others == rows[1].others
     assert rows[0].steps == rows[1].steps
-
-
-def test_a_constant_rate_ends_nowhere_else() -> None:
-    ends = [
-        share_of_peak(TrainConfig(schedule=schedule, min_lr=end), 9, 10)
-        for schedule in ("constant", "linear")
-        for end in (0.0, 0.5)
-    ]
-    assert ends[0] == ends[1]
-    assert ends[2] != ends[3]
-    assert "min_lr" in TrainConfig(schedule="constant").unused()
-    assert "min_lr" not in TrainConfig(schedule="linear").unused()
-
-
-@pytest.mark.parametrize(
-    ("recipe", "choice"),
-    [
-        ("lra", {"task": "image"}),
-        ("image", {"dataset": "cifar10"}),
-        ("causal_lm", SCRATCH | {"tokenizer": "bpe"}),
-    ],
-)
-def test_examples_of_one_length_are_not_grouped(
-    recipe: str, choice: dict[str, Any], data: Path
-) -> None:
-    config = config_of(recipe, choice, data)
-    assert "group_by_length" in config.unused()
-    assert find_recipe(recipe).build(config, data).splits["train"].lengths is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
-from triton.runtime import interpreter
 
 import gfsa
 from gfsa.kernels import decode as kernels
@@ -122,34 +121,6 @@ def test_a_cache_with_room_for_many_tokens(
     token_in_cache(rows, length, degree)
 
 
-# what a program reads of a tile, beside the length, q, the coefficients and the new token's value;
-# and what the last program reads of all sums
-@pytest.mark.parametrize(("degree", "tiles", "sums"), [(1, 2, 3), (2, 3, 5)])
-def test_programs_share_the_tokens_that_there_are(
-    degree: int, tiles: int, sums: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A short text in a long cache costs what it does in a short one, divided in the same way."""
-    monkeypatch.setattr(kernels, "_splits", lambda *_: 4)
-    builder = interpreter.interpreter_builder
-    load, loads = builder.create_masked_load, []
-
-    def counted(*arguments: Any) -> Any:
-        # of program 0, 1, …, which the interpreter runs one after another
-        loads[-1].append(builder.grid_idx[1])
-        return load(*arguments)
-
-    monkeypatch.setattr(builder, "create_masked_load", counted)
-    results = []
-    for rows in (128, 131072):
-        loads.append([])
-        results.append(token_in_cache(rows, 100, degree))
-    assert torch.equal(*results)
-    assert loads[0] == loads[1]
-    # four tiles of 32 tokens, one for each program
-    each = 4 + tiles
-    assert [loads[1].count(program) for program in range(4)] == [each, each, each, each + sums]
-
-
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("theta", [torch.float32, torch.bfloat16])
@@ -248,17 +219,6 @@ def test_a_token_that_sees_nothing(
     y = kernels.decode(q[:, :, -1:], k, v, u, coeffs, nothing, None, 0.3)
     assert u is None or not u[:, :, -1].any()
     torch.testing.assert_close(y, coeffs[None, :, :1, None] * v[:, :, -1:])
-
-
-@pytest.mark.parametrize(
-    ("heads", "tiles", "processors", "splits"),
-    [(12, 16, 132, 16), (192, 16, 132, 2), (600, 16, 132, 1), (12, 1, 132, 1), (1, 128, 132, 32)],
-)
-def test_programs_fill_the_gpu(
-    heads: int, tiles: int, processors: int, splits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "multiprocessors", lambda index: processors)
-    assert kernels._splits.__wrapped__(heads, tiles, 0) == splits
 
 
 @pytest.mark.parametrize("degree", [1, 2])

@@ -146,14 +146,6 @@ def test_measured_hopper_needs_no_file(file: Path, monkeypatch: pytest.MonkeyPat
     assert reason(1000) is None
 
 
-def test_reasons_are_reported_with_their_shapes() -> None:
-    reported: list[tuple[Shape, Row | str]] = []
-    rows = tune.measure(FakeGPU(), list(tune.all_shapes()), lambda *found: reported.append(found))
-    assert [row for _, row in reported if isinstance(row, Row)] == rows
-    assert {row for _, row in reported if isinstance(row, str)} == {"no kernel of degree 1"}
-    assert len(reported) == len(set(tune.all_shapes()))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_command_needs_a_gpu(file: Path) -> None:
     shown = CliRunner().invoke(cli.build(), ["tune"])
@@ -178,28 +170,6 @@ def run_command(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> Result:
     return CliRunner().invoke(cli.build(), ["tune"])
 
 
-def test_each_row_is_shown_as_it_comes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = list(tune.all_shapes())
-    lines: list[str] = []
-    seen: list[int] = []
-
-    class Watched(FakeGPU):
-        def times(self, shape: Shape) -> tuple[float, float]:
-            seen.append(sum(f" of {len(shapes)} " in line for line in lines))
-            return super().times(shape)
-
-    monkeypatch.setattr(tune.typer, "echo", lambda line, err=False: lines.append(line))
-    assert run_command(Watched(), monkeypatch).exit_code == 0
-    half = len(shapes) // 2
-    # the shapes of degree 1 are shown, too, as not served
-    assert seen == list(range(half, len(shapes)))
-    assert f"compiled {half} of {half}" in lines
-    numbered = [line for line in lines if f" of {len(shapes)} " in line]
-    assert [int(line.split()[0]) for line in numbered] == list(range(1, len(shapes) + 1))
-    assert "not served" in numbered[0]
-    assert numbered[half].split()[3:] == ["2", "64", "128", "1.000", "2.000", "fused"]
-
-
 class Interrupted(FakeGPU):
     """The user loses patience at 1,024 tokens."""
 
@@ -219,14 +189,6 @@ def test_what_was_measured_before_an_interruption_is_kept(
     assert {row.shape.tokens for row in kept} == {128, 512}
     assert reason(100) is None
     assert "did not measure" in (reason(1000) or "")
-
-
-def test_an_interruption_loses_nothing_that_was_known(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tuned.write(file, BLACKWELL, tuned_rows())
-    assert run_command(Interrupted(), monkeypatch).exit_code == 130
-    assert sorted(tuned.read(file)[BLACKWELL]) == sorted(tuned_rows())
 
 
 def test_interrupted_before_anything_was_measured(

@@ -315,21 +315,6 @@ def test_a_model_with_another_tokenizer_is_said(bert: Path, texts: Path, tmp_pat
     assert "has no tokenizer" in done.output
 
 
-def test_names_of_models(bert: Path, tmp_path: Path) -> None:
-    """Folders of runs have a "=" in their names, and labels may be in brackets."""
-    model = shutil.copytree(bert, tmp_path / "gfsa_filter_lr=0.1")
-    source = load_source(str(model), untrained=False)
-    assert source.label == str(model)
-    gfsa.plug(source.model, w0=0.5)
-    gfsa.save(source.model, model / "filters")
-    for label in ("mine", "lr=0.1", "[best]"):
-        named = load_source(f"{label}={model}@{model / 'filters'}", untrained=False)
-        assert named.label == label
-        assert gfsa.filters_of(named.model)
-    done = run("--model", f"[best]={bert}", "--data", "random", "--no-spectral")
-    assert "[best] (" in done.output
-
-
 def test_coefficients_over_training_need_no_model(tmp_path: Path) -> None:
     folder = tmp_path / "gfsa_filter_lr=0.1"
     folder.mkdir()

@@ -254,17 +254,6 @@ def test_coefficients_over_training_need_no_model(browser: Browser, tmp_path: Pa
     assert browser.run("document.documentElement.scrollWidth") == 390
 
 
-def test_a_page_without_spectra_says_so(browser: Browser, tmp_path: Path) -> None:
-    path = tmp_path / "features.html"
-    example_report(spectral=False, attention=False).to_html(path)
-    browser.size(1440, 900)
-    browser.open(path)
-    assert browser.complaints() == []
-    assert marks(browser, "cosine") > 0
-    assert marks(browser, "response") == 0
-    assert "Not measured" in text(browser, '[data-plot="response"] .canvas')
-
-
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "compared"])
 def test_a_method_that_is_no_polynomial_has_a_page(
     browser: Browser, tmp_path: Path, together: bool

@@ -250,14 +250,6 @@ def test_trajectories_are_in_the_json(report: LensReport, tmp_path: Path) -> Non
     )
 
 
-def test_figures_leave_matplotlib_alone(report: LensReport) -> None:
-    import matplotlib
-
-    before = dict(matplotlib.rcParams)
-    assert report.figures
-    assert dict(matplotlib.rcParams) == before
-
-
 def test_figures_without_spectra() -> None:
     figures = example_report(spectral=False).figures
     assert "response" not in figures

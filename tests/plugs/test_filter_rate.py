@@ -119,12 +119,6 @@ class TestTrainer:
         ).train()
         assert same(dict(found.state_dict()), dict(expected.state_dict()))
 
-    @pytest.mark.parametrize("name", ["adafactor", "sgd", "adamw_torch_fused"])
-    def test_other_optimizers(self, name: str, tmp_path: Path) -> None:
-        model = gpt2()
-        run = trainer(model, tmp_path, optim=name)
-        assert [g["lr"] for g in run.create_optimizer().param_groups[1:]] == [MODEL_LR, FILTER_LR]
-
     def test_lora(self, tmp_path: Path) -> None:
         config = peft.LoraConfig(
             target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["gfsa"]
@@ -163,11 +157,6 @@ class TestRefusals:
         run.optimizer = torch.optim.AdamW(gfsa.parameter_groups(model, lr=1e-4, filter_lr=1e-3))
         with pytest.raises(ValueError, match=r"group of filters with lr=0\.001"):
             run.create_optimizer()
-
-    @pytest.mark.parametrize("rate", [-1.0, float("nan"), "0.1", None, True])
-    def test_rates_that_are_none(self, rate: Any) -> None:
-        with pytest.raises(ValueError, match="filter_lr must be a finite number"):
-            FilterTrainer(None, None, filter_lr=rate)
 
     def test_the_wrong_order_of_bases(self) -> None:
         with pytest.raises(TypeError, match=r"must stand before.*\(Trainer, FilterRate\)"):

@@ -134,19 +134,6 @@ def test_a_row_without_keys_is_c0_v_with_weights_and_without():
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("place", ["attention", "filter"])
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_dropout_acts_while_training_only(place, need_weights):
-    mha = nn.MultiheadAttention(E, H, dropout=0.5, batch_first=True)
-    x = torch.randn(B, N, E)
-    gfsa.plug(mha, dropout_after=place, wK=0.3)
-    one, two = (mha(x, x, x, need_weights=need_weights)[0] for _ in range(2))
-    assert not torch.equal(one, two)
-    mha.eval()
-    one, two = (mha(x, x, x, need_weights=need_weights)[0] for _ in range(2))
-    assert torch.equal(one, two)
-
-
 def test_dropout_before_the_powers_is_the_paper_s():
     mha = nn.MultiheadAttention(E, H, dropout=0.4, batch_first=True)
     x = torch.randn(B, N, E)
@@ -328,15 +315,6 @@ def test_transformer_leaves_cross_attention_alone(tmp_path, supported):
     supported("torch", "nn.Transformer", report)
 
 
-def test_a_layer_of_that_name_elsewhere_is_self_attention():
-    class Mine(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.multihead_attn = nn.MultiheadAttention(E, H)
-
-    assert list(gfsa.plug(Mine()).plugged) == ["multihead_attn"]
-
-
 def test_compiles_into_one_graph():
     x, padding = torch.randn(B, N, E), padding_of("bool")
     model = encoder().eval()
@@ -345,20 +323,6 @@ def test_compiles_into_one_graph():
     for options in ({}, {"src_key_padding_mask": padding}):
         torch.testing.assert_close(compiled(x, **options), model(x, **options))
     assert isinstance(model.layers[0].self_attn, FilteredMultiheadAttention)
-
-
-def test_lora_on_a_plugged_layer():
-    peft = pytest.importorskip("peft")
-    model = nn.Sequential(encoder()).eval()
-    x = torch.randn(B, N, E)
-    gfsa.plug(model, wK=0.2)
-    expected = model(x)
-    lora = peft.get_peft_model(model, peft.LoraConfig(target_modules=["self_attn"])).eval()
-    assert len(gfsa.filters_of(lora)) == 2
-    with torch.no_grad():
-        torch.testing.assert_close(lora(x), expected, rtol=0, atol=1e-6)
-        disturb(lora)
-        assert not torch.allclose(lora(x), expected)
 
 
 class _Attends(nn.Module):
@@ -387,15 +351,6 @@ def test_compiled_cross_attention_of_equal_length_is_refused(whole):
         compiled(x, torch.randn_like(x))
     with pytest.raises(Exception, match="cannot be compared while a graph is compiled"):
         torch.export.export(model, (x, torch.randn_like(x)))
-
-
-def test_compiled_self_attention_needs_no_forward_before():
-    model, x = _attends()
-    expected = copy.deepcopy(model)(x, x)
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, x), expected)
-    torch.testing.assert_close(torch.export.export(model, (x, x)).module()(x, x), expected)
 
 
 def test_compiled_self_attention_by_copies_needs_one_forward_before():

@@ -147,17 +147,6 @@ def run(model: Any, samples: int = 2, tokens: int = 10, **options: Any) -> Any:
     return model(input_ids=torch.randint(3, 61, (samples, tokens), generator=generator), **options)
 
 
-@pytest.mark.parametrize("name", ["gpt_neo", "falcon"])
-def test_decoding_with_a_cache_is_refused(name: str) -> None:
-    model = built(name)
-    gfsa.plug(model)
-    ids = torch.tensor([[3, 4, 5]])
-    with torch.no_grad():
-        cache = model(ids).past_key_values
-        with pytest.raises((ValueError, RuntimeError), match="not square"):
-            model(ids[:, :1], past_key_values=cache)
-
-
 # these compute their softmax in float32
 TOLERANCE = {"bloom": 1e-6, "mpt": 1e-6}
 SIZES = [(1, 10), (2, 10), (4, 10), (4, 4), (7, 7)]

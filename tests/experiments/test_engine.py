@@ -586,3 +586,37 @@ def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert two.steps == row.steps
     assert two.moved == pytest.approx(row.moved, rel=1e-4)
     assert two.test == row.test
+
+
+def without_data(table: Path) -> bytes:
+    """Make a table one of a version that had no such column; gives what is in it now."""
+    lines = table.read_bytes().splitlines()
+    old = b"".join(line.rpartition(b",")[0] + b"\r\n" for line in lines)
+    table.write_bytes(old)
+    return old
+
+
+def test_a_table_of_an_earlier_version_gets_the_new_column_and_keeps_its_rows(
+    tmp_path: Path,
+) -> None:
+    row = carry_out(run(tmp_path, max_steps=1))
+    old_row = dataclasses.replace(row, data="", command='gfsa train "a, b"\n--set c=d')
+    table = tmp_path / "toy.csv"
+    append_rows(table, [old_row, old_row])
+    table.chmod(0o640)
+    old = table.read_bytes()
+    head, _, rest = old.partition(b",data\r\n")
+    old = head + b"\r\n" + rest.replace(b",\r\n", b"\r\n")
+    table.write_bytes(old)
+    assert read_rows(table) == [old_row, old_row]
+    # reading changes nothing
+    assert table.read_bytes() == old
+    append_rows(table, [row])
+    assert read_rows(table) == [old_row, old_row, row]
+    assert table.read_bytes().startswith(head + b",data\r\n" + rest)
+    assert b"\n" not in table.read_bytes().replace(b"\r\n", b"").replace(b"\n--set", b"")
+    assert table.stat().st_mode & 0o777 == 0o640
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {
+        "toy.csv",
+        ".toy.csv.lock",
+    }

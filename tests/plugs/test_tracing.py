@@ -28,7 +28,7 @@ from support.written_attention import (
 )
 
 # the reference of check_backbone expects heads after samples, and as many keys as queries; these
-# are compared head by head, some of them in test_tracing_sizes.py
+# are compared head by head, some of them further down
 COMPARED_BY_HEAD = {w for w in FOLLOWED if "mixed" in w or "before" in w or "groups" in w}
 
 

@@ -171,6 +171,69 @@ def sam_attention() -> SamAttention:
     return SamAttention(config, downsample_rate=1).eval()
 
 
+def idefics() -> tuple[nn.Module, dict[str, Any]]:
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 4, "image_size": 16, "patch_size": 8}
+    perceiver = {"resampler_n_latents": 3, "resampler_depth": 1, "resampler_n_heads": 4}
+    perceiver |= {"resampler_head_dim": 8, "num_key_value_heads": 2, "hidden_size": 32}
+    config = hf.Idefics2Config(
+        text_config={"model_type": "mistral", **TEXT},
+        vision_config=vision,
+        perceiver_config=perceiver,
+        image_token_id=5,
+    )
+    tokens = torch.cat([torch.full((2, 3), 5), ids()], 1)
+    images = torch.randn(2, 1, 3, 16, 16)
+    return hf.Idefics2Model(config), {"input_ids": tokens, "pixel_values": images}
+
+
+def mask2former() -> tuple[nn.Module, dict[str, Any]]:
+    backbone = hf.SwinConfig(
+        image_size=32,
+        embed_dim=8,
+        depths=[1, 1, 1, 1],
+        num_heads=[1, 1, 1, 1],
+        window_size=2,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )
+    config = hf.Mask2FormerConfig(
+        backbone_config=backbone,
+        feature_size=32,
+        mask_feature_size=32,
+        hidden_dim=32,
+        encoder_feedforward_dim=16,
+        dim_feedforward=16,
+        num_attention_heads=2,
+        encoder_layers=1,
+        decoder_layers=2,
+        num_queries=5,
+    )
+    return hf.Mask2FormerModel(config), pixels(64, batch=1)
+
+
+# models that the census cannot run
+REFUSED: dict[str, tuple[Build, int, dict[str, int]]] = {
+    "idefics2": (idefics, 4, {CROSSING: 1}),
+    "mask2former": (mask2former, 5, {"sample": 1, CROSSING: 1}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_plug_says_what_the_first_forward_would(name: str) -> None:
+    build, plugged, reasons = REFUSED[name]
+    torch.manual_seed(0)
+    model, batch = build()
+    model.eval()
+    report = gfsa.plug(model)
+    assert len(report.plugged) == plugged
+    assert len(report.skipped) == sum(reasons.values())
+    for words, count in reasons.items():
+        assert sum(words in reason for reason in report.skipped.values()) == count
+    randomise(model)
+    with torch.no_grad():
+        model(**batch)
+
+
 @pytest.mark.parametrize(
     ("kind", "plugged", "skipped"),
     [

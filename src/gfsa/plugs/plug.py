@@ -161,6 +161,11 @@ def plug(
             _add_depth(planned)
             report.parameters = _parameters(planned)
         report.dry_run = dry_run
+        if any(filter.starts_exclusive for _, filter in planned):
+            report.note = (
+                "the exclusive term has a share that is not 0: it changes the model from the first "
+                "step on, which is for training from scratch"
+            )
         if not dry_run:
             install(model, planned)
     if filter is None and not report.parameters and not {"w0", "w1", "wK"} & given.keys():

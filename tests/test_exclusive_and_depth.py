@@ -7,6 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -354,3 +355,129 @@ class TestDecoding:
         beams = {name: value for name, value in options.items() if name == "num_beams"}
         got = model.generate(ids, **common, **options, disable_compile=True)
         assert torch.equal(got, model.generate(ids, **common, **beams, use_cache=False))
+
+
+def attended(model: nn.Module, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Map, mixed values and output of each layer, with ``need_weights=True``."""
+    found = []
+    for layer in model.layers:
+        seen: list[Tensor] = []
+        handle = layer.self_attn.gfsa.register_forward_hook(
+            lambda _, args, y, seen=seen: seen.extend((args[1], y))
+        )
+        h = layer.norm1(x) if layer.norm_first else x
+        _, weights = layer.self_attn(h, h, h, average_attn_weights=False)
+        handle.remove()
+        found.append((weights, *seen))
+    return found
+
+
+def lens_of(model: nn.Module, x: Tensor) -> list[Any]:
+    (found,) = gfsa.diagnose(model, x, progress=False).models.values()
+    return found.attention
+
+
+class TestEverywhere:
+    def test_returned_maps_are_what_the_output_was_computed_with(self) -> None:
+        model = stack()
+        with_depth(model)
+        for weights, mixed, y in attended(model, tokens()):
+            torch.testing.assert_close(weights @ mixed, y)
+
+    def test_filters_added_below_leave_the_first_values(self) -> None:
+        model, x = stack(), tokens()
+        gfsa.plug(model, filter=gfsa.Exclusive, layers=[2, 4], depth=True)
+        last = gfsa.filters_of(model)["layers.3.self_attn"]
+        assert last.theta is not None
+        nn.init.constant_(last.theta, 0.5)
+        expected = model(x)
+        # the lens plugs the other layers for a while
+        reading = lens_of(model, x)
+        assert torch.equal(model(x), expected)
+        assert [layer.own is not None for layer in reading] == [False, True, False, True]
+
+    def test_lens_measures_the_map_with_its_terms(self) -> None:
+        model, x = stack(), tokens()
+        with_depth(model)
+        (_, mixed, y), *_ = attended(model, x)
+        readings = lens_of(model, x)
+        own = readings[0].own
+        assert own is not None
+        cosine = nn.functional.cosine_similarity(y, mixed, dim=-1).mean((0, 2))
+        torch.testing.assert_close(torch.tensor(own.cosine, dtype=cosine.dtype), cosine)
+        # a share of 1 leaves nothing along v, so that p was the weighted part of A·v
+        assert all(abs(part) > 1e-3 for layer in readings for part in layer.own.part)
+        assert all(0 < weight < 1 for layer in readings for weight in layer.own.weight)
+        spectrum = readings[0].spectrum
+        assert spectrum is not None
+        assert spectrum.map_values != spectrum.filter_values
+        assert spectrum.map_response != spectrum.filter_response
+
+    def test_report_says_that_a_share_changes_the_model(self) -> None:
+        assert "first step" in str(gfsa.plug(stack(), filter=gfsa.Exclusive))
+        learned = gfsa.plug(stack(), filter=lambda h: gfsa.Exclusive(h, 0.0, True), depth=True)
+        assert not learned.note
+
+    def test_a_filter_that_is_no_polynomial_takes_no_term(self) -> None:
+        class Other(gfsa.GraphFilter):
+            is_polynomial = False
+
+            def forward(self, operator: gfsa.operators.Operator, v: Tensor) -> Tensor:
+                return operator.apply(v)
+
+        with pytest.raises(ValueError, match="no polynomial"):
+            gfsa.plug(stack(), filter=lambda h: Other(h, torch.tensor([0.0, 1.0])), depth=True)
+
+    def test_forward_after_one_that_failed(self) -> None:
+        model, x = stack(), tokens()
+        with_depth(model)
+        expected = model(tokens(5))
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("no memory")
+
+        handle = model.layers[2].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            model(x)
+        handle.remove()
+        assert torch.equal(model(tokens(5)), expected)
+
+    def test_evaluation_between_forward_and_backward(self) -> None:
+        model, x = stack(), tokens()
+        with_depth(model)
+        expected = gradients(model, model(x))
+        y = model(x)
+        with torch.no_grad():
+            model(tokens(5))
+        for got, wanted in zip(gradients(model, y), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+    @pytest.mark.parametrize("depth", [False, True])
+    def test_a_model_compiles_without_a_break(self, depth: bool) -> None:
+        model, x = decoder("grouped"), torch.randint(1, 64, (2, 9))
+        gfsa.plug(model, filter=gfsa.Exclusive, depth=depth)
+        expected = model(x, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x, use_cache=False).logits, expected)
+
+    def test_packed_rows_stay_apart(self) -> None:
+        model = decoder("grouped")
+        with_depth(model)
+        first, second = torch.randint(1, 64, (1, 6)), torch.randint(1, 64, (1, 4))
+        places = torch.cat((torch.arange(6), torch.arange(4)))[None]
+        packed = model(torch.cat((first, second), 1), position_ids=places, use_cache=False).logits
+        alone = [model(x, use_cache=False).logits for x in (first, second)]
+        torch.testing.assert_close(packed, torch.cat(alone, 1))
+
+    def test_low_rank_adapters(self) -> None:
+        peft = pytest.importorskip("peft")
+        model, x = decoder("grouped"), torch.randint(1, 64, (2, 9))
+        with_depth(model)
+        expected = model(x).logits
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["gfsa"])
+        adapted = peft.get_peft_model(model, config)
+        torch.testing.assert_close(adapted(x).logits, expected)
+        adapted(x).logits.sin().sum().backward()
+        learned = {n: p for n, p in adapted.named_parameters() if "theta" in n and p.requires_grad}
+        assert len(learned) == 3
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in learned.values())

@@ -16,6 +16,7 @@ from gfsa_experiments.baselines.methods import (
     LayerScale,
     Method,
     NeuTRENO,
+    ResFormer,
 )
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Method",
     "NeuTRENO",
     "Place",
+    "ResFormer",
     "apply",
     "parameters_of",
     "register_block",

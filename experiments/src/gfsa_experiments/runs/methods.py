@@ -203,6 +203,14 @@ METHODS = {
             _baseline("neutreno", "alpha"),
             ("strength", "layers"),
         ),
+        Method(
+            "resformer",
+            "A·(V + V⁰)/2, nothing learned",
+            lambda model, config: _plug(
+                model, replace(config, first_values=True), baselines.ResFormer
+            ),
+            ("layers",),
+        ),
         Method("layerscale", "γ ⊙ branch", _baseline("layerscale"), ("layers", "filter_lr")),
     )
 }

@@ -375,6 +375,31 @@ def attended(model: nn.Module, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]
     return found
 
 
+class Written(nn.Module):
+    """A block with attention as a user writes it, which keeps the returned weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = WrittenAttention()
+        self.weights = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, self.weights = self.attention(x)
+        return x + y
+
+
+class WrittenAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-2, -1) / 8**0.5).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
 def lens_of(model: nn.Module, x: Tensor) -> list[Any]:
     (found,) = gfsa.diagnose(model, x, progress=False).models.values()
     return found.attention
@@ -387,6 +412,27 @@ class TestEverywhere:
         for weights, mixed, y in attended(model, tokens()):
             torch.testing.assert_close(weights @ mixed, y)
 
+    def test_maps_of_traced_layers(self) -> None:
+        model, x = nn.Sequential(*(Written() for _ in range(3))).double(), tokens()
+        gfsa.plug(model, filter=gfsa.Exclusive, depth=True, unknown="trace", inputs=x)
+        last = gfsa.filters_of(model)["2.attention"]
+        assert last.theta is not None
+        nn.init.constant_(last.theta, 0.5)
+        seen: list[Tensor] = []
+        last.register_forward_hook(lambda _, args, y: seen.extend((args[1], y)))
+        model(x)
+        torch.testing.assert_close(model[2].weights @ seen[0], seen[1])
+
+    def test_maps_of_speechbrain(self) -> None:
+        attention = pytest.importorskip("speechbrain.nnet.attention")
+        layer = attention.RelPosMHAXL(32, 4)
+        gfsa.plug(layer, filter=gfsa.Exclusive)
+        seen: list[Tensor] = []
+        layer.gfsa.register_forward_hook(lambda _, args, y: seen.extend((args[1], y)))
+        x = tokens().float()
+        _, weights = layer(x, x, x, torch.randn(1, 2 * x.shape[1] - 1, 32))
+        torch.testing.assert_close(weights @ seen[0], seen[1])
+
     def test_filters_added_below_leave_the_first_values(self) -> None:
         model, x = stack(), tokens()
         gfsa.plug(model, filter=gfsa.Exclusive, layers=[2, 4], depth=True)
@@ -398,6 +444,9 @@ class TestEverywhere:
         reading = lens_of(model, x)
         assert torch.equal(model(x), expected)
         assert [layer.own is not None for layer in reading] == [False, True, False, True]
+
+        with pytest.raises(ValueError, match="comes before"):
+            gfsa.plug(model, layers=[1])
 
     def test_lens_measures_the_map_with_its_terms(self) -> None:
         model, x = stack(), tokens()

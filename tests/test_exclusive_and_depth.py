@@ -232,6 +232,14 @@ class TestDepthTerm:
         assert all(degree == 1 for degrees in report.after.values() for degree in degrees)
         torch.testing.assert_close(model(x), expected)
 
+    def test_folded_filters_keep_their_place(self) -> None:
+        model, x = stack(), tokens()
+        with_depth(model, gfsa.GFSA)
+        expected = model(x)
+        for name, found in gfsa.filters_of(model).items():
+            model.get_submodule(name).gfsa = found.fold()
+        torch.testing.assert_close(model(x), expected)
+
     def test_checkpointing_finds_the_values_of_its_own_forward(self) -> None:
         model = stack()
         with_depth(model)

@@ -264,7 +264,9 @@ class GraphFilter(nn.Module):
             self.theta = nn.Parameter(torch.nn.functional.pad(old, (0, 1)))
 
     def _take_terms_of(self, other: GraphFilter) -> None:
-        """Give this filter the exclusive and the depth term of another, as they are now."""
+        """Give this filter the terms of another, as they are now, and its place in the stack."""
+        self.first_values, self.place = other.first_values, other.place
+        self.reads_last = other.reads_last
         share, depth = other.share(), other.depth()
         if share is not None:
             self.exclude(share.detach(), other.learns_share)

@@ -16,7 +16,6 @@ from gfsa_experiments.baselines.methods import (
     LayerScale,
     Method,
     NeuTRENO,
-    ResFormer,
 )
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "Method",
     "NeuTRENO",
     "Place",
-    "ResFormer",
     "apply",
     "parameters_of",
     "register_block",

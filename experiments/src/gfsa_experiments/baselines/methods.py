@@ -297,6 +297,9 @@ class ResFormer(GraphFilter):
     is learned. ``gfsa.plug(model, filter=ResFormer, depth=True)``.
     """
 
+    # its values are not v: coefficients alone do not describe it
+    is_polynomial = False
+
     def __init__(self, num_heads: int) -> None:
         super().__init__(num_heads, torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu"))
 

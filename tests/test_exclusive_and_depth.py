@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -228,6 +232,14 @@ class TestDepthTerm:
         assert all(degree == 1 for degrees in report.after.values() for degree in degrees)
         torch.testing.assert_close(model(x), expected)
 
+    def test_folded_filters_keep_their_place(self) -> None:
+        model, x = stack(), tokens()
+        with_depth(model, gfsa.GFSA)
+        expected = model(x)
+        for name, found in gfsa.filters_of(model).items():
+            model.get_submodule(name).gfsa = found.fold()
+        torch.testing.assert_close(model(x), expected)
+
     def test_checkpointing_finds_the_values_of_its_own_forward(self) -> None:
         model = stack()
         with_depth(model)
@@ -354,3 +366,213 @@ class TestDecoding:
         beams = {name: value for name, value in options.items() if name == "num_beams"}
         got = model.generate(ids, **common, **options, disable_compile=True)
         assert torch.equal(got, model.generate(ids, **common, **beams, use_cache=False))
+
+
+def attended(model: nn.Module, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Map, mixed values and output of each layer, with ``need_weights=True``."""
+    found = []
+    for layer in model.layers:
+        seen: list[Tensor] = []
+        handle = layer.self_attn.gfsa.register_forward_hook(
+            lambda _, args, y, seen=seen: seen.extend((args[1], y))
+        )
+        h = layer.norm1(x) if layer.norm_first else x
+        _, weights = layer.self_attn(h, h, h, average_attn_weights=False)
+        handle.remove()
+        found.append((weights, *seen))
+    return found
+
+
+class Written(nn.Module):
+    """A block with attention as a user writes it, which keeps the returned weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = WrittenAttention()
+        self.weights = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, self.weights = self.attention(x)
+        return x + y
+
+
+class WrittenAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-2, -1) / 8**0.5).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+def lens_of(model: nn.Module, x: Tensor) -> list[Any]:
+    (found,) = gfsa.diagnose(model, x, progress=False).models.values()
+    return found.attention
+
+
+class TestEverywhere:
+    def test_returned_maps_are_what_the_output_was_computed_with(self) -> None:
+        model = stack()
+        with_depth(model)
+        for weights, mixed, y in attended(model, tokens()):
+            torch.testing.assert_close(weights @ mixed, y)
+
+    def test_maps_of_traced_layers(self) -> None:
+        model, x = nn.Sequential(*(Written() for _ in range(3))).double(), tokens()
+        gfsa.plug(model, filter=gfsa.Exclusive, depth=True, unknown="trace", inputs=x)
+        last = gfsa.filters_of(model)["2.attention"]
+        assert last.theta is not None
+        nn.init.constant_(last.theta, 0.5)
+        seen: list[Tensor] = []
+        last.register_forward_hook(lambda _, args, y: seen.extend((args[1], y)))
+        model(x)
+        torch.testing.assert_close(model[2].weights @ seen[0], seen[1])
+
+    def test_maps_of_speechbrain(self) -> None:
+        attention = pytest.importorskip("speechbrain.nnet.attention")
+        layer = attention.RelPosMHAXL(32, 4)
+        gfsa.plug(layer, filter=gfsa.Exclusive)
+        seen: list[Tensor] = []
+        layer.gfsa.register_forward_hook(lambda _, args, y: seen.extend((args[1], y)))
+        x = tokens().float()
+        _, weights = layer(x, x, x, torch.randn(1, 2 * x.shape[1] - 1, 32))
+        torch.testing.assert_close(weights @ seen[0], seen[1])
+
+    def test_filters_added_below_leave_the_first_values(self) -> None:
+        model, x = stack(), tokens()
+        gfsa.plug(model, filter=gfsa.Exclusive, layers=[2, 4], depth=True)
+        last = gfsa.filters_of(model)["layers.3.self_attn"]
+        assert last.theta is not None
+        nn.init.constant_(last.theta, 0.5)
+        expected = model(x)
+        # the lens plugs the other layers for a while
+        reading = lens_of(model, x)
+        assert torch.equal(model(x), expected)
+        assert [layer.own is not None for layer in reading] == [False, True, False, True]
+
+        with pytest.raises(ValueError, match="comes before"):
+            gfsa.plug(model, layers=[1])
+
+    def test_lens_measures_the_map_with_its_terms(self) -> None:
+        model, x = stack(), tokens()
+        with_depth(model)
+        (_, mixed, y), *_ = attended(model, x)
+        readings = lens_of(model, x)
+        own = readings[0].own
+        assert own is not None
+        cosine = nn.functional.cosine_similarity(y, mixed, dim=-1).mean((0, 2))
+        torch.testing.assert_close(torch.tensor(own.cosine, dtype=cosine.dtype), cosine)
+        # a share of 1 leaves nothing along v, so that p was the weighted part of A·v
+        assert all(abs(part) > 1e-3 for layer in readings for part in layer.own.part)
+        assert all(0 < weight < 1 for layer in readings for weight in layer.own.weight)
+        spectrum = readings[0].spectrum
+        assert spectrum is not None
+        assert spectrum.map_values != spectrum.filter_values
+        assert spectrum.map_response != spectrum.filter_response
+
+    def test_report_says_that_a_share_changes_the_model(self) -> None:
+        assert "first step" in str(gfsa.plug(stack(), filter=gfsa.Exclusive))
+        learned = gfsa.plug(stack(), filter=lambda h: gfsa.Exclusive(h, 0.0, True), depth=True)
+        assert not learned.note
+
+    def test_a_filter_that_is_no_polynomial_takes_no_term(self) -> None:
+        class Other(gfsa.GraphFilter):
+            is_polynomial = False
+
+            def forward(self, operator: gfsa.operators.Operator, v: Tensor) -> Tensor:
+                return operator.apply(v)
+
+        with pytest.raises(ValueError, match="no polynomial"):
+            gfsa.plug(stack(), filter=lambda h: Other(h, torch.tensor([0.0, 1.0])), depth=True)
+
+    def test_forward_after_one_that_failed(self) -> None:
+        model, x = stack(), tokens()
+        with_depth(model)
+        expected = model(tokens(5))
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("no memory")
+
+        handle = model.layers[2].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            model(x)
+        handle.remove()
+        assert torch.equal(model(tokens(5)), expected)
+
+    def test_evaluation_between_forward_and_backward(self) -> None:
+        model, x = stack(), tokens()
+        with_depth(model)
+        expected = gradients(model, model(x))
+        y = model(x)
+        with torch.no_grad():
+            model(tokens(5))
+        for got, wanted in zip(gradients(model, y), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+    @pytest.mark.parametrize("depth", [False, True])
+    def test_a_model_compiles_without_a_break(self, depth: bool) -> None:
+        model, x = decoder("grouped"), torch.randint(1, 64, (2, 9))
+        gfsa.plug(model, filter=gfsa.Exclusive, depth=depth)
+        expected = model(x, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x, use_cache=False).logits, expected)
+
+    def test_packed_rows_stay_apart(self) -> None:
+        model = decoder("grouped")
+        with_depth(model)
+        first, second = torch.randint(1, 64, (1, 6)), torch.randint(1, 64, (1, 4))
+        places = torch.cat((torch.arange(6), torch.arange(4)))[None]
+        packed = model(torch.cat((first, second), 1), position_ids=places, use_cache=False).logits
+        alone = [model(x, use_cache=False).logits for x in (first, second)]
+        torch.testing.assert_close(packed, torch.cat(alone, 1))
+
+    def test_low_rank_adapters(self) -> None:
+        peft = pytest.importorskip("peft")
+        model, x = decoder("grouped"), torch.randint(1, 64, (2, 9))
+        with_depth(model)
+        expected = model(x).logits
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["gfsa"])
+        adapted = peft.get_peft_model(model, config)
+        torch.testing.assert_close(adapted(x).logits, expected)
+        adapted(x).logits.sin().sum().backward()
+        learned = {n: p for n, p in adapted.named_parameters() if "theta" in n and p.requires_grad}
+        assert len(learned) == 3
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in learned.values())
+
+
+def test_vllm_serves_the_exclusive_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    # of vLLM only the attention layer is needed here: one that has all tokens at once
+    class Attention(nn.Module):
+        num_heads, num_kv_heads, has_sink = 4, 2, False
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.view(len(x), -1, 8).transpose(0, 1) for x in (q, k, v))
+            k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return y.transpose(0, 1).flatten(1)
+
+    name = "vllm.model_executor.layers.attention"
+    for part in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", name):
+        monkeypatch.setitem(sys.modules, part, ModuleType(part))
+    monkeypatch.setattr(sys.modules[name], "Attention", Attention, raising=False)
+    own = "gfsa.engines.vllm.attention"
+    monkeypatch.delitem(sys.modules, own, raising=False)
+    served = importlib.import_module(own)
+    monkeypatch.delitem(sys.modules, own)
+    filter = gfsa.GFSA(4, wK=0.2).exclude([0.1, 0.2, 0.3, 0.4], learn=True).double()
+    layer = served.FilteredAttention(
+        [Attention(), Attention()], served.ServedFilter(filter, (0, 4), "layer")
+    )
+    theta = torch.randn(4, 4, dtype=torch.float64)
+    layer.filter.load_weights([("theta", theta)])
+    q, k, v = (torch.randn(9, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    y = layer(q.flatten(1), k.flatten(1), v.flatten(1)).view(9, 4, 8)
+    share = filter.share()
+    assert share is not None
+    hidden = ~torch.ones(9, 9).tril().bool()
+    rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+    expected = by_hand(*rows, filter.coefficients(), share, hidden)
+    torch.testing.assert_close(y.transpose(0, 1)[None], expected)

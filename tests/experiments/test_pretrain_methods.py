@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 import gfsa
+from gfsa_experiments.engine.optimiser import build_optimiser
 from gfsa_experiments.runs.methods import find_method
 from gfsa_experiments.runs.sweep import Request
-from support.tiny_pretraining import a_batch, built, write_corpus
+from gfsa_experiments.tasks.pretrain.model import ShiftedKeys
+from support.tiny_pretraining import SMALL, a_batch, built, write_corpus
 
 HEADS, DEPTH = 2, 4
 
@@ -36,10 +39,18 @@ class Control:
     begins_as_plain: bool = True
     alpha: float = 0.0
     """The weight of the first layer's values."""
+    fixed_by_layer: bool = False
+    """Whether the first layer has no learned numbers: it is where the depth term begins."""
 
     @property
     def is_gated(self) -> bool:
         return "gate=true" in self.words
+
+    @property
+    def variant(self) -> dict[str, bool]:
+        """How the decoder itself differs."""
+        names = ("gate", "tokenwise", "shift_keys", "fast_gates")
+        return {name: f"{name}=true" in self.words for name in names}
 
 
 CONTROLS = {
@@ -54,6 +65,20 @@ CONTROLS = {
     "value residual": Control("neutreno strength=0.4", begins_as_plain=False, alpha=0.4),
     "gated heads": Control("plain gate=true", layers=()),
     "degree 1, gated": Control("degree1 gate=true", learned=(0, 1), per_head=2),
+    "gated heads, fast": Control("plain gate=true fast_gates=true", layers=()),
+    "token-wise": Control("plain tokenwise=true", layers=()),
+    "shifted keys": Control("plain shift_keys=true", layers=()),
+    "exclusive": Control("exclusive", fixed=(0.0, 1.0, 0.0), begins_as_plain=False),
+    "exclusive, learned": Control("exclusive share=learned", fixed=(0.0, 1.0, 0.0), per_head=1),
+    "depth": Control("depth", fixed=(0.0, 1.0, 0.0), per_head=1, fixed_by_layer=True),
+    "both": Control(
+        "exclusive first_values=true",
+        fixed=(0.0, 1.0, 0.0),
+        per_head=1,
+        fixed_by_layer=True,
+        begins_as_plain=False,
+    ),
+    "ResFormer": Control("resformer", fixed=(0.0, 1.0, 0.0), begins_as_plain=False),
 }
 
 
@@ -70,18 +95,19 @@ def changed_model(control: Control, data: Path) -> tuple[Any, Any, int]:
     pairs = [word.partition("=")[::2] for word in words]
     (run,) = Request("pretrain", (method,), settings=tuple(pairs)).runs()
     config: Any = run.config
-    task = built(data, depth=DEPTH, qk_norm="temperature", gate=config.gate)
+    assert {name: getattr(config, name) for name in control.variant} == control.variant
+    task = built(data, depth=DEPTH, qk_norm="temperature", **control.variant)
     return task, task.model, find_method(run.method).apply(task.model, run.options)
 
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_a_control_is_plugged_where_it_says(name: str, data: Path) -> None:
     control = CONTROLS[name]
-    plain = built(data, depth=DEPTH, qk_norm="temperature", gate=control.is_gated)
+    plain = built(data, depth=DEPTH, qk_norm="temperature", **control.variant)
     task, model, added = changed_model(control, data)
     filters = gfsa.filters_of(model)
     assert tuple(int(place.split(".")[2]) + 1 for place in filters) == control.layers
-    assert added == HEADS * control.per_head * len(control.layers)
+    assert added == HEADS * control.per_head * (len(control.layers) - control.fixed_by_layer)
     count = sum(p.numel() for p in model.parameters())
     assert count - sum(p.numel() for p in plain.model.parameters()) == added
     batch = a_batch(task)
@@ -98,6 +124,8 @@ def test_a_control_computes_its_formula(name: str, data: Path) -> None:
         for parameter in model.parameters():
             # random weights of 0.02 give maps that are nearly uniform
             parameter.mul_(8 if parameter.dim() > 1 else 1)
+            if not parameter.any():
+                parameter.normal_(std=0.3)
         for filter in gfsa.filters_of(model).values():
             for parameter in filter.parameters():
                 parameter.add_(torch.randn_like(parameter))
@@ -106,11 +134,22 @@ def test_a_control_computes_its_formula(name: str, data: Path) -> None:
         task.loss(model, a_batch(task))
     for number, (found, place) in enumerate(zip(layers, model.model.layers, strict=True), start=1):
         c = coefficients(control, number, model)
+        filter = getattr(place.self_attn, "gfsa", None)
+        r = None if filter is None else filter.depth()
+        if r is not None:
+            half = 2 if control.words == "resformer" else 1
+            found.v = (found.v + r[:, None, None] * layers[0].v) / half
         powers = [found.v, found.a @ found.v, found.a @ (found.a @ found.v)]
         terms = [c[:, k, None, None] * power for k, power in enumerate(powers)]
         heads = torch.stack(terms).sum(0)
         if control.alpha and number > 1:
             heads = heads + control.alpha * (layers[0].v - found.v)
+        if filter is not None and filter.share() is not None:
+            p = (powers[1] * found.v).sum(-1, True) / found.v.square().sum(-1, True)
+            heads = heads - filter.share()[:, None, None] * p * found.v
+        if control.variant["tokenwise"]:
+            of_v, of_map = place.self_attn.gate(found.x).transpose(1, 2)[..., None].chunk(2, 1)
+            heads = heads + of_v * found.v + of_map * powers[1]
         if control.is_gated:
             gates = 2 * torch.sigmoid(place.self_attn.gate(found.x))
             heads = heads * gates.transpose(1, 2)[..., None]
@@ -172,3 +211,21 @@ def test_controls_of_equal_time_are_a_layer_or_steps(words: str, ratio: float) -
     assert config.epochs / own.epochs == pytest.approx(ratio)
     assert config.sizes(300).depth == own.sizes(300).depth + (words == "depth=9")
     assert config.sizes(300).width == own.sizes(300).width
+
+
+def test_shifted_keys_begin_as_keys_and_add_the_one_before() -> None:
+    shifted, k = ShiftedKeys(HEADS), torch.randn(1, 5, HEADS, 4)
+    assert torch.equal(shifted(k), k)
+    nn.init.constant_(shifted.kappa, 0.5)
+    torch.testing.assert_close(shifted(k)[:, 1:], k[:, 1:] + 0.5 * k[:, :-1])
+    assert torch.equal(shifted(k)[:, 0], k[:, 0])
+
+
+def test_fast_gates_are_trained_as_gains(data: Path) -> None:
+    _, model, _ = changed_model(CONTROLS["gated heads, fast"], data)
+    config = dataclasses.replace(SMALL, gain_lr=0.1)
+    groups = {g["name"]: g for g in build_optimiser(model, [], config, None).param_groups}
+    gate = model.model.layers[0].self_attn.gate.weight
+    assert any(p is gate for p in groups["biases"]["params"])
+    assert groups["biases"]["lr"] == 0.1
+    assert groups["biases"]["weight_decay"] == 0

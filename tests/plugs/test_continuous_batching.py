@@ -357,3 +357,13 @@ def test_a_kept_manager_does_not_survive_other_filters(tmp_path: Path) -> None:
     gfsa.plug(model, filter=gfsa.PageRank)
     (result,) = model.generate_batch(inputs, **arguments).values()
     assert result.generated_tokens == by_generate(model, inputs, new=5)[0]
+
+
+@pytest.mark.parametrize("name", [GROUPED, MIXED])
+def test_the_exclusive_and_the_depth_term(name: str) -> None:
+    def filter(heads: int) -> gfsa.GraphFilter:
+        return gfsa.GFSA(heads).exclude(0.5, learn=True)
+
+    model = decoder(name, filter=filter, depth=True)
+    asked = prompts(*LENGTHS)
+    assert by_batching(model, asked, 12) == by_generate(model, asked, 12)

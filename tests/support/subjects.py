@@ -30,6 +30,13 @@ class Op(nn.Module):
         return gfsa.graph_filter_attention(q, k, v, coefficients, is_causal=self.causal)
 
 
+TERMS: dict[str, Any] = {
+    "filter": lambda heads: gfsa.GFSA(heads).exclude(0.5, learn=True),
+    "depth": True,
+}
+"""Arguments of ``gfsa.plug`` for both terms beside the polynomial."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """How one subject is built, plugged with filters that do something, and its inputs.
@@ -41,11 +48,12 @@ class Subject:
     build: Callable[[], nn.Module]
     inputs: Callable[[int, int], Batch]
 
-    def plugged(self, K: int = 3) -> Any:
+    def plugged(self, K: int = 3, terms: bool = False) -> Any:
+        """``terms``: with the exclusive and the depth term."""
         torch.manual_seed(0)
         model = self.build().float().eval()
         if not isinstance(model, Op):
-            gfsa.plug(model, K=K)
+            gfsa.plug(model, **(TERMS if terms else {"K": K}))
         randomise(model)
         return model
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gfsa.filters import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
+from gfsa.filters import GFSA, Exclusive, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
 
 _KINDS: dict[str, type[GraphFilter]] = {
-    kind.__name__: kind for kind in (GFSA, Polynomial, Twicing, Laplacian, PageRank)
+    kind.__name__: kind for kind in (GFSA, Exclusive, Polynomial, Twicing, Laplacian, PageRank)
 }
 
 

@@ -204,6 +204,7 @@ class GraphFilter(nn.Module):
         Returns:
             The filter itself.
         """
+        self._refuse_terms("an exclusive")
         if self._exact_share is not None or self.has_depth:
             raise ValueError(
                 "exclude comes once, and before add_depth: this filter has "
@@ -215,6 +216,11 @@ class GraphFilter(nn.Module):
         if learn:
             self._learn_one_more()
         return self
+
+    @property
+    def starts_exclusive(self) -> bool:
+        """Whether the exclusive term changes the model before anything is learned."""
+        return self._exact_share is not None and bool(self._exact_share.any())
 
     def share(self) -> Tensor | None:
         """The share a of the exclusive term, ``(heads,)``; None for a filter without one."""
@@ -231,6 +237,7 @@ class GraphFilter(nn.Module):
         Returns:
             The filter itself.
         """
+        self._refuse_terms("a depth")
         if self.has_depth:
             raise ValueError("this filter has a depth term already")
         self.has_depth = True
@@ -241,6 +248,13 @@ class GraphFilter(nn.Module):
         """r of the depth term, ``(heads,)``; None for a filter without one."""
         return self.lr_multiplier * self._learned(self.theta)[:, -1] if self.has_depth else None
 
+    def _refuse_terms(self, term: str) -> None:
+        if not self.is_polynomial:
+            raise ValueError(
+                f"{type(self).__name__} is no polynomial of A and would ignore {term} term; use "
+                "one of the filters of gfsa"
+            )
+
     def _learn_one_more(self) -> None:
         """Append a learned number per head to θ; it starts at 0."""
         with torch.inference_mode(False), torch.no_grad():
@@ -250,7 +264,9 @@ class GraphFilter(nn.Module):
             self.theta = nn.Parameter(torch.nn.functional.pad(old, (0, 1)))
 
     def _take_terms_of(self, other: GraphFilter) -> None:
-        """Give this filter the exclusive and the depth term of another, as they are now."""
+        """Give this filter the terms of another, as they are now, and its place in the stack."""
+        self.first_values, self.place = other.first_values, other.place
+        self.reads_last = other.reads_last
         share, depth = other.share(), other.depth()
         if share is not None:
             self.exclude(share.detach(), other.learns_share)
@@ -307,11 +323,22 @@ class GraphFilter(nn.Module):
         self.first_values.keep(v)
         return v
 
+    def mixed(self, operator: Operator, v: Tensor) -> Tensor:
+        """The values that :meth:`forward` filters, for a caller that needs them, too.
+
+        ``operator`` is marked, so that a forward with it takes them as they are.
+        """
+        if not operator.values_are_mixed:
+            v = self.mix_values(v)
+            operator.values_are_mixed = True
+        return v
+
     def map(self, operator: DenseOperator, v: Tensor | None = None) -> Tensor:
         """The matrix that replaces A, ``(..., H, N, N)``; to look at it, not for speed.
 
         Args:
-            v: the tokens, on which the matrix of an exclusive filter depends.
+            v: the values as :meth:`mixed` gives them, on which the matrix of an exclusive filter
+                depends.
         """
         return operator.filter(self.coefficients(), self.share(), v)
 

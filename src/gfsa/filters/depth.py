@@ -41,7 +41,10 @@ class FirstValues:
         self._awaited: dict[int, tuple[weakref.ref[Tensor], dict[int, Tensor]]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FirstValues:
-        return FirstValues()
+        # a filter that is copied alone takes the place of the original in its stack: peft copies
+        # those that it trains
+        outermost = next(iter(memo.values()), None)
+        return self if hasattr(type(outermost), "first_values") else FirstValues()
 
     def __reduce__(self) -> tuple[type[FirstValues], tuple[()]]:
         return FirstValues, ()

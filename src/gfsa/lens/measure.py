@@ -159,11 +159,12 @@ def frequency_response(
     coeffs: Tensor,
     valid: Tensor | None,
     frequencies: Tensor,
+    own: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Gain of the attention map and of its filter on each Fourier mode of the token sequence.
 
     .. math:: r_A(f) = \frac{\|A φ_f\|}{\|φ_f\|}, \qquad r_H(f) = \frac{\|H φ_f\|}{\|φ_f\|},
-              \qquad φ_f(t) = e^{2πift}, \; H = \sum_k c_k A^k
+              \qquad φ_f(t) = e^{2πift}, \; H = \sum_k c_k A^k - diag(a\,p)
 
     A sample of n valid tokens has the modes f = 0, 1/n, …, ½; for each requested frequency the
     nearest mode is used, so that modes are orthogonal for every length. Costs ``degree · 2F / D``
@@ -175,6 +176,7 @@ def frequency_response(
         coeffs: ``(heads, degree+1)``.
         valid: ``(..., N)`` or None.
         frequencies: ``(F,)``.
+        own: a·p of the exclusive term, ``(..., heads, N, 1)``.
 
     Returns:
         ``r_A`` and ``r_H``, each ``(..., heads, F)``.
@@ -187,6 +189,8 @@ def frequency_response(
         powers = operator.powers(block, max(coeffs.shape[-1] - 1, 1))
         spread = [repeat_heads(power, powers[1]).double() for power in powers]
         filtered = combine(coeffs.double(), spread[: coeffs.shape[-1]])
+        if own is not None:
+            filtered = filtered - own * repeat_heads(spread[0], filtered)
         for gain, output in zip(gains, (spread[1], filtered), strict=True):
             gain.append((output * keep).square().sum(-2))
     energy = [

@@ -258,13 +258,16 @@ class Monitor:
         return {name: float(torch.cat(numbers).nanmean()) for name, numbers in parts.items()}
 
     def _filters(self) -> dict[str, float]:
-        """The mean coefficients of each layer, counted over all attention layers."""
+        """The mean coefficients, share and r of each layer, counted over all attention layers."""
         depth = {name: number for number, name in enumerate(self._attention, start=1)}
         values = {}
         filters = {n: f for n, f in filters_of(self.model).items() if f.is_polynomial}
         for name, filter in filters.items():
             for power, value in enumerate(filter.coefficients().detach().mean(0).tolist()):
                 values[f"{self.prefix}/c{power}/{depth[name]:02d}"] = value
+            for what, numbers in (("share", filter.share()), ("r", filter.depth())):
+                if numbers is not None:
+                    values[f"{self.prefix}/{what}/{depth[name]:02d}"] = float(numbers.mean())
         return values
 
 

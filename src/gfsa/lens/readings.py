@@ -48,6 +48,18 @@ class Spectrum:
 
 
 @dataclass
+class OwnValue:
+    """What tokens find of themselves in a layer with an exclusive term, per head."""
+
+    part: Numbers
+    """Mean p: the part of ``A·v`` along the token's own v."""
+    weight: Numbers
+    """Mean ``A_ii``; NaN where A was too large."""
+    cosine: Numbers
+    """Mean ``cos(y, v)`` of the filter's output."""
+
+
+@dataclass
 class AttentionReading:
     """The measurements of one attention layer, per head."""
 
@@ -66,11 +78,14 @@ class AttentionReading:
     energy_after: Numbers
     """Dirichlet energy of the filter's output y."""
     spectrum: Spectrum | None = None
+    own: OwnValue | None = None
 
     def __post_init__(self) -> None:
         heads = len(self.coefficients)
         columns: list[Sequence[Any]] = [self.verdict, self.entropy, self.entropy_share]
         columns += [self.energy_before, self.energy_after]
+        if self.own is not None:
+            columns += [self.own.part, self.own.weight, self.own.cosine]
         if self.spectrum is not None:
             responses = (self.spectrum.map_response, self.spectrum.filter_response)
             modes = len(self.spectrum.frequencies)

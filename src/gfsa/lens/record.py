@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GFSA, GraphFilter
 from gfsa.lens import measure
-from gfsa.lens.readings import AttentionReading, FeatureReading, Spectrum
+from gfsa.lens.readings import AttentionReading, FeatureReading, OwnValue, Spectrum
 from gfsa.lens.tokens import (
     Attended,
     AxesInDoubtError,
@@ -30,7 +30,7 @@ from gfsa.lens.tokens import (
     whole_map,
 )
 from gfsa.operators import DenseOperator, Operator
-from gfsa.operators.base import repeat_heads
+from gfsa.operators.base import own_share, repeat_heads
 from gfsa.plugs.attach import install, uninstall
 from gfsa.plugs.layer_selection import Layers, select_layers
 from gfsa.plugs.registry import Unknown
@@ -195,6 +195,8 @@ class LayerRecord:
                 if measure.has_rows(operator) or v.shape[-2] <= self.options.most_tokens:
                     entropy, share = measure.attention_entropy(operator, v, valid)
                     found |= {"entropy": entropy, "entropy_share": share}
+                if filter.share() is not None:
+                    found |= self._own_value(operator, v, y, valid)
         if self.options.spectral and self.spectral_samples < self.options.spectral_samples:
             with self.watch.on("spectral"):
                 found |= self._spectra(filter, operator, v, valid)
@@ -219,6 +221,7 @@ class LayerRecord:
             coefficients=coefficients.tolist(),
             verdict=[measure.verdict(row) for row in coefficients],
             spectrum=self._spectrum_reading(means),
+            own=self._own_reading(means, missing),
             **{what: means.get(what, missing) for what in scalars},
         )
 
@@ -234,16 +237,41 @@ class LayerRecord:
             note=self.note,
         )
 
+    @staticmethod
+    def _own_reading(means: dict[str, Any], missing: list[float]) -> OwnValue | None:
+        if "own_part" not in means:
+            return None
+        weight = means.get("own_weight", missing)
+        return OwnValue(means["own_part"], weight, means["own_cosine"])
+
+    def _own_value(
+        self, operator: Operator, v: Tensor, y: Tensor, valid: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Means over tokens of p, ``A_ii`` and ``cos(y, v)``."""
+        counted = None if valid is None else valid[..., None, :]
+        v = repeat_heads(v, y).double()
+        p = own_share(v.new_ones(()), operator.apply(v.to(y.dtype)), v).squeeze(-1)
+        cosine = torch.nn.functional.cosine_similarity(y.double(), v, dim=-1)
+        found = {"own_part": p, "own_cosine": cosine}
+        if v.shape[-2] <= self.options.most_tokens:
+            found["own_weight"] = measure.dense_map(operator, v).diagonal(dim1=-2, dim2=-1)
+        if counted is not None:
+            found = {what: x.masked_fill(~counted, math.nan) for what, x in found.items()}
+        return {what: x.nanmean(-1) for what, x in found.items()}
+
     def _spectra(
         self, filter: GraphFilter, operator: Operator, v: Tensor, valid: Tensor | None
     ) -> dict[str, Tensor]:
         length = v.shape[-2]
-        coefficients = filter.coefficients().detach()
+        coefficients, share, own = filter.coefficients().detach(), filter.share(), None
+        if share is not None:
+            share = share.detach()
+            own = own_share(share, operator.apply(v), repeat_heads(v, share[:, None, None]))
         if self.frequencies is None:
             self.frequencies = measure.frequency_grid(length, self.options.most_frequencies)
         self.spectral_samples += v.shape[:-3].numel()
         on_map, on_filter = measure.frequency_response(
-            operator, v, coefficients, valid, self.frequencies
+            operator, v, coefficients, valid, self.frequencies, own
         )
         found = {"map_response": on_map, "filter_response": on_filter}
         if length > self.options.most_tokens:
@@ -258,8 +286,8 @@ class LayerRecord:
         values = measure.map_singular_values(matrix, valid)
         found["map_values"] = measure.singular_profile(values, most, points) * values[..., :1]
         found["filter_values"] = found["map_values"]
-        if not _is_ordinary(coefficients):
-            filtered = DenseOperator(matrix).filter(coefficients.double())
+        if share is not None or not _is_ordinary(coefficients):
+            filtered = DenseOperator(matrix).filter(coefficients.double(), share, v.double())
             values = measure.map_singular_values(filtered, valid)
             profile = measure.singular_profile(values, most, points)
             found["filter_values"] = profile * values[..., :1]
@@ -358,6 +386,8 @@ class Recorder:
         modules = dict(self.model.named_modules())
         self._handles += self.calls.watch()
         for name, site in self.sites.items():
+            # the values with the depth term, which the filter multiplies by its map
+            self._handles.append(site.filter.register_forward_pre_hook(_mix_first))
             self._handles.append(site.filter.register_forward_hook(self._on_filter(name)))
             for block in self.blocks[name]:
                 entered, left = self._on_entry, self._on_exit(name)
@@ -531,6 +561,11 @@ class Recorder:
         is_asked_for = self.options.features and layer in self.selected
         if is_asked_for and what not in self.in_doubt:
             self.in_doubt.append(what)
+
+
+def _mix_first(filter: nn.Module, args: tuple[Operator, Tensor]) -> tuple[Operator, Tensor]:
+    assert isinstance(filter, GraphFilter)
+    return args[0], filter.mixed(*args)
 
 
 def _unless_all(valid: Tensor | None) -> Tensor | None:

@@ -178,6 +178,9 @@ def table(model: ModelReading) -> Table:
     for heading in ("layer", "cosine", "rank", "residual", "norm", "entropy", "energy", "high"):
         rows.add_column(heading, justify="right", no_wrap=True)
     rows.add_column("filter")
+    has_own = any(reading.own is not None for reading in model.attention)
+    for heading in ("p", "A_ii", "cos(y, v)") if has_own else ():
+        rows.add_column(heading, justify="right", no_wrap=True)
     features = {reading.depth: reading for reading in model.features}
     attention = {reading.depth: reading for reading in model.attention}
     for depth in sorted(features.keys() | attention.keys()):
@@ -185,6 +188,7 @@ def table(model: ModelReading) -> Table:
             "input" if depth == 0 else str(depth),
             *_feature_cells(features.get(depth)),
             *_attention_cells(attention.get(depth)),
+            *(_own_cells(attention.get(depth)) if has_own else ()),
         )
     return rows
 
@@ -219,6 +223,13 @@ def _attention_cells(reading: AttentionReading | None) -> list[str]:
         high,
         verdicts,
     ]
+
+
+def _own_cells(reading: AttentionReading | None) -> list[str]:
+    if reading is None or reading.own is None:
+        return [""] * 3
+    own = reading.own
+    return [_number(fmean(heads), ".3f") for heads in (own.part, own.weight, own.cosine)]
 
 
 def _cost(model: ModelReading) -> str:

@@ -58,20 +58,26 @@ def stacks_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def connect_depth(plugged: Iterable[Site]) -> None:
-    """Let the filters of each stack that have a depth term share the first layer's values."""
+    """Let the filters of each stack that have a depth term share the first layer's values.
+
+    A stack that is connected keeps its first layer when filters are added to it, as the lens does.
+    """
     by_name = {site.name: site.filter for site in plugged}
     if not any(filter.has_depth for filter in by_name.values()):
         return
     for names in stacks_of(by_name).values():
-        first, *others = (by_name[name] for name in names)
-        readers = [filter for filter in others if filter.has_depth]
-        if first.has_depth:
-            raise ValueError(
-                f"the filter of {names[0]} has a depth term, but no filtered layer comes before it "
-                "whose values it could add: plug the first layer, too"
-            )
+        filters = [by_name[name] for name in names]
+        known = (f for f in filters if f.first_values is not None and not f.has_depth)
+        first = next(known, filters[0])
+        readers = [filter for filter in filters if filter.has_depth]
+        for name, filter in zip(names, filters[: filters.index(first) + 1], strict=False):
+            if filter.has_depth:
+                raise ValueError(
+                    f"the filter of {name} has a depth term, but no filtered layer comes before it "
+                    "whose values it could add: plug the first layer, too"
+                )
         if readers:
-            values = FirstValues()
+            values = first.first_values or FirstValues()
             for place, filter in enumerate((first, *readers)):
                 filter.first_values, filter.place = values, place
                 filter.reads_last = filter is readers[-1]

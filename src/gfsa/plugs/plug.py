@@ -160,7 +160,13 @@ def plug(
         if depth:
             _add_depth(planned)
             report.parameters = _parameters(planned)
+        _refuse_before_first(found, planned)
         report.dry_run = dry_run
+        if any(filter.starts_exclusive for _, filter in planned):
+            report.note = (
+                "the exclusive term has a share that is not 0: it changes the model from the first "
+                "step on, which is for training from scratch"
+            )
         if not dry_run:
             install(model, planned)
     if filter is None and not report.parameters and not {"w0", "w1", "wK"} & given.keys():
@@ -353,6 +359,26 @@ def _add_depth(planned: Sequence[tuple[Site, GraphFilter]]) -> None:
                     "plug(..., layers=...)"
                 )
             filters[name].add_depth()
+
+
+def _refuse_before_first(
+    found: Mapping[str, Site], planned: Sequence[tuple[Site, GraphFilter]]
+) -> None:
+    """Raise for a filter before the layer whose values a depth term adds.
+
+    A saved folder says which filters have the term: the first layer of their stack is V⁰.
+    """
+    plugged = {name: site.filter for name, site in found.items() if site.is_plugged}
+    if not any(filter.has_depth for filter in plugged.values()):
+        return
+    new = {site.name for site, _ in planned}
+    for names in stacks_of(name for name in found if name in new or name in plugged).values():
+        has_depth = any(name in plugged and plugged[name].has_depth for name in names)
+        if has_depth and names[0] in new:
+            raise ValueError(
+                f"{names[0]} comes before the layer whose values a depth term adds: gfsa.unplug "
+                "the model, then plug all of these layers in one call"
+            )
 
 
 def _factory(filter: FilterFactory | None, given: dict[str, Any]) -> FilterFactory:

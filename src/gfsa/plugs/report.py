@@ -25,11 +25,13 @@ class PlugReport:
     """Module name → the number by which ``layers=`` takes it, of every layer that it can take."""
     dry_run: bool = False
     """Whether the model was left unchanged."""
+    note: str = ""
+    """How the filters change what the model computes before they learn; empty if they do not."""
 
     def __str__(self) -> str:
         verb = "would plug" if self.dry_run else "plugged"
         numbers = self.numbers or {name: n for n, name in enumerate(self.plugged, start=1)}
-        return report_text(
+        text = report_text(
             f"{verb} {counted(len(self.plugged), 'layer')}, "
             f"{counted(self.parameters, 'learned number')}",
             {
@@ -39,6 +41,7 @@ class PlugReport:
             self.skipped,
             numbers,
         )
+        return f"{text}\n  {self.note}" if self.note else text
 
 
 def report_text(

@@ -21,6 +21,7 @@ KINDS = {
     "learned": "K = 5 learned in part, exact K = 4, a layer without a filter",
     "polynomials": "polynomials of degree 0 and 1, a pruned one of degree 3",
     "fixed": "twicing, the Laplacian, PageRank of three hops",
+    "exclusive": "the exclusive term alone, beside K = 3, beside a polynomial of degree 0",
     "soft cap": "capped attention scores (Gemma 2), K = 3 on all layers",
     "experts": "a mixture of experts (Qwen3 MoE), filters on odd layers",
 }

@@ -94,6 +94,11 @@ def test_a_filter_of_an_unknown_class_is_refused(checkpoints: Any) -> None:
         parse(checkpoints("own class").folder)
 
 
+def test_a_depth_term_is_refused(checkpoints: Any) -> None:
+    with pytest.raises(ValueError, match=r"depth term.*from_pretrained"):
+        parse(checkpoints("depth").folder)
+
+
 def test_gpt2_needs_the_implementation_of_vllm(checkpoints: Any, record: Any) -> None:
     """Why a plugged GPT-2 is not served by the Transformers backend: that runs no GPT-2."""
     plain = checkpoints("GPT-2").plain

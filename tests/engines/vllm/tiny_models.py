@@ -121,6 +121,11 @@ POLYNOMIALS = [
     lambda heads: gfsa.Polynomial(heads, degree=0),
     lambda heads: PartialPolynomial(heads, degree=3, high=[0, 2]),
 ]
+EXCLUSIVE = [
+    gfsa.Exclusive,
+    lambda heads: gfsa.GFSA(heads, K=3).exclude(0.3, learn=True),
+    lambda heads: gfsa.Polynomial(heads, degree=0).exclude(0.5),
+]
 FIXED = [gfsa.Twicing, gfsa.Laplacian, lambda heads: gfsa.PageRank(heads, alpha=0.2, hops=3)]
 
 ARCHITECTURES = ("Llama", "Qwen3", "Mistral", "Gemma 3", "GPT-2")
@@ -139,12 +144,14 @@ RECIPES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "learned": ("Llama", partial(_plug_layers, kinds=LEARNED)),
     "polynomials": ("Llama", partial(_plug_layers, kinds=POLYNOMIALS)),
     "fixed": ("Llama", partial(_plug_layers, kinds=FIXED)),
+    "exclusive": ("Llama", partial(_plug_layers, kinds=EXCLUSIVE)),
     "bfloat16": ("Llama", _plug_in_bfloat16),
     # vLLM cannot serve these
     "encoder": ("Bert", partial(gfsa.plug, K=3)),
     "own class": ("Llama", partial(gfsa.plug, filter=OwnFilter)),
+    "depth": ("Llama", partial(gfsa.plug, K=3, depth=True)),
 }
-NOT_SERVED = ("encoder", "own class")
+NOT_SERVED = ("encoder", "own class", "depth")
 
 
 @dataclass

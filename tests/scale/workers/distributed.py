@@ -40,7 +40,7 @@ from gfsa.filters.partial import PartialPolynomial
 from gfsa.plugs.tensor_parallel import ShardHeads
 from support.random_filters import randomise
 from support.ring_on_cpu import use_ring_on_cpu
-from support.subjects import HEADS, SUBJECTS, Op, filters_of, first
+from support.subjects import HEADS, SUBJECTS, TERMS, Op, filters_of, first
 from support.zoo import VOCABULARY, ZOO
 
 KEY_HEADS = 2
@@ -51,7 +51,7 @@ Results = dict[str, dict[str, float]]
 def inputs_of(name: str, rank: int) -> dict[str, Tensor]:
     """What ``rank`` is given, the same whoever asks."""
     torch.manual_seed(100 + rank)
-    batch = SUBJECTS[name].inputs(2, 6)
+    batch = SUBJECTS[name.removesuffix(" +")].inputs(2, 6)
     return {k: x.double() if x.is_floating_point() else x for k, x in batch.items()}
 
 
@@ -59,9 +59,15 @@ def loss_of(model: nn.Module, name: str, rank: int) -> Tensor:
     return first(model(**inputs_of(name, rank))).square().mean()
 
 
+def plugged(name: str) -> tuple[Any, str]:
+    """A model in float64 and its subject; "GPT-2 +" has the exclusive and the depth term."""
+    subject = name.removesuffix(" +")
+    return SUBJECTS[subject].plugged(terms=subject != name).double(), subject
+
+
 def reference(name: str) -> tuple[Any, dict[str, Tensor]]:
     """One process: the model, and its gradients for what all ranks are given."""
-    model = SUBJECTS[name].plugged().double()
+    model, name = plugged(name)
     size = dist.get_world_size()
     sum(loss_of(model, name, rank) / size for rank in range(size)).backward()
     return model, gradients(model)
@@ -258,9 +264,9 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 def tensor_parallel(name: str, mesh: DeviceMesh) -> float:
     """Every rank has all tokens and some heads."""
     torch.manual_seed(0)
-    if name == "Llama":
+    if name.startswith("Llama"):
         model = ZOO["llama"].model("sdpa").double()
-        gfsa.plug(model)
+        gfsa.plug(model, **(TERMS if name.endswith("+") else {}))
         randomise(model)
         ids = torch.randint(3, VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(1))
         batch = {"input_ids": ids, "use_cache": False}
@@ -278,7 +284,7 @@ def tensor_parallel(name: str, mesh: DeviceMesh) -> float:
         (found.square().sum() / expected.numel()).backward()
         expected = expected.chunk(mesh.size(), 1)[mesh.get_local_rank()]
     else:
-        layers, plan = PLANS[name]
+        layers, plan = PLANS[name.removesuffix(" +")]
         for layer in model.get_submodule(layers):
             parallelize_module(layer, mesh, plan)
         found = first(model(**batch))
@@ -305,7 +311,7 @@ def ring(name: str, mesh: DeviceMesh, causal: bool, load_balance: bool) -> float
     """Every rank has all heads and some tokens."""
     use_ring_on_cpu(load_balance)
     torch.manual_seed(0)
-    model = SUBJECTS[name].plugged().double()
+    model, name = plugged(name)
     length = 8 * mesh.size()
     if name == "op":
         model.causal = causal
@@ -353,14 +359,14 @@ def rings(name: str, mesh: DeviceMesh) -> float:
 
 EVERYONE = tuple(SUBJECTS)
 SCENARIOS: dict[str, tuple[Callable[[str, DeviceMesh], float], Sequence[str]]] = {
-    "ddp": (ddp, EVERYONE),
-    "fsdp": (fsdp, EVERYONE),
+    "ddp": (ddp, (*EVERYONE, "GPT-2 +")),
+    "fsdp": (fsdp, (*EVERYONE, "GPT-2 +")),
     # PyG's GIN multiplies by a float32 buffer, with which bfloat16 weights do not go
     "fsdp_bfloat16": (fsdp_bfloat16, EVERYONE[:-1]),
     "deferred": (deferred, ("op", "BERT", "GPT-2")),
     "checkpoints": (checkpoints, EVERYONE),
-    "tensor_parallel": (tensor_parallel, ("op", "BERT", "ViT", "Llama")),
-    "context_parallel": (rings, ("op", "BERT", "GPT-2")),
+    "tensor_parallel": (tensor_parallel, ("op", "BERT", "ViT", "Llama", "Llama +")),
+    "context_parallel": (rings, ("op", "BERT", "GPT-2", "GPT-2 +")),
 }
 
 
@@ -371,7 +377,7 @@ def main() -> None:
     results: Results = {}
     for scenario, (run, names) in SCENARIOS.items():
         for name in names:
-            if name == "Llama" and mesh.size() > KEY_HEADS:
+            if name.startswith("Llama") and mesh.size() > KEY_HEADS:
                 continue
             error = torch.tensor(run(name, mesh))
             dist.all_reduce(error, op=dist.ReduceOp.MAX)

@@ -10,7 +10,7 @@ import difflib
 import inspect
 import threading
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.operators.base import at_least_float32, repeat_heads
 from gfsa.operators.visibility import Visibility
 from gfsa_experiments.baselines.masks import Kind, kind_of, refusal_of_reading
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Scope:
@@ -283,6 +286,33 @@ class NeuTRENO(BaselineFilter):
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "alpha": self.alpha}
+
+
+class ResFormer(GraphFilter):
+    r"""ResFormer (Zhou et al., 2024) with its fixed half-and-half of the first layer's values.
+
+    .. math:: y = A\,(v + v^0) / 2
+
+    In the first layer :math:`y = A v`. It is not ordinary attention at initialisation, and nothing
+    is learned. ``gfsa.plug(model, filter=ResFormer, depth=True)``.
+    """
+
+    # its values are not v: coefficients alone do not describe it
+    is_polynomial = False
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__(num_heads, torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu"))
+
+    def add_depth(self) -> Self:
+        self.has_depth = True
+        return self
+
+    def depth(self) -> Tensor | None:
+        return self.base.new_ones(len(self.base)) if self.has_depth else None
+
+    def mix_values(self, v: Tensor) -> Tensor:
+        mixed = super().mix_values(v)
+        return mixed / 2 if self.has_depth else mixed
 
 
 Form = Literal["bert", "vit"]

@@ -1,6 +1,8 @@
 r"""A filter on vLLM's paged attention: one attention layer of vLLM for each power.
 
-.. math:: u_0 = v, \qquad u_{k+1} = A\,u_k, \qquad y = \sum_k c_k\,u_k
+.. math:: u_0 = v, \qquad u_{k+1} = A\,u_k, \qquad y = \sum_k c_k\,u_k - a\,p\,v
+
+(the last term only for a filter with a share a of the exclusive term).
 
 The first layer has the keys and values of the model. Each further layer has the same keys, and the
 power before it as its values: to vLLM it is an ordinary layer, so its cache is paged, shared by
@@ -35,6 +37,7 @@ class ServedFilter(nn.Module):
     """
 
     coefficients: Tensor
+    share: Tensor | None
 
     def __init__(self, filter: GraphFilter, heads: tuple[int, int], layer: str) -> None:
         super().__init__()
@@ -44,7 +47,9 @@ class ServedFilter(nn.Module):
         self.layer = layer
         self.is_loaded = filter.theta is None
         here = torch.empty(0).device
-        self.register_buffer("coefficients", self._own().to(here), persistent=False)
+        coefficients, share = self._own()
+        self.register_buffer("coefficients", coefficients.to(here), persistent=False)
+        self.register_buffer("share", None if share is None else share.to(here), persistent=False)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -64,13 +69,22 @@ class ServedFilter(nn.Module):
                     f"{'theta, ' if filter.theta is not None else ''}{EXTRA}"
                 )
             loaded.add(name)
-        self.coefficients.copy_(self._own())
+        coefficients, share = self._own()
+        self.coefficients.copy_(coefficients)
+        if self.share is not None and share is not None:
+            self.share.copy_(share)
         return loaded
 
-    def _own(self) -> Tensor:
-        """The rows of this process's heads."""
+    def _own(self) -> tuple[Tensor, Tensor | None]:
+        """The coefficients and the share of the exclusive term of this process's heads."""
         filter: GraphFilter = self.__dict__["filter"]
-        return filter.coefficients().detach().narrow(0, *self.heads).clone()
+        coefficients, share = filter.coefficients().detach(), filter.share()
+        if share is not None:
+            share = share.detach().narrow(0, *self.heads).clone()
+            # the exclusive term needs A·v, even where no power of A has a coefficient
+            missing = max(0, 2 - coefficients.shape[-1])
+            coefficients = nn.functional.pad(coefficients, (0, missing))
+        return coefficients.narrow(0, *self.heads).clone(), share
 
     def _check_theta(self, theta: Tensor, found: Tensor) -> None:
         if found.shape != theta.shape or not found.is_floating_point():
@@ -122,7 +136,8 @@ class FilteredAttention(nn.Module):
                 powers.append(further(query, key, powers[-1]))
         tokens = query.shape[0]
         # one token a row: the heads are the last but two axes, as in every operator
-        y = combine(coefficients, [u.view(tokens, self.num_heads, 1, -1) for u in powers])
+        powers = [u.view(tokens, self.num_heads, 1, -1) for u in powers]
+        y = combine(coefficients, powers, exclusive=self.filter.share)
         return y.view(tokens, -1)
 
     def _of_all_heads(self, x: Tensor) -> Tensor:

@@ -63,11 +63,12 @@ class FilteredRelPosMHAXL(RelPosMHAXL):
         for mask in dropped:
             attention = attention.masked_fill(mask, 0.0)
         operator = DenseOperator(attention, dropout_p, place)
-        y = self.gfsa(operator, v.transpose(1, 2))
+        v = self.gfsa.mixed(operator, v.transpose(1, 2))
+        y = self.gfsa(operator, v)
         out = self.out_proj(y.transpose(1, 2).reshape(B, N, -1))
         if not return_attn_weights:
             return out
-        return out, self.gfsa.map(operator)
+        return out, self.gfsa.map(operator, v)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, each ``(B, N, H, D)``."""

@@ -67,8 +67,9 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
         weights = None
         if need_weights:
             operator = DenseOperator(_map(q, k, attn_mask), dropout_p, place)
+            v = self.gfsa.mixed(operator, v)
             y = self.gfsa(operator, v)
-            weights = self.gfsa.map(operator).to(v.dtype)
+            weights = self.gfsa.map(operator, v).to(v.dtype)
             weights = weights.mean(1) if average_attn_weights else weights
         else:
             y = self.gfsa(

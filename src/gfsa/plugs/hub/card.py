@@ -107,6 +107,7 @@ class Card:
         groups: dict[str, list[str]] = {}
         for layer, entry in self.description["filters"].items():
             settings = {**entry["arguments"], "dropout_after": entry["dropout_after"]}
+            settings |= {term: entry[term] for term in ("exclusive", "depth") if term in entry}
             text = f"`{entry['kind']}` {_inline(settings)}"
             groups.setdefault(text, []).append(layer)
         rows = [(text, len(names), _span(names)) for text, names in groups.items()]

@@ -481,15 +481,16 @@ def _fill(plan: _Plan, tensors: Mapping[str, Tensor], source: str) -> None:
             value.copy_(tensors[f"{plan.saved}.{key}"])
             _check_finite(value, f"{source}: {plan.saved}.{key}", f"in {value.dtype}")
         if filter.is_polynomial:
-            coefficients = filter.coefficients()
-            _check_finite(coefficients, f"{source}: the filter of {name}", "as a sum")
-            largest = coefficients.abs().max().item()
-            if largest > _LARGEST:
-                raise ValueError(
-                    f"{source}: the filter of {name} has a coefficient of {largest:.3g}; those of "
-                    f"trained filters are about 1, more than {_LARGEST:g} is refused. Take an "
-                    "earlier save"
-                )
+            terms = (filter.coefficients(), filter.share(), filter.depth())
+            for coefficients in (term for term in terms if term is not None):
+                _check_finite(coefficients, f"{source}: the filter of {name}", "as a sum")
+                largest = coefficients.abs().max().item()
+                if largest > _LARGEST:
+                    raise ValueError(
+                        f"{source}: the filter of {name} has a coefficient of {largest:.3g}; those "
+                        f"of trained filters are about 1, more than {_LARGEST:g} is refused. Take "
+                        "an earlier save"
+                    )
 
 
 def _check_finite(tensor: Tensor, name: str, how: str) -> None:

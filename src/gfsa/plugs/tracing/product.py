@@ -55,8 +55,8 @@ class FilteredProduct:
         self.undropped: Tensor | None = None
         self.dropout_p = 0.0
         self.layout: HeadLayout | None = None
-        # the map that multiplied the values, with its heads apart, and its shape there
-        self.filtered: tuple[Step, Tensor, torch.Size] | None = None
+        # the map that multiplied the values, with its heads apart, its shape there, the values
+        self.filtered: tuple[Step, Tensor, torch.Size, Tensor] | None = None
 
     def take_dropout(self, matrix: Tensor, p: float, inplace: bool) -> bool:
         """Note a dropout of the map; returns whether the filter drops entries of H instead."""
@@ -117,9 +117,10 @@ class FilteredProduct:
         shape = values.shape
         split = layout.split(matrix, heads)
         operator = DenseOperator(split, self.dropout_p, self.filter.dropout_after)
-        y = layout.join(self._filter(operator, layout.split(values, heads)), heads, shape)
+        values = self.filter.mixed(operator, layout.split(values, heads))
+        y = layout.join(self._filter(operator, values), heads, shape)
         if self.wants_maps:
-            self.filtered = self.history.find(of_map) or step, split, matrix.shape
+            self.filtered = self.history.find(of_map) or step, split, matrix.shape, values
         return y
 
     def filtered_map(self, x: Tensor) -> Tensor:
@@ -130,8 +131,8 @@ class FilteredProduct:
         if own is None:
             return x
         # built here, because H costs a product of maps and few modules return them
-        step, split, shape = self.filtered
-        new = self.filter.map(DenseOperator(split)).to(split.dtype)
+        step, split, shape, values = self.filtered
+        new = self.filter.map(DenseOperator(split), values).to(split.dtype)
         new = self.layout.join(new, self.filter.num_heads, shape)
         returned = None
         if new.shape == step.tensor.shape:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,7 +64,7 @@ class PretrainConfig(TrainConfig):
     boundaries: bool = False
     """Attention and positions begin anew with each document of a row."""
     size: Literal["15m", "46m", "110m"] = "15m"
-    """Millions of parameters; any of the numbers below goes before it."""
+    """Millions of parameters; the numbers below override it."""
     depth: int | None = None
     width: int | None = None
     heads: int | None = None
@@ -80,6 +80,12 @@ class PretrainConfig(TrainConfig):
     normalised without gains, ``temperature``: that and one learned factor per head."""
     gate: bool = False
     """A factor for each head's output, computed from the layer's input (gated attention)."""
+    tokenwise: bool = False
+    """c0 and c1 of each head computed from the layer's input, by maps that start at zero."""
+    shift_keys: bool = False
+    """Add to each key the one before it, times a factor per head that starts at zero."""
+    fast_gates: bool = False
+    """Weights of ``gate`` or ``tokenwise`` learn at ``gain_lr``, without decay."""
     output_norm: bool = False
     """RMSNorm on what attention and MLP add to the tokens, as in Gemma 2."""
     init_std: Positive = 0.02
@@ -124,6 +130,8 @@ class PretrainConfig(TrainConfig):
             )
         if self.residual == "bf16" and self.precision != "bf16":
             raise ValueError(f"residual=bf16 needs precision=bf16, got {self.precision}")
+        if self.gate and self.tokenwise:
+            raise ValueError("gate and tokenwise both scale a head's output: choose one of them")
         sizes = self.sizes(self.vocab_size)
         if sizes.heads % sizes.kv_heads:
             raise ValueError(
@@ -138,6 +146,8 @@ class PretrainConfig(TrainConfig):
             unused["vocab_size"] = f"{self.tokenizer} has its own; tokenizer=bpe is trained"
         if None not in (self.depth, self.width, self.heads, self.mlp):
             unused["size"] = "depth, width, heads and mlp are all given"
+        if not (self.gate or self.tokenwise):
+            unused["fast_gates"] = "there are no gates without gate or tokenwise"
         return unused
 
     def advice(self, filter_lr: float | None) -> str:
@@ -171,7 +181,7 @@ class PretrainConfig(TrainConfig):
 
     def variant(self) -> Variant:
         """What is asked of the decoder beside its size."""
-        return Variant(self.qk_norm, self.gate, self.output_norm, self.init_std)
+        return Variant(**{field.name: getattr(self, field.name) for field in fields(Variant)})
 
     def choice(self) -> TokenizerChoice:
         return TokenizerChoice("" if self.tokenizer == "bpe" else self.tokenizer, self.vocab_size)

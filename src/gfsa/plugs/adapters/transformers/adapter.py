@@ -316,7 +316,7 @@ def _filter_with_map(module: Any, operator: Operator, value: Tensor) -> tuple[Te
     keeper = _MapKeeper(matrix)
     keeper.values_are_mixed = operator.values_are_mixed
     y = filter(keeper, value)
-    return y, filter.map(matrix).to(value.dtype) if keeper.map is None else keeper.map
+    return y, filter.map(matrix, value).to(value.dtype) if keeper.map is None else keeper.map
 
 
 class _MapKeeper(Operator):

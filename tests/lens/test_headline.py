@@ -8,7 +8,7 @@ import pytest
 
 from gfsa.lens import LensReport
 from gfsa.lens.colours import COLOURS, series_of
-from gfsa.lens.findings import grouped_reasons, headline
+from gfsa.lens.findings import headline
 from gfsa.lens.page import render
 from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading
 from gfsa.lens.trajectory import LayerTrajectory, Trajectory
@@ -110,10 +110,6 @@ def test_the_page_of_trajectories_alone_asks_about_training() -> None:
 
 def test_modules_with_the_same_reason_share_a_line() -> None:
     skipped = {f"layers.{at}.attn": "has no map" for at in range(12)} | {"head": "is crossed"}
-    assert grouped_reasons(skipped) == [
-        "12 modules, layers.0.attn to layers.11.attn: has no map",
-        "head: is crossed",
-    ]
     model = reading("plain", 0.5)
     model.skipped = skipped
     page = render(LensReport({"plain": model}))

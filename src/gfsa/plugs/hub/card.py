@@ -78,8 +78,8 @@ class Card:
         return (
             f"{what[self.weights]} graph-filter self-attention in "
             f"{counted(len(filters), 'layer')} of `{self.description['model']}`{of}: "
-            "each head applies a polynomial of its attention map, H = c0·I + c1·A + c2·A² + …, with "
-            f"learned coefficients. Written by gfsa {__version__}."
+            "each head applies a polynomial of its attention map, H = c0·I + c1·A + c2·A² + …, "
+            f"with learned coefficients. Written by gfsa {__version__}."
         )
 
     def _use(self) -> str:

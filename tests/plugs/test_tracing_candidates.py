@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import gfsa
 from gfsa.plugs.tracing.adapter import TraceError, looks_like_attention
+from gfsa.plugs.tracing.candidates import refusal_by_class_name, refusal_by_code
 from support.written_attention import DIM, HEADS, B, Block, N, TwoInputs, X
 
 
@@ -85,3 +86,22 @@ def test_another_tensor_in_a_layer_that_computes_outside_torch_is_another_path()
     with pytest.raises(TraceError, match="queries come from x and its keys from y"):
         module(X, y)
     assert not module.q._forward_hooks
+
+
+class SpoolAttention(TwoInputs):
+    """Self-attention whose name contains "pool"."""
+
+
+def test_a_name_alone_does_not_make_attention_pool() -> None:
+    layer = SpoolAttention()
+    refusals = [refusal_by_class_name(layer)]
+    layer.probe = nn.Parameter(torch.zeros(1, 1, DIM))
+    refusals.append(refusal_by_class_name(layer))
+    assert refusals[0] is None
+    assert refusals[1] is not None
+
+
+def test_a_fixed_number_of_keys_is_refused() -> None:
+    layer = SpoolAttention()
+    layer.pool = nn.AdaptiveAvgPool2d(7)
+    assert "pool" in str(refusal_by_code(layer))

@@ -142,7 +142,10 @@ def _reduction(module: nn.Module) -> str | None:
         sizes = stride if isinstance(stride, (tuple, list)) else (stride,)
         if any(isinstance(size, int) and size > 1 for size in sizes):
             return f"{name} = {stride}"
-    return None
+    # a fixed number of keys: at one size of image that may be the number of tokens
+    adaptive = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
+    named = module.named_children()
+    return next((f"{name} = {child}" for name, child in named if isinstance(child, adaptive)), None)
 
 
 def computes_softmax(module: nn.Module) -> bool:

@@ -662,13 +662,13 @@ def test_no_warning_while_gradients_accumulate_or_filters_have_none(
     assert not [w for w in recwarn if "no filter has" in str(w.message)]
 
 
-def test_degree_one_is_K_none() -> None:
+def test_degree_one_leaves_the_second_pass_out() -> None:
     model = bert()
     gfsa.plug(model, degree=1)
     assert {filter.degree for filter in gfsa.filters_of(model).values()} == {1}
     with pytest.raises(ValueError, match="pass one of them"):
         gfsa.plug(bert(), degree=1, K=3)
-    with pytest.raises(ValueError, match="degree must be 1 .* or 2"):
+    with pytest.raises(ValueError, match="degree must be 1"):
         gfsa.plug(bert(), degree=3)
 
 
@@ -676,7 +676,7 @@ def test_layers_by_name_and_pattern() -> None:
     report = gfsa.plug(bert(), layers=["encoder.layer.[01].*", "encoder.layer.3", 3], dry_run=True)
     assert len(report.plugged) == 4
     assert len(gfsa.plug(bert(), layers="*.1.*", dry_run=True).plugged) == 1
-    with pytest.raises(ValueError, match="'encodr.*' matches|'encodr.*', which matches none"):
+    with pytest.raises(ValueError, match="which matches none of"):
         gfsa.plug(bert(), layers="encodr.*")
 
 

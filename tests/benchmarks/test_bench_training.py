@@ -1,5 +1,7 @@
 """The suite of whole training steps, on models small enough for a CPU."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -85,8 +87,8 @@ def test_what_ran_is_what_the_compiler_saw(monkeypatch: pytest.MonkeyPatch) -> N
 
     decide, situation_of = routes.decide, routes.situation_of
 
-    def by_mask(call: AttentionCall, v: torch.Tensor, degree: int) -> routes.Situation:
-        situation = situation_of(call, v, degree)
+    def by_mask(call: AttentionCall, v: torch.Tensor, *rest: Any) -> routes.Situation:
+        situation = situation_of(call, v, *rest)
         described = call.visible is not None
         return situation._replace(only_torch="described" if described else None)
 

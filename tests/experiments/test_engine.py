@@ -135,7 +135,8 @@ def test_every_method_trains(tmp_path: Path, method: str) -> None:
     one = dataclasses.replace(run(tmp_path, method, epochs=1), options=MethodConfig())
     row = carry_out(one)
     assert row.steps == 6
-    learns_nothing = {"plain", "twicing", "pagerank", "contranorm", "neutreno"}
+    learns_nothing = {"plain", "twicing", "pagerank", "contranorm", "neutreno", "exclusive"}
+    learns_nothing |= {"fixed-identity", "resformer"}
     assert (row.added == 0) == (method in learns_nothing)
 
 

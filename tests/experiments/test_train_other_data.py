@@ -59,8 +59,8 @@ def test_folders_of_images_are_not_mixed_up(tmp_path: Path) -> None:
     ]
     assert [row.data.split()[0] for row in rows] == ["14+2+8", "22+2+12", "22+2+12"]
     page = results(tmp_path)
-    assert "### image: folder=A deit_tiny-d1\n" in page
-    assert "### image: folder=B deit_tiny-d1\n" in page
+    assert "folder=A deit_tiny-d1" in page
+    assert "folder=B deit_tiny-d1" in page
 
 
 def test_missing_does_not_have_the_runs_of_another_folder(tmp_path: Path) -> None:
@@ -190,3 +190,11 @@ def test_a_table_in_the_working_folder_is_read_again(
     code, output = train(tmp_path, *words, "--resume")
     assert code == 1
     assert "holds a finished run on other data" in " ".join(output.split())
+
+
+def test_a_method_is_not_compared_with_plain_on_another_folder(tmp_path: Path) -> None:
+    for name, method, classes in (("A", "plain", 2), ("B", "gfsa", 3)):
+        folder = image_folder(tmp_path / name, classes)
+        words = ["image", *TINY, "--data-dir", str(folder), "--method", method]
+        assert train(tmp_path, *words)[0] == 0
+    assert "no run of plain with these settings" in results(tmp_path)

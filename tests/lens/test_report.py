@@ -14,7 +14,7 @@ import pytest
 import gfsa
 from gfsa.lens import LensReport
 from gfsa.lens.colours import COLOURS, series_of
-from gfsa.lens.findings import findings, grouped_reasons, headline, passed
+from gfsa.lens.findings import findings, headline, passed
 from gfsa.lens.page import render
 from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading
 from gfsa.lens.trajectory import LayerTrajectory, Trajectory
@@ -340,10 +340,6 @@ def test_a_gain_alone_is_not_counted_by_its_c0() -> None:
 
 def test_modules_with_the_same_reason_share_a_line() -> None:
     skipped = {f"layers.{at}.attn": "has no map" for at in range(12)} | {"head": "is crossed"}
-    assert grouped_reasons(skipped) == [
-        "12 modules, layers.0.attn to layers.11.attn: has no map",
-        "head: is crossed",
-    ]
     model = reading("plain", 0.5)
     model.skipped = skipped
     page = render(LensReport({"plain": model}))

@@ -365,3 +365,12 @@ def test_refuses_a_matrix_that_is_not_square() -> None:
 def test_refuses_an_unknown_place_for_dropout() -> None:
     with pytest.raises(ValueError, match="'attention' or 'filter', got 'values'"):
         DenseOperator(torch.zeros(4, 4), 0.1, dropout_after="values")  # type: ignore[arg-type]
+
+
+def test_torch_fx_gets_our_words() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return DenseOperator(x.softmax(-1)).apply(x)
+
+    with pytest.raises(TypeError, match="cannot trace a filter"):
+        torch.fx.symbolic_trace(Layer())

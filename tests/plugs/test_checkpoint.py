@@ -164,7 +164,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "unknown kind": (
         damage_json(lambda d: d["filters"][FIRST].update(kind="os.system")),
-        "is a 'os.system'; known are GFSA",
+        "is a 'os.system'; known are",
     ),
     "senseless arguments": (
         damage_json(lambda d: d["filters"][FIRST]["arguments"].update(K=1)),

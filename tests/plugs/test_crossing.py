@@ -173,10 +173,15 @@ def test_what_was_projected_outside_is_not_judged() -> None:
     assert list(plug(model, FilteredCore).plugged) == ["0.core", "1.core"]
 
 
-@pytest.mark.parametrize("filtered", [FilteredDense, WithoutGradients])
-def test_where_nothing_is_known_the_adapter_decides(filtered: type[nn.Module]) -> None:
+def test_a_layer_that_could_not_be_checked_is_named() -> None:
+    with pytest.warns(UserWarning, match="read, layer attend to their own tokens was not checked"):
+        report = plug(Model(), WithoutGradients)
+    assert list(report.plugged) == ["read", "layer"]
+
+
+def test_where_nothing_is_known_the_adapter_decides() -> None:
     model = Model()
-    report = plug(model, filtered)
+    report = plug(model, FilteredDense)
     assert list(report.plugged) == ["read", "layer"]
     assert not report.skipped
     assert torch.is_grad_enabled()

@@ -705,3 +705,44 @@ def test_tracing_on_the_command_line():
         shown = CliRunner().invoke(build_cli(), ["info", "tiny_vit_5m_224", *options])
         assert shown.exit_code == 0
         assert "tracer" in shown.output
+
+
+def test_degree_one_leaves_the_second_pass_out() -> None:
+    model = bert()
+    gfsa.plug(model, degree=1)
+    assert {filter.degree for filter in gfsa.filters_of(model).values()} == {1}
+    with pytest.raises(ValueError, match="pass one of them"):
+        gfsa.plug(bert(), degree=1, K=3)
+    with pytest.raises(ValueError, match="degree must be 1"):
+        gfsa.plug(bert(), degree=3)
+
+
+def test_layers_by_name_and_pattern() -> None:
+    report = gfsa.plug(bert(), layers=["encoder.layer.[01].*", "encoder.layer.3", 3], dry_run=True)
+    assert len(report.plugged) == 4
+    assert len(gfsa.plug(bert(), layers="*.1.*", dry_run=True).plugged) == 1
+    with pytest.raises(ValueError, match="which matches none of"):
+        gfsa.plug(bert(), layers="encodr.*")
+
+
+def test_a_report_in_place_of_the_model_says_so() -> None:
+    report: Any = gfsa.plug(bert())
+    assert copy.deepcopy(report) == report
+    for use in (lambda: report(1), lambda: report.train(), lambda: gfsa.unplug(report)):
+        with pytest.raises((TypeError, AttributeError), match="in place and returns a report"):
+            use()
+
+
+def test_load_reports_as_plug_does(tmp_path: Path) -> None:
+    model = bert()
+    plugged = gfsa.plug(model, layers="even")
+    gfsa.save(model.requires_grad_(False), tmp_path)
+    gfsa.unplug(model)
+    loaded = gfsa.load(model, tmp_path)
+    assert (loaded.plugged, loaded.numbers, loaded.parameters, loaded.how) == (
+        plugged.plugged,
+        plugged.numbers,
+        plugged.parameters,
+        plugged.how,
+    )
+    assert loaded.skipped.keys() == plugged.skipped.keys()

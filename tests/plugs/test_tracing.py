@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import gfsa
 from gfsa.plugs.tracing.adapter import TraceError, looks_like_attention
+from gfsa.plugs.tracing.candidates import refusal_by_class_name, refusal_by_code
 from support.plugging import check_backbone, disturb, matrix_polynomial
 from support.written_attention import (
     DIM,
@@ -480,3 +481,22 @@ def test_an_empty_batch():
         assert model(X[:0]).shape == (0, N, DIM)
         assert model(X).isfinite().all()
         assert model(X[:0]).shape == (0, N, DIM)
+
+
+class SpoolAttention(TwoInputs):
+    """Self-attention whose name contains "pool"."""
+
+
+def test_a_name_alone_does_not_make_attention_pool() -> None:
+    layer = SpoolAttention()
+    refusals = [refusal_by_class_name(layer)]
+    layer.probe = nn.Parameter(torch.zeros(1, 1, DIM))
+    refusals.append(refusal_by_class_name(layer))
+    assert refusals[0] is None
+    assert refusals[1] is not None
+
+
+def test_a_fixed_number_of_keys_is_refused() -> None:
+    layer = SpoolAttention()
+    layer.pool = nn.AdaptiveAvgPool2d(7)
+    assert "pool" in str(refusal_by_code(layer))

@@ -175,7 +175,7 @@ class TestLora:
 def test_prefix_tuning_is_refused(name: str, task: str, training: bool) -> None:
     config = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type=task)
     model = peft.get_peft_model(plugged(name), config).train(training)
-    with pytest.raises(ValueError, match=r"prefix tuning.* cannot be combined with a filter"):
+    with pytest.raises(ValueError, match="prefix tuning"):
         model(**batch_for(name))
 
 

@@ -297,7 +297,7 @@ class GraphFilter(nn.Module):
 
     def forward(self, operator: Operator, v: Tensor) -> Tensor:
         r"""Filter the tokens: :math:`y = \sum_k c_k A^k v` on the graph of ``operator``."""
-        if not operator.values_are_mixed:
+        if (self.first_values is not None or self.has_depth) and not operator.values_are_mixed:
             v = self.mix_values(v)
         coefficients = self.polynomial_coefficients()
         if type(coefficients) is Tensor and coefficients.device != v.device:
@@ -328,7 +328,7 @@ class GraphFilter(nn.Module):
 
         ``operator`` is marked, so that a forward with it takes them as they are.
         """
-        if not operator.values_are_mixed:
+        if (self.first_values is not None or self.has_depth) and not operator.values_are_mixed:
             v = self.mix_values(v)
             operator.values_are_mixed = True
         return v

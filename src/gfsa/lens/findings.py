@@ -173,19 +173,6 @@ def _entropy(model: ModelReading) -> list[str]:
     return found
 
 
-def grouped_reasons(skipped: Mapping[str, str]) -> list[str]:
-    """One line for all modules that have the same reason."""
-    groups: dict[str, list[str]] = {}
-    for name, reason in skipped.items():
-        groups.setdefault(reason, []).append(name)
-    return [
-        f"{' and '.join(names)}: {reason}"
-        if len(names) <= 2
-        else f"{len(names)} modules, {names[0]} to {names[-1]}: {reason}"
-        for reason, names in groups.items()
-    ]
-
-
 @dataclass
 class Headline:
     """Sentences that compare, and sentences that advise."""

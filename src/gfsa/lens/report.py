@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from gfsa._version import __version__
-from gfsa.lens.findings import Headline, findings, grouped_reasons, headline, passed, percent
+from gfsa.lens.findings import Headline, findings, headline, passed, percent
 from gfsa.lens.readings import (
     AttentionReading,
     FeatureReading,
@@ -20,6 +20,7 @@ from gfsa.lens.readings import (
     to_plain,
 )
 from gfsa.lens.trajectory import Trajectory
+from gfsa.plugs.report import grouped_reasons
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,6 +19,7 @@ from gfsa.operators.base import (
     value_of,
 )
 from gfsa.operators.call import AttentionCall, DropoutPlace, check_dropout_place
+from gfsa.operators.checks import check_kinds
 
 
 class DenseOperator(Operator):
@@ -43,6 +44,7 @@ class DenseOperator(Operator):
         dropout_p: float = 0.0,
         dropout_after: DropoutPlace = "attention",
     ) -> None:
+        check_kinds(matrix=matrix)
         if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2]:
             raise ValueError(
                 f"expected a square attention map (..., N, N), got {tuple(matrix.shape)}; "

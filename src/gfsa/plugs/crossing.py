@@ -7,7 +7,7 @@ layer, from arguments of which none is common to them: they are different tokens
 
 from __future__ import annotations
 
-import contextlib
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,6 +34,7 @@ class Crossing:
 
     def __init__(self, watched: Mapping[str, tuple[nn.Module, GraphFilter]]) -> None:
         self.found: set[str] = set()
+        self.looked_at: set[str] = set()
         self._calls: list[_Call] = []
         self._handles: list[Any] = []
         for name, (module, filter) in watched.items():
@@ -62,6 +63,7 @@ class Crossing:
 
     def _look(self, name: str) -> Any:
         def look(filter: nn.Module, args: Any) -> None:
+            self.looked_at.add(name)
             pair = _queries_and_keys(args[0]) if args else None
             if pair is not None and self._calls and self._calls[-1].crosses(*pair):
                 self.found.add(name)
@@ -158,10 +160,17 @@ def layers_that_cross(
         return set()
     crossing = Crossing(watched)
     try:
-        # a model may run without gradients alone, as it did in the trial before: then the layers
-        # up to the one that fails have been looked at
-        with contextlib.suppress(Exception):
-            run()
+        run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        # some models run only without gradients, as in the trial before
+        unchecked = [name for name in watched if name not in crossing.looked_at]
+        warnings.warn(
+            f"whether {', '.join(unchecked)} attend to their own tokens was not checked, because "
+            f"with gradients the model raised {type(error).__name__}: {str(error)[:200]}",
+            stacklevel=2,
+        )
     finally:
         crossing.remove()
     return crossing.found

@@ -60,6 +60,7 @@ def plug(
     dry_run: bool = False,
     inputs: Any = None,
     depth: bool = False,
+    degree: int | None = None,
     **others: Any,
 ) -> PlugReport:
     r"""Give the model's self-attention layers a graph filter each, in place.
@@ -76,9 +77,10 @@ def plug(
             they synchronise only the parameters that a model has when they wrap it.
         K, learn, w0, w1, wK, power, lr_multiplier: as in :class:`gfsa.GFSA`, with its defaults
             (K = 3, all three learned, ordinary attention to begin with).
-        layers: ``"all"``, ``"even"``, ``"odd"``, ``"lower"`` or ``"upper"`` (half), layer numbers
-            counted from 1 over the model's self-attention layers, or a predicate
-            ``(name, module) -> bool``.
+        degree: 1 is another way to write ``K=None``, one pass; 2 is the default.
+        layers: ``"all"``, ``"even"``, ``"odd"``, ``"lower"`` or ``"upper"`` (half), numbers as in
+            the report (counted from 1 over the self-attention layers that can be plugged), names,
+            patterns such as ``"encoder.*"``, or a predicate ``(name, module) -> bool``.
         filter: another filter, as a function of the number of heads, e.g. ``gfsa.Twicing`` or
             ``lambda heads: gfsa.Polynomial(heads, degree=4)``; it returns a new one for each layer.
             Passing an argument of GFSA beside it is an error.
@@ -136,8 +138,11 @@ def plug(
         "dropout_after": dropout_after,
     }
     given = {name: value for name, value in arguments.items() if value is not UNSET}
+    _check_degree(degree, given)
     if preset is not None:
         given = {**preset_for(model, preset), **given}
+    if degree is not None:
+        given["K"] = None if degree == 1 else given.get("K", 3)
     place = check_dropout_place(given.pop("dropout_after", "attention"))
     if unknown not in get_args(Unknown):
         raise ValueError(f"unknown must be one of {get_args(Unknown)}, got {unknown!r}")
@@ -189,6 +194,18 @@ def _refuse_arguments(others: Mapping[str, Any]) -> None:
             "as in lambda heads: gfsa.Polynomial(heads, degree=4)"
         )
         raise TypeError(f"plug has no argument {name!r}; {advice}")
+
+
+def _check_degree(degree: int | None, given: Mapping[str, Any]) -> None:
+    if degree is None:
+        return
+    if isinstance(degree, bool) or degree not in (1, 2):
+        raise ValueError(
+            f"degree must be 1 (c0·I + c1·A) or 2 (the default), got {degree!r:.40}; for others "
+            "pass filter=lambda heads: gfsa.Polynomial(heads, degree=…)"
+        )
+    if "K" in given or given.get("power") == "exact":
+        raise ValueError("degree and K (or power='exact') both set the degree; pass one of them")
 
 
 def unplug(model: nn.Module) -> None:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 ROOT = "(the model)"
 """How reports call a model that is an attention module itself: its name is the empty string."""
+
+IN_PLACE = (
+    "gfsa.plug changes the model in place and returns a report: write gfsa.plug(model), not "
+    "model = gfsa.plug(model)"
+)
 
 
 @dataclass
@@ -27,6 +33,13 @@ class PlugReport:
     """Whether the model was left unchanged."""
     note: str = ""
     """How the filters change what the model computes before they learn; empty if they do not."""
+
+    def __getattr__(self, name: str) -> Any:
+        # after model = gfsa.plug(model), a report is asked for what a model has
+        raise AttributeError(f"PlugReport has no attribute {name!r}. {IN_PLACE}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"a PlugReport cannot be called. {IN_PLACE}")
 
     def __str__(self) -> str:
         verb = "would plug" if self.dry_run else "plugged"
@@ -68,11 +81,14 @@ def report_text(
     return "\n".join(lines)
 
 
+def grouped_reasons(refused: Mapping[str, str]) -> list[str]:
+    """A line for each reason, with the layers that have it."""
+    return [f"{_shortened(names)}: {reason}" for reason, names in _by_reason(refused).items()]
+
+
 def listed_reasons(refused: Mapping[str, str]) -> str:
     """Refused layers for an error, a line for each reason."""
-    return "".join(
-        f"\n  {_shortened(names)}: {reason}" for reason, names in _by_reason(refused).items()
-    )
+    return "".join(f"\n  {line}" for line in grouped_reasons(refused))
 
 
 def counted(number: int, noun: str) -> str:

@@ -13,7 +13,7 @@ from gfsa.plugs.adapter import CHILD, Adapter
 from gfsa.plugs.cross_attention import Owners
 from gfsa.plugs.partitioned import is_partitioned
 from gfsa.plugs.registry import Unknown, find_adapter
-from gfsa.plugs.report import listed_reasons
+from gfsa.plugs.report import IN_PLACE, PlugReport, listed_reasons
 
 ADAPTER = "_gfsa_adapter"
 """The key in ``module.__dict__`` under which a plugged module keeps its adapter."""
@@ -130,7 +130,8 @@ def accepting_sites(model: nn.Module, found: Mapping[str, Site]) -> dict[str, Si
 
 def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a model (an nn.Module), got {type(model).__name__}")
+        hint = f". {IN_PLACE}" if isinstance(model, PlugReport) else ""
+        raise TypeError(f"expected a model (an nn.Module), got {type(model).__name__}{hint}")
 
 
 def is_sharded(site: Site) -> bool:

@@ -9,8 +9,9 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from gfsa.lens.colours import series_of
-from gfsa.lens.findings import USUAL_SIMILARITY, grouped_reasons
+from gfsa.lens.findings import USUAL_SIMILARITY
 from gfsa.lens.readings import ModelReading
+from gfsa.plugs.report import grouped_reasons
 
 if TYPE_CHECKING:
     from gfsa.lens.report import LensReport

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from gfsa._version import __version__
+from gfsa.plugs.report import counted
 from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.sites import filters_of
 
@@ -75,10 +76,10 @@ class Card:
         what = {"none": "Filters for", "model": "A model with", "adapter": "An adapter with"}
         of = "" if self.base_model is None else f" (backbone: `{self.base_model}`)"
         return (
-            f"{what[self.weights]} graph-filter self-attention in {len(filters)} layers of "
-            f"`{self.description['model']}`{of}: each head applies a polynomial of its attention "
-            f"map, H = c0·I + c1·A + c2·A² + …, with learned coefficients. Written by gfsa "
-            f"{__version__}."
+            f"{what[self.weights]} graph-filter self-attention in "
+            f"{counted(len(filters), 'layer')} of `{self.description['model']}`{of}: "
+            "each head applies a polynomial of its attention map, H = c0·I + c1·A + c2·A² + …, "
+            f"with learned coefficients. Written by gfsa {__version__}."
         )
 
     def _use(self) -> str:

@@ -19,6 +19,7 @@ from gfsa.plugs.attach import device_of, dtype_for, install, notify_adapters
 from gfsa.plugs.hub.download import filter_folder
 from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.partitioned import gathered
+from gfsa.plugs.report import PlugReport
 from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.saving import files
 from gfsa.plugs.saving.identity import (
@@ -147,7 +148,7 @@ def load(
     revision: str | None = None,
     token: str | None = None,
     max_degree: int = MOST_DEGREE,
-) -> None:
+) -> PlugReport:
     """Put saved filters into ``model``, plugging it where needed.
 
     Layers, kinds, head counts, shapes and values are checked first. If anything does not fit, an
@@ -161,6 +162,9 @@ def load(
         token: an access token for the Hub; by default the one that you are logged in with.
         max_degree: filters of a higher degree are refused: every degree is one attention pass.
 
+    Returns:
+        A report of the layers that have filters now, and of the others, as :func:`gfsa.plug` does.
+
     Warns:
         UserWarning: if the layers have other weights than those the filters were saved with.
 
@@ -173,7 +177,7 @@ def load(
         >>> report = gfsa.plug(model)
         >>> gfsa.save(model, "filters")
         >>> gfsa.unplug(model)
-        >>> gfsa.load(model, "filters")
+        >>> report = gfsa.load(model, "filters")
         >>> list(gfsa.filters_of(model))
         ['layers.0.self_attn', 'layers.1.self_attn']
     """
@@ -182,6 +186,24 @@ def load(
     source = str(path)
     description, tensors = files.read(folder)
     restore(model, description, tensors, source, other_versions=True, max_degree=max_degree)
+    return _report_of(model)
+
+
+def _report_of(model: nn.Module) -> PlugReport:
+    found = sites(model)
+    plugged = {name: site for name, site in found.items() if site.is_plugged}
+    accepting = [name for name, site in found.items() if site.refusal is None]
+    return PlugReport(
+        {name: site.filter.num_heads for name, site in plugged.items()},
+        {
+            name: site.refusal or "no filter was saved for it"
+            for name, site in found.items()
+            if not site.is_plugged
+        },
+        sum(p.numel() for site in plugged.values() for p in site.filter.parameters()),
+        {name: site.adapter.how for name, site in plugged.items()},
+        {name: number for number, name in enumerate(accepting, start=1)},
+    )
 
 
 def describe(model: nn.Module) -> dict[str, Any]:

@@ -45,7 +45,6 @@ _WITHOUT_MAP = {
     r"ngram": "it has several streams of queries, whose maps are not square",
     r"attentionmap": "it returns a map and multiplies no values by it",
     r"bimultihead|assign": REASON,
-    r"pool": "pooling attention has learned queries: its map is not square",
     r"cross": REASON,
     r"longformer|ledencoder|blocksparse|lsh|longt5(local|transient)|globallocal": (
         "its map is kept in bands or blocks, not as a square"
@@ -95,7 +94,19 @@ def _projects(module: nn.Module) -> bool:
 def refusal_by_class_name(module: nn.Module) -> str | None:
     """Why a module cannot be filtered, judging by the name of its class, or None."""
     name = type(module).__name__.lower()
-    return next((why for pattern, why in _WITHOUT_MAP.items() if re.search(pattern, name)), None)
+    found = (why for pattern, why in _WITHOUT_MAP.items() if re.search(pattern, name))
+    return next(found, None) or refusal_of_pooling(module)
+
+
+def refusal_of_pooling(module: nn.Module) -> str | None:
+    """Why attention that pools tokens cannot be filtered, or None.
+
+    A name with "pool" does not show it alone: the layer has a query (or a position) as a parameter.
+    """
+    owns_query = any(p.dim() > 1 for p in module.parameters(recurse=False))
+    if "pool" in type(module).__name__.lower() and owns_query:
+        return "pooling attention has learned queries: its map is not square"
+    return None
 
 
 def refusal_by_code(module: nn.Module) -> str | None:
@@ -131,7 +142,10 @@ def _reduction(module: nn.Module) -> str | None:
         sizes = stride if isinstance(stride, (tuple, list)) else (stride,)
         if any(isinstance(size, int) and size > 1 for size in sizes):
             return f"{name} = {stride}"
-    return None
+    # a fixed number of keys: at one size of image that may be the number of tokens
+    adaptive = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
+    named = module.named_children()
+    return next((f"{name} = {child}" for name, child in named if isinstance(child, adaptive)), None)
 
 
 def computes_softmax(module: nn.Module) -> bool:

@@ -74,8 +74,7 @@ class Trace(TorchFunctionMode):
 
     def begin(self) -> None:
         """Read the arguments of the forward before it runs."""
-        if not self.inputs:
-            check_kinds(**{k: v for k, v in self.given.items() if isinstance(v, torch.fx.Proxy)})
+        check_kinds(**{k: v for k, v in self.given.items() if isinstance(v, torch.fx.Proxy)})
         self.recorder.start(self.inputs, self.given)
         if self.memory.known:
             self._require_same_tokens()

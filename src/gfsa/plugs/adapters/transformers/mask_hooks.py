@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from gfsa.operators.by_rows import rows_at_once
-from gfsa.plugs.adapters.transformers.code_names import names_in
 from gfsa.plugs.adapters.transformers.generate_masks import describe_for_generate
 from gfsa.plugs.adapters.transformers.mask_view import MaskConfigView
 from gfsa.plugs.adapters.transformers.masks import DescribedMask
@@ -134,5 +134,17 @@ def _makes_masks(kind: type[nn.Module]) -> bool:
             # what is decided when a model is built, the real config decides
             if name == "__init__" or not callable(function):
                 continue
-            names.update(names_in(inspect.unwrap(function)))
+            names.update(_names_in(inspect.unwrap(function)))
     return bool(names & _CREATORS) and "_attn_implementation" not in names
+
+
+def _names_in(function: Any) -> set[str]:
+    """Globals and attributes that a function mentions; a lambda in it may be the one that does."""
+    found: set[str] = set()
+    waiting = [getattr(function, "__code__", None)]
+    while waiting:
+        code = waiting.pop()
+        if code is not None:
+            found.update(code.co_names)
+            waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return found

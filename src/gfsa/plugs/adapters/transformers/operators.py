@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -48,7 +49,7 @@ from gfsa.plugs.adapters.transformers.product_check import (
 OperatorMaker = Callable[..., tuple[Operator, Tensor]]
 
 # since 5.18 transformers' sdpa raises for softcapped scores; before, it left the cap out
-_REFUSES_SOFTCAP = "softcap" in sdpa_attention_forward.__code__.co_consts
+_REFUSES_SOFTCAP = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 18)
 
 
 def operator_maker(implementation: str) -> OperatorMaker:

@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from gfsa.plugs.adapters.transformers.chosen_keys import CHOICES
-from gfsa.plugs.adapters.transformers.code_names import names_in, strings_in
 from gfsa.plugs.cross_attention import OTHER_SEQUENCE, REASON
+from gfsa.plugs.tracing.candidates import refusal_of_pooling
 
 OTHER_TOKENS = frozenset((*OTHER_SEQUENCE, "context_hidden_states"))
 """Arguments of an attention module's forward that hold the tokens of another sequence."""
@@ -45,8 +44,8 @@ def refusal_of_interface(module: Any) -> str | None:
     kind = type(module).__name__.lower()
     if "crossattention" in kind or getattr(module, "is_cross_attention", False) is True:
         return REASON
-    if "pooling" in kind:
-        return "pooling attention has learned queries: its map is not square"
+    if (pooling := refusal_of_pooling(module)) is not None:
+        return pooling
     if "channel" in kind:
         return "its attention is over channels, not tokens"
     if hasattr(module, "sequence_reduction"):
@@ -57,11 +56,6 @@ def refusal_of_interface(module: Any) -> str | None:
         return "its keys are its tokens and compressed ones: the map is not square"
     if _requires_other_tokens(type(module)) or hasattr(module, "append_to_cache"):
         return f"{REASON} (or some of them are)"
-    if _depends_on_name(type(module)):
-        return (
-            "it computes something else for the implementations eager and sdpa than for others, "
-            "and the filtered ones are others"
-        )
     return None
 
 
@@ -92,15 +86,6 @@ def _requires_other_tokens(kind: type[nn.Module]) -> bool:
         name in OTHER_TOKENS and parameter.default is inspect.Parameter.empty
         for name, parameter in parameters.items()
     )
-
-
-def _depends_on_name(kind: type[nn.Module]) -> bool:
-    """Whether the forward compares its implementation's name, and not to pass on chosen keys."""
-    forward = inspect.unwrap(kind.forward)
-    if "_attn_implementation" not in names_in(forward):
-        return False
-    strings = strings_in(forward)
-    return strings.issuperset(("eager", "sdpa")) and not strings & CHOICES
 
 
 def _strides(projection: nn.Module) -> bool:

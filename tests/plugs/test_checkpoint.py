@@ -230,7 +230,7 @@ def test_every_stage_of_a_hierarchy_has_its_own_depth(tmp_path: Path) -> None:
     gfsa.plug(model, layers=[1])
     gfsa.save(model, tmp_path)
     with pytest.raises(
-        ValueError, match=r"has 1 layers layers\.2\.blocks\.\*\.attn, 2 layers layers"
+        ValueError, match=r"has 1 layer layers\.2\.blocks\.\*\.attn, 2 layers layers"
     ):
         gfsa.load(swin(1, 2, 1, 1), tmp_path)
 

@@ -165,7 +165,10 @@ def _counted(stacks: Any, others: Any) -> str:
     if not (isinstance(stacks, dict) and isinstance(others, dict)):
         return repr(stacks)[:80]
     differing = [stack for stack in stacks if stacks[stack] != others.get(stack)]
-    return some_of(f"{stack:.80} {stacks[stack]!s:.20} times" for stack in differing)
+    return some_of(
+        f"{stacks[stack]!s:.20} layer{'' if stacks[stack] == 1 else 's'} {stack:.80}"
+        for stack in differing
+    )
 
 
 def some_of(names: Any) -> str:

@@ -201,5 +201,6 @@ def test_a_token_by_the_kernel_is_one_launch(kind: str, static: bool) -> None:
         calls = added(steps, count_calls)
         # attention with a mask, that of free rows, is three operators more on a CPU
         assert added(steps, count_operators) == [-3 if static else 0] * 2
-    assert calls[0] < 110
-    assert calls[1] < 115
+    assert calls[0] < 107
+    # some of them see that the caller assigned other rows to the cache
+    assert calls[1] < 135

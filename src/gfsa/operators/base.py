@@ -226,7 +226,7 @@ def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -3)
 
 
-# below it a GPU waits for the calls that splitting by head costs (results/pruning.md); a guess
+# below it a GPU waits for the calls that splitting by head costs; a guess
 # between what was seen to lose, 10⁸, and where those calls take as long as the work they save
 _FLOPS_WORTH_A_CALL = 5e10
 

@@ -371,7 +371,8 @@ class _RepeatedMethod:
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.name != "reset" and not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if self.name != "reset" and not compiling:
             refuse_other_rows(self.layer)
         result = getattr(type(self.layer), self.name)(self.layer, *args, **kwargs)
         for companions in self.layer.gfsa_powers.values():
@@ -381,5 +382,6 @@ class _RepeatedMethod:
                     getattr(companion, self.name)(*args, **kwargs)
         if self.name == "reset":
             forget_fillings(self.layer)
-        remember_rows(self.layer)
+        if not compiling:
+            remember_rows(self.layer)
         return result

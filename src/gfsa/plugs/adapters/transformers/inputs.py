@@ -87,8 +87,11 @@ def look_at_inputs(
                 mix_into(cache, index, module)
             # a compiled call would check all that is read here, for every token
             if index is not None and not torch.compiler.is_compiling():
-                layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
-                if index < len(layers):
-                    refuse_other_rows(layers[index])
+                try:
+                    layer = getattr(cache, "self_attention_cache", cache).layers[index]
+                except (AttributeError, IndexError):
+                    pass
+                else:
+                    refuse_other_rows(layer)
             return args, {**kwargs, CACHE: (cache, index)}
     return None

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 
 def remember_rows(layer: Any) -> None:
-    """Note the keys and values of a layer to which powers are added, or whose rows have moved."""
-    if not torch.compiler.is_compiling():
-        layer.gfsa_rows = _Rows(layer)
+    """Note the keys and values of a layer to which powers are added, or whose rows have moved.
+
+    Not while a model is compiled: the graph would check all that is read here, for every token.
+    """
+    layer.gfsa_rows = _Rows(layer)
 
 
 def refuse_other_rows(layer: Any) -> None:
@@ -43,31 +45,37 @@ class _Rows:
     def __init__(self, layer: Any) -> None:
         self.keys, self.values = layer.keys, layer.values
         self.filled = _filled(layer)
-        self.versions: Any = (_version(self.keys), _version(self.values))
+        self.versions = _versions(layer)
 
     def __getstate__(self) -> dict[str, Any]:
         # copies of tensors count their changes anew
         return {**self.__dict__, "versions": None}
 
     def were_changed_in(self, layer: Any) -> bool:
-        if self.filled != _filled(layer):
-            # by a compiled call, or by another model, which the lengths show
+        same = self.keys is layer.keys and self.values is layer.values
+        if same and (self.versions is None or self.versions == _versions(layer)):
             return False
-        if self.keys is not layer.keys or self.values is not layer.values:
-            return True
-        now = (_version(self.keys), _version(self.values))
-        return self.versions is not None and self.versions != now
+        # else by a compiled call, or by another model, which the lengths show
+        return self.filled == _filled(layer)
 
 
-def _filled(layer: Any) -> int | None:
+def _filled(layer: Any) -> int:
     """A number that changes when tokens are added to a layer; on the host, without waiting."""
-    length = layer.get_seq_length()
-    return _version(length) if isinstance(length, Tensor) else length
+    filled = layer.__dict__.get("cumulative_length")
+    if filled is None:
+        return layer.keys.shape[-2]
+    try:
+        return filled if type(filled) is int else filled._version
+    except RuntimeError:
+        return 0
 
 
-def _version(x: Tensor) -> int | None:
-    """How often a tensor was written; None for those of inference mode, which do not count it."""
-    return None if x.is_inference() else x._version
+def _versions(layer: Any) -> tuple[int, int] | None:
+    """How often keys and values were written; tensors of inference mode do not count it."""
+    try:
+        return layer.keys._version, layer.values._version
+    except RuntimeError:
+        return None
 
 
 def watch(layer: Any, owner: int) -> None:

@@ -92,11 +92,7 @@ def which_backend(
 ) -> Decision:
     """Say which kernels :func:`graph_filter_attention` runs for these arguments, and why.
 
-    Nothing is computed.
-
-    Args:
-        q, k, v, coeffs, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend,
-            exclusive: as in :func:`graph_filter_attention`.
+    Nothing is computed. The arguments are those of :func:`graph_filter_attention`.
 
     Returns:
         The decision: ``backend`` says whose attention kernels run (``"dense"``, ``"sdpa"`` for

@@ -1,4 +1,4 @@
-"""docs/engines.md: a table of engines and what was found with each, from ``findings.json``."""
+"""docs/engines.md: a table of engines, from ``findings.json`` of each, which it links to."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ from engines.catalogue import ENGINES, ROOT, Engine
 
 PAGE = ROOT / "docs" / "engines.md"
 BEGIN, END = "<!-- make engines: begin -->", "<!-- make engines: end -->"
-_COST = ("time", "memory")
 
 
 def table() -> str:
     """The generated part of the page."""
     lines = [
-        "| engine | version | start | tests | cost in time | cost in cache memory |",
-        "| --- | --- | --- | ---: | --- | --- |",
+        "| engine | version | start | tests | time | cache memory |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    details = []
     for engine in ENGINES.values():
         if not engine.findings.exists():
             lines.append(f"| {_title(engine)} | – | {engine.start} | not run | – | – |")
             continue
         found = json.loads(engine.findings.read_text(encoding="utf-8"))
-        time, memory = (_cost(found, kind) for kind in _COST)
+        time, memory = (_cost(found, kind) for kind in ("time", "memory"))
         skipped = f", {found['skipped']} skipped" if found["skipped"] else ""
         passed = f"{found['tests'] - found['skipped']} passed{skipped}"
-        cells = [_title(engine), found["version"], engine.start, passed, time, memory]
+        tests = f"[{passed}](../{engine.findings.relative_to(ROOT).as_posix()})"
+        cells = [_title(engine), found["version"], engine.start, tests, time, memory]
         lines.append(f"| {' | '.join(cells)} |")
-        details += _details(engine, found)
-    return "\n".join([*lines, "", *details])
+    return "\n".join([*lines, ""])
 
 
 def rebuilt() -> str:
@@ -52,17 +50,3 @@ def _title(engine: Engine) -> str:
 
 def _cost(found: dict[str, Any], kind: str) -> str:
     return "; ".join(row["result"] for row in found["findings"] if row["check"] == kind) or "–"
-
-
-def _details(engine: Engine, found: dict[str, Any]) -> list[str]:
-    rows = [row for row in found["findings"] if row["check"] not in _COST]
-    if not rows:
-        return []
-    return [
-        f"### {engine.title} {found['version']}",
-        "",
-        "| check | result |",
-        "| --- | --- |",
-        *(f"| {row['check']} | {row['result']} |" for row in rows),
-        "",
-    ]

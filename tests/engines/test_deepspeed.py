@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO trains filters as one process does, and ``gfsa.save`` gathers them."""
+"""DeepSpeed: ZeRO trains filters as one process does, also in Trainer; `gfsa.save` gathers them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import worker
 
 import gfsa
+from engines import deepspeed_worker as worker
+from scale.workers.filter_rate import FILTER_LR, MODEL_LR, alone_in_a_loop
+from support.filter_rate import check_against_one_process, launched, one_process
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +71,9 @@ def run(stage: int, folder: Path, *what: str) -> list[dict[str, Any]]:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
-        *(str(Path(__file__).with_name("worker.py")), str(stage), str(folder), *what),
+        *("-m", "engines.deepspeed_worker", str(stage), str(folder), *what),
     ]
-    tests = str(Path(__file__).parents[2])
+    tests = str(Path(__file__).parents[1])
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -100,3 +102,53 @@ def test_what_a_step_costs(tmp_path: Path, record: Callable[[str, str], None]) -
         f"{max(times):.2f}× a step (ZeRO-3, 2 processes, 2 layers of 128 features, 2 × 256 tokens)",
     )
     assert max(times) < 3
+
+
+LABELS = {
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "zero2-config": "ZeRO-2, optimizer from the config",
+    "zero3-config": "ZeRO-3, optimizer from the config",
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return one_process(tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.parametrize("mode", list(LABELS))
+def test_two_processes(
+    mode: str,
+    expected: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record: Callable[[str, str], None],
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = launched(mode, tmp_path)
+    check_against_one_process(found, expected)
+    # DeepSpeed moves its own schedule on before Trainer asks for the rate
+    late = 1 if mode.endswith("-config") else 0
+    rates = torch.tensor(expected["rates"])
+    torch.testing.assert_close(torch.tensor(found["rates"])[: len(rates) - late], rates[late:])
+    assert found["resumed theta"] == found["theta"]
+    check = f"Trainer with gfsa.FilterRate, {LABELS[mode]}, 2 processes"
+    record(check, "the run of one process, resumed exactly")
+
+
+def test_accelerate_with_an_optimizer_from_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Callable[[str, str], None]
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = launched("accelerate-config", tmp_path, processes=1)
+    assert found["groups"] == [["weights", MODEL_LR], ["biases", MODEL_LR], ["filters", FILTER_LR]]
+    theta, expected = torch.tensor(found["theta"]), torch.tensor(alone_in_a_loop())
+    assert expected.abs().max() > FILTER_LR
+    torch.testing.assert_close(theta, expected, rtol=0, atol=1e-4)
+    record(
+        "accelerate, ZeRO-3, DummyOptim(gfsa.parameter_groups(…))",
+        "the groups and the run of torch alone",
+    )

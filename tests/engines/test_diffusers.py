@@ -406,7 +406,7 @@ def test_what_a_forward_costs(record: Record) -> None:
 
 
 def test_the_page_on_diffusion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Path(__file__).parents[3] / "docs" / "diffusion.md"
+    page = Path(__file__).parents[2] / "docs" / "diffusion.md"
     blocks = re.findall(r"```python no-run\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) == 2
     monkeypatch.chdir(tmp_path)

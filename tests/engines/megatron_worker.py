@@ -1,6 +1,6 @@
-"""A tiny GPT of Megatron-core on the CPU: ``torchrun worker.py FOLDER``, tensor parallel.
+"""A tiny tensor-parallel GPT of Megatron-core: ``torchrun -m engines.megatron_worker FOLDER``.
 
-Every process writes what it saw to ``FOLDER/WORLD-RANK.pt``.
+On the CPU. Every process writes what it saw to ``FOLDER/WORLD-RANK.pt``.
 """
 
 from __future__ import annotations

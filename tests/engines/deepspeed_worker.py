@@ -1,4 +1,4 @@
-"""One process of a DeepSpeed run: ``torchrun worker.py STAGE FOLDER``, or the run without it.
+"""A process of ``torchrun -m engines.deepspeed_worker STAGE FOLDER``, or the run without DeepSpeed.
 
 Writes the filters to ``FOLDER/filters`` and what it saw to ``FOLDER/RANK.json``. With a third
 argument, ``cost``, it writes what a step with filters takes relative to one without.

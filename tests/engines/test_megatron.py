@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import worker
 from torch import Tensor, nn
 
+from engines import megatron_worker as worker
 from gfsa.engines.megatron import with_filters
 from support.cost import time_ratio
 
@@ -31,15 +31,16 @@ def process() -> Any:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """What the processes saw, by how many there were."""
     folder = tmp_path_factory.mktemp("megatron")
+    tests, path = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")
     for processes in (1, 2):
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
-            *(str(Path(worker.__file__)), str(folder)),
+            *("-m", "engines.megatron_worker", str(folder)),
         ]
         done = subprocess.run(
             command,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([tests, path])},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

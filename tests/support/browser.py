@@ -28,9 +28,7 @@ def chromium() -> Iterator[Any]:
     except ImportError:
         path = None
     if path is None:
-        message = (
-            "NO PAGE WAS TESTED: install playwright and Chromium, or set $CHROMIUM"
-        )
+        message = "NO PAGE WAS TESTED: install playwright and Chromium, or set $CHROMIUM"
         # a skip is a letter; a warning is in the summary
         warnings.warn(message, stacklevel=2)
         pytest.skip(message)

@@ -72,10 +72,9 @@ docs: .venv-docs/.docs
 docs-serve: .venv-docs/.docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/mkdocs serve
 
-# clicks through the built site in Chromium. Without a network: BROWSER="--mermaid mermaid.min.js"
-docs-browser: docs
-	$(DOCS)/pip install -q -c constraints.txt playwright
-	$(DOCS)/python docs/site/browser_check.py $(BROWSER)
+# the built site and a page of the lens in Chromium. Without a network: MERMAID=mermaid.min.js
+docs-browser: docs .venv/.dev
+	$(BIN)/pytest tests/docs/test_site_in_browser.py tests/lens/test_page.py
 
 .venv-docs/.docs: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-docs

@@ -33,7 +33,21 @@ PLACEHOLDER = "https://github.com/OWNER/gfsa"
 BOOST = {"docs/start.md": 8, "docs/transformers.md": 8, "docs/train.md": 2, "docs/faq.md": 0.5}
 BOOST |= {"CHANGELOG.md": 0.1, "docs/supported.md": 0.3}
 # rows of docs/supported.md that most readers look for, in this order
-COMMON = ("bert", "roberta", "gpt2", "llama", "qwen3", "mistral", "gemma3", "t5", "bart", "whisper")
+COMMON = (
+    "torch",
+    "transformers",
+    "timm",
+    "bert",
+    "roberta",
+    "gpt2",
+    "llama",
+    "qwen3",
+    "mistral",
+    "gemma3",
+    "t5",
+    "bart",
+    "whisper",
+)
 COMMON += ("vit", "deit", "swin", "clip", "dinov2", "vision_transformer", "swin_transformer")
 
 # the target of an inline link or image, without its title
@@ -47,7 +61,6 @@ _PICTURE = re.compile(
     r'<img alt="(?P<text>[^"]*)" src="(?P<light>[^"]+)">\s*</picture>'
 )
 _TWO_PICTURES = r"![\g<text>](\g<light>#only-light)![\g<text>](\g<dark>#only-dark)"
-_CENSUS = re.compile(r"(?<=<!-- census: begin -->).*(?=<!-- census: end -->)", re.DOTALL)
 
 
 def pages() -> list[str]:
@@ -154,7 +167,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     if source in BOOST:
         page.meta["search"] = {"boost": BOOST[source]}
     if source == "docs/supported.md":
-        markdown = _CENSUS.sub(lambda part: common_first(part[0]), markdown)
+        markdown = common_first(markdown)
     markdown = markdown.replace(PLACEHOLDER, os.environ.get("REPOSITORY", PLACEHOLDER))
     markdown = _PICTURE.sub(
         r"![\g<text>](\g<light>#only-light)![\g<text>](\g<dark>#only-dark)", markdown
@@ -175,14 +188,15 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return _LINK.sub(to_page_of_folder, markdown)
 
 
-def common_first(census: str) -> str:
-    """Each table of the census with the rows of common model types before the others."""
+def common_first(page: str) -> str:
+    """Each table of docs/supported.md with the rows that most readers look for at its top."""
 
     def rank(row: str) -> int:
-        name = row.split("|")[1].partition(":")[2].strip()
+        # a library, or transformers:bert
+        name = row.split("|")[1].rpartition(":")[2].strip()
         return COMMON.index(name) if name in COMMON else len(COMMON)
 
     def ordered(table: re.Match[str]) -> str:
         return "".join(sorted(table[0].splitlines(keepends=True), key=rank))
 
-    return re.sub(r"(?<=---\|\n)(?:\|.*\n)+", ordered, census)
+    return re.sub(r"(?<=---\|\n)(?:\|.*\n)+", ordered, page)

@@ -33,22 +33,8 @@ PLACEHOLDER = "https://github.com/OWNER/gfsa"
 BOOST = {"docs/start.md": 8, "docs/transformers.md": 8, "docs/train.md": 2, "docs/faq.md": 0.5}
 BOOST |= {"CHANGELOG.md": 0.1, "docs/supported.md": 0.3}
 # rows of docs/supported.md that most readers look for, in this order
-COMMON = (
-    "torch",
-    "transformers",
-    "timm",
-    "bert",
-    "roberta",
-    "gpt2",
-    "llama",
-    "qwen3",
-    "mistral",
-    "gemma3",
-    "t5",
-    "bart",
-    "whisper",
-)
-COMMON += ("vit", "deit", "swin", "clip", "dinov2", "vision_transformer", "swin_transformer")
+COMMON = "torch transformers timm bert roberta gpt2 llama qwen3 mistral gemma3 t5 bart whisper"
+COMMON += " vit deit swin clip dinov2 vision_transformer swin_transformer"
 
 # the target of an inline link or image, without its title
 _LINK = re.compile(r"\]\((?P<target>[^()\s]+)")
@@ -190,11 +176,12 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 def common_first(page: str) -> str:
     """Each table of docs/supported.md with the rows that most readers look for at its top."""
+    order = COMMON.split()
 
     def rank(row: str) -> int:
         # a library, or transformers:bert
         name = row.split("|")[1].rpartition(":")[2].strip()
-        return COMMON.index(name) if name in COMMON else len(COMMON)
+        return order.index(name) if name in order else len(order)
 
     def ordered(table: re.Match[str]) -> str:
         return "".join(sorted(table[0].splitlines(keepends=True), key=rank))

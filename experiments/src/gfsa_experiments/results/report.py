@@ -65,7 +65,8 @@ NAMES = FILTERS | {
     "gated": "gated heads",
     "longer": "longer plain",
     "residual": "value residual",
-    "both": "degree 1 on gated heads",
+    "pretrain-epoch-best/both": "degree 1 on gated heads",
+    "pretrain-lasting/both": "exclusive + depth",
     "featscale": "FeatScale",
     "w0": "identity term",
 }
@@ -75,9 +76,10 @@ OWN_RATE = "filter_lr=0.01"
 _FROM_SCRATCH = ("pretrain", "image", "graph", "speech", "lra", "stdlib", "digits")
 
 
-def named(comparison: str) -> str:
-    """``gfsa − plain`` in the words of pages, ``GFSA − plain``."""
-    return " − ".join(NAMES.get(line, line) for line in comparison.split(" − "))
+def named(comparison: str, family: str = "") -> str:
+    """``gfsa − plain`` in the words of pages, ``GFSA − plain``; a family may have its own."""
+    lines = comparison.split(" − ")
+    return " − ".join(NAMES.get(f"{family}/{line}", NAMES.get(line, line)) for line in lines)
 
 
 # families
@@ -94,7 +96,7 @@ def verdicts(judged: Sequence[Judged]) -> list[Block]:
             cells = contrast_cells(outcome.contrast, decimals_of_contrast(outcome.contrast))
             row = {
                 "setting": "" if first else f"{_link(family)}: {family.title}",
-                "comparison": named(outcome.comparison.name),
+                "comparison": named(outcome.comparison.name, family.name),
                 "pairs": str(outcome.pairs),
                 **{name: cells[name] for name in ("difference", "error reduction")},
                 "p (Holm)": p_value(outcome.p_holm),
@@ -126,7 +128,7 @@ def score_blocks(judged: Sequence[Judged]) -> list[Block]:
         row = {
             "setting": f"[{family.title.partition(':')[0]}](families/{family.path.name}), {metric}",
             "plain": number(plain.mean, decimals),
-            "filtered": f"{number(own.mean, decimals)} ({named(name)})",
+            "filtered": f"{number(own.mean, decimals)} ({named(name, family.name)})",
             "difference": _short(contrast(own.rows, plain.rows), verdict),
             "seeds": str(len(own.rows)),
             "at equal time": _short(longer[0].contrast, longer[0].verdict) if longer else "not run",

@@ -24,7 +24,7 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from transformers.integrations import flash_paged
 
 import gfsa
-from gfsa.plugs.adapters.transformers import paged
+from gfsa.adapters.transformers import paged
 from support.batching import (
     SECTORS,
     by_batching,
@@ -303,7 +303,7 @@ def test_a_transformers_with_another_paged_cache_is_refused(
         if SECTORS
         else ("paged_groups", "find_num_kv_heads")
     )
-    module = f"gfsa.plugs.adapters.transformers.{layout}"
+    module = f"gfsa.adapters.transformers.{layout}"
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.delattr(paged_cache, name)
     expected = rf"needs transformers 5\.15 to 5\.17 or 5\.19.*got .*{name}.*Use generate\(\)"
@@ -323,7 +323,7 @@ def test_a_transformers_with_the_paged_cache_elsewhere_is_refused(
     spec.loader.exec_module(found)
     # plugging imports this module, and must not fail with it
     assert not found.is_paged_cache(object())
-    monkeypatch.delitem(sys.modules, "gfsa.plugs.adapters.transformers.batching_manager", False)
+    monkeypatch.delitem(sys.modules, "gfsa.adapters.transformers.batching_manager", False)
     with pytest.raises(
         NotImplementedError, match=r"another continuous batching .*Use generate\(\)"
     ):

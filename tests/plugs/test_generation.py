@@ -12,10 +12,10 @@ import transformers
 from torch import Tensor
 
 import gfsa
+from gfsa.adapters.transformers import past_check
+from gfsa.adapters.transformers.inputs import Arguments, look_at_inputs
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.operators import attention
-from gfsa.plugs.adapters.transformers import past_check
-from gfsa.plugs.adapters.transformers.inputs import Arguments, look_at_inputs
 from support.random_filters import randomise
 from support.zoo import VOCABULARY, ZOO
 

@@ -10,7 +10,7 @@ import gfsa
 from gfsa import cli
 
 hf = pytest.importorskip("transformers")
-serving = pytest.importorskip("gfsa.plugs.adapters.transformers.serving")
+serving = pytest.importorskip("gfsa.adapters.transformers.serving")
 
 
 @pytest.fixture(scope="module")

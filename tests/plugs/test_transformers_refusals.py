@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.sam.modeling_sam import SamAttention
 
 import gfsa
-from gfsa.plugs.adapters.transformers.refusals import OTHER_TOKENS, QUERY_AND_KEY
+from gfsa.adapters.transformers.refusals import OTHER_TOKENS, QUERY_AND_KEY
 from gfsa.plugs.cross_attention import REASON
 from gfsa.plugs.registry import OLDEST_TRANSFORMERS
 from support.random_filters import randomise
@@ -373,7 +373,7 @@ def llama(**options: Any) -> Any:
 
 
 def test_the_product_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gfsa.plugs.adapters.transformers import operators, product_check
+    from gfsa.adapters.transformers import operators, product_check
 
     calls: list[nn.Module] = []
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
-from gfsa.plugs.adapters.transformers.config_view import ConfigView
-from gfsa.plugs.adapters.transformers.masks import NAME
+from gfsa.adapters.transformers.config_view import ConfigView
+from gfsa.adapters.transformers.masks import NAME
 
 
 class MaskConfigView(ConfigView):

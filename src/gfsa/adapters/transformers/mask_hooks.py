@@ -2,7 +2,7 @@
 
 A model makes its masks by its config's attention implementation. During the forward of a model with
 plugged layers inside, its config is a view that returns the name of the mask function of
-:mod:`~gfsa.plugs.adapters.transformers.masks`; outside of the forward, and for everyone else, the
+:mod:`~gfsa.adapters.transformers.masks`; outside of the forward, and for everyone else, the
 config is the real one. Attention layers inside that have no filter get masks as tensors, unless
 torch's attention alone reads them and they would be large.
 """
@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
+from gfsa.adapters.transformers.generate_masks import describe_for_generate
+from gfsa.adapters.transformers.mask_view import MaskConfigView
+from gfsa.adapters.transformers.masks import DescribedMask
 from gfsa.operators.by_rows import rows_at_once
-from gfsa.plugs.adapters.transformers.generate_masks import describe_for_generate
-from gfsa.plugs.adapters.transformers.mask_view import MaskConfigView
-from gfsa.plugs.adapters.transformers.masks import DescribedMask
 from gfsa.plugs.tracing.candidates import looks_like_attention
 
 _HANDLES = "_gfsa_mask_handles"

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from gfsa.adapters.transformers.product_check import name_of
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.adapters.transformers.product_check import name_of
 
 # what generate_batch and the context manager call
 _ENTRY = "init_continuous_batching"
@@ -41,9 +41,9 @@ class _Entry:
             )
         # imported here, because what it overrides need not exist in every transformers
         try:
-            from gfsa.plugs.adapters.transformers.batching_manager import start
+            from gfsa.adapters.transformers.batching_manager import start
         except ImportError as error:
-            from gfsa.plugs.adapters.transformers.paged import VERSIONS
+            from gfsa.adapters.transformers.paged import VERSIONS
 
             raise NotImplementedError(
                 "this transformers has another continuous batching than a plugged model can run "

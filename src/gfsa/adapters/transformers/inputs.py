@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gfsa.plugs.adapters.transformers.past_check import refuse_other_rows
-from gfsa.plugs.adapters.transformers.product_check import name_of
-from gfsa.plugs.adapters.transformers.refusals import OTHER_TOKENS, QUERY_AND_KEY
+from gfsa.adapters.transformers.past_check import refuse_other_rows
+from gfsa.adapters.transformers.product_check import name_of
+from gfsa.adapters.transformers.refusals import OTHER_TOKENS, QUERY_AND_KEY
 from gfsa.plugs.cross_attention import require_same_tokens
 
 ARGUMENTS = "_gfsa_arguments"
@@ -82,7 +82,7 @@ def look_at_inputs(
                 index = given.get("layer_idx", index)
                 index = None if index is None else index + given.get("cycle_offset", 0)
             if module.gfsa.first_values is not None:
-                from gfsa.plugs.adapters.transformers.cache import mix_into
+                from gfsa.adapters.transformers.cache import mix_into
 
                 mix_into(cache, index, module)
             # a compiled call would check all that is read here, for every token

@@ -22,7 +22,7 @@ from transformers.generation.continuous_batching.cache import (
 )
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
-from gfsa.plugs.adapters.transformers.paged import (
+from gfsa.adapters.transformers.paged import (
     POWERS,
     FirstPass,
     powers_by_layer,

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from gfsa.adapters.transformers.product_check import name_of
 from gfsa.operators import Operator
 from gfsa.operators.base import repeat_heads
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.adapters.transformers.product_check import name_of
 
 _CACHES: tuple[type, ...] = ()
 try:

@@ -15,6 +15,25 @@ import transformers
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from gfsa.adapters.transformers.chosen_keys import (
+    CHOICES,
+    refuse_choice,
+    with_chosen_keys,
+)
+from gfsa.adapters.transformers.function_lookup import (
+    REGISTRIES,
+    eager_function_of,
+    functions_of,
+)
+from gfsa.adapters.transformers.masks import DescribedMask, written_out
+from gfsa.adapters.transformers.paged import PagedOperator, is_paged_cache, refuse_call
+from gfsa.adapters.transformers.product_check import (
+    check_linear,
+    check_product,
+    is_trusted,
+    name_of,
+    needs_check,
+)
 from gfsa.operators import (
     AttentionCall,
     AttentionOperator,
@@ -26,25 +45,6 @@ from gfsa.operators import (
 from gfsa.operators.base import repeat_heads, take_heads
 from gfsa.operators.call import DropoutPlace
 from gfsa.operators.sdpa import powers_with_one_mask
-from gfsa.plugs.adapters.transformers.chosen_keys import (
-    CHOICES,
-    refuse_choice,
-    with_chosen_keys,
-)
-from gfsa.plugs.adapters.transformers.function_lookup import (
-    REGISTRIES,
-    eager_function_of,
-    functions_of,
-)
-from gfsa.plugs.adapters.transformers.masks import DescribedMask, written_out
-from gfsa.plugs.adapters.transformers.paged import PagedOperator, is_paged_cache, refuse_call
-from gfsa.plugs.adapters.transformers.product_check import (
-    check_linear,
-    check_product,
-    is_trusted,
-    name_of,
-    needs_check,
-)
 
 OperatorMaker = Callable[..., tuple[Operator, Tensor]]
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import PreTrainedModel
 
-from gfsa.plugs.adapters.transformers.mask_view import MaskConfigView
+from gfsa.adapters.transformers.mask_view import MaskConfigView
 
 _NAME = "create_masks_for_generate"
 

@@ -21,7 +21,7 @@ from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from gfsa.plugs.adapters.transformers.paged import VERSIONS, plugged_modules
+from gfsa.adapters.transformers.paged import VERSIONS, plugged_modules
 
 
 def start(model: Any, generation_config: Any, config: Any, workload_hints: Any) -> Any:
@@ -89,9 +89,9 @@ def _layout() -> ModuleType:
 def _imported_layout() -> ModuleType:
     # a cache of sectors, which blocks of different sizes share
     if hasattr(PagedAttentionCache, "perform_cache_copy"):
-        import gfsa.plugs.adapters.transformers.paged_sectors as sectors
+        import gfsa.adapters.transformers.paged_sectors as sectors
 
         return sectors
-    import gfsa.plugs.adapters.transformers.paged_groups as groups
+    import gfsa.adapters.transformers.paged_groups as groups
 
     return groups

@@ -20,39 +20,39 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from gfsa.operators import AttentionOperator, Coefficients, DenseOperator, Operator
-from gfsa.operators.autocast import no_autocast
-from gfsa.operators.base import repeat_heads, value_of
-from gfsa.plugs.adapter import HEADS, Adapter, heads_of
-from gfsa.plugs.adapters.transformers.cache import CachedOperator, layer_in
-from gfsa.plugs.adapters.transformers.config_view import ConfigView
-from gfsa.plugs.adapters.transformers.continuous_batching import enter_where_plugged
-from gfsa.plugs.adapters.transformers.function_lookup import (
+from gfsa.adapters.transformers.cache import CachedOperator, layer_in
+from gfsa.adapters.transformers.config_view import ConfigView
+from gfsa.adapters.transformers.continuous_batching import enter_where_plugged
+from gfsa.adapters.transformers.function_lookup import (
     eager_function,
     eager_function_of,
     functions_of,
 )
-from gfsa.plugs.adapters.transformers.inputs import (
+from gfsa.adapters.transformers.inputs import (
     ARGUMENTS,
     CACHE,
     Arguments,
     look_at_inputs,
 )
-from gfsa.plugs.adapters.transformers.mask_hooks import set_mask_hooks
-from gfsa.plugs.adapters.transformers.operators import OperatorMaker, operator_maker
-from gfsa.plugs.adapters.transformers.past_check import remember_rows
-from gfsa.plugs.adapters.transformers.product_check import (
+from gfsa.adapters.transformers.mask_hooks import set_mask_hooks
+from gfsa.adapters.transformers.operators import OperatorMaker, operator_maker
+from gfsa.adapters.transformers.past_check import remember_rows
+from gfsa.adapters.transformers.product_check import (
     forget_check,
     is_trusted,
     name_of,
     refusal_by_trial,
 )
-from gfsa.plugs.adapters.transformers.refusals import (
+from gfsa.adapters.transformers.refusals import (
     refusal_by_owner,
     refusal_of_interface,
     refusal_of_traced,
 )
-from gfsa.plugs.adapters.transformers.renamed_layers import renamings_of
+from gfsa.adapters.transformers.renamed_layers import renamings_of
+from gfsa.operators import AttentionOperator, Coefficients, DenseOperator, Operator
+from gfsa.operators.autocast import no_autocast
+from gfsa.operators.base import repeat_heads, value_of
+from gfsa.plugs.adapter import HEADS, Adapter, heads_of
 from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design
 from gfsa.plugs.saving.identity import kind_of_layer
 from gfsa.plugs.saving.renames import Renaming

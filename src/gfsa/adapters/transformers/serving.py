@@ -14,8 +14,8 @@ from transformers.cli.serving import model_manager
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.utils import logging
 
-from gfsa.plugs.adapters.transformers.config_files import one_line, read_config
-from gfsa.plugs.adapters.transformers.pretrained import (
+from gfsa.plugs.saving.config_files import one_line, read_config
+from gfsa.plugs.saving.pretrained import (
     restore_filters,
     without_filters_in_load_report,
 )

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gfsa.filters.spec import EXTRA, MOST_DEGREE, read_description
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.adapters.transformers.config_files import refusal_of_path
 from gfsa.plugs.saving.checkpoint import FORMAT, restore
+from gfsa.plugs.saving.config_files import refusal_of_path
 from gfsa.plugs.saving.files import MOST_BYTES, other_loader
 from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.sites import sites

@@ -2,8 +2,8 @@
 
 operators and kernels ← filters ← functional, plugs ← adapters ← engines, lens ← cli, info, serve ←
 experiments, and benchmarks may import all of them. The registry of plugs imports an adapter when
-its framework has been imported, and not before. The library reaches models and baselines of the experiments by
-the names ``gfsa.models`` and ``gfsa.baselines`` alone.
+its framework has been imported, and not before. The library reaches models and baselines of the
+experiments by the names ``gfsa.models`` and ``gfsa.baselines`` alone.
 """
 
 from __future__ import annotations
@@ -72,19 +72,12 @@ FRAMEWORK_MODULES = {
     "gfsa.adapters.timm": {"timm"},
     "gfsa.adapters.torchvision": {"torchvision"},
     "gfsa.adapters.transformers.adapter": {"transformers"},
-    "gfsa.adapters.transformers.batching_manager": {"transformers"},
     "gfsa.adapters.transformers.cache": {"transformers"},
     "gfsa.adapters.transformers.companions": {"transformers"},
-    "gfsa.adapters.transformers.function_lookup": {"transformers"},
-    "gfsa.adapters.transformers.generate_masks": {"transformers"},
     "gfsa.adapters.transformers.mask_hooks": {"transformers"},
-    "gfsa.adapters.transformers.mask_view": {"transformers"},
     "gfsa.adapters.transformers.masks": {"transformers"},
     "gfsa.adapters.transformers.one_launch": {"transformers"},
-    "gfsa.adapters.transformers.operators": {"transformers"},
-    "gfsa.adapters.transformers.paged": {"transformers"},
-    "gfsa.adapters.transformers.paged_groups": {"transformers"},
-    "gfsa.adapters.transformers.paged_sectors": {"transformers"},
+    "gfsa.adapters.transformers.functions": {"transformers"},
     "gfsa.adapters.transformers.serving": {"transformers", "typer"},
     "gfsa.titan": {"torchtitan"},
 }

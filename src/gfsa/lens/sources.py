@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from gfsa.plugs.running import call
 from gfsa.plugs.saving.checkpoint import load
-from gfsa.plugs.saving.config_files import one_line, read_config
-from gfsa.plugs.saving.pretrained import from_pretrained, has_filters
+from gfsa.plugs.saving.pretrained import from_pretrained, has_filters, one_line, read_config
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 # what a tokenizer returns that models take

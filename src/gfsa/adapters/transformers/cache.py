@@ -44,7 +44,7 @@ from gfsa.adapters.transformers.past_check import (
     remember_rows,
     watch,
 )
-from gfsa.adapters.transformers.product_check import name_of
+from gfsa.adapters.transformers.refusals import name_of
 from gfsa.operators import AttentionOperator, Coefficients, Operator, SDPAOperator, Visibility
 from gfsa.operators.base import combine, own_share, value_of
 from gfsa.operators.exporting import is_exporting

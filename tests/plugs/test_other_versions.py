@@ -18,7 +18,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 import gfsa
-from gfsa.plugs.adapters.transformers.renamed_layers import renamings_of
+from gfsa.adapters.transformers.refusals import renamings_of
 from gfsa.plugs.saving.renames import Renaming
 from support.renamed import FOLDER, INPUTS, MODELS, VERSIONS, dinov2, filled, output_of
 from support.saved_filters import fill_filters

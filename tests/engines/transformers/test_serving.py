@@ -57,10 +57,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=[(), ("--continuous-batching",)], ids=["generate", "continuous batching"])
-def address(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    small = ("--cb-num-blocks", "64", "--cb-block-size", "4", "--cb-max-batch-tokens", "64")
-    with _server([str(folder), *request.param, *small]) as url:
+def test_continuous_batching_of_degree_2_stops_the_start(folder: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "gfsa", "serve", str(folder), "--continuous-batching"],
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 2
+    assert "its filter has degree 2" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.fixture
+def address(folder: Path) -> Iterator[str]:
+    with _server([str(folder)]) as url:
         yield url
 
 
@@ -103,10 +113,7 @@ def complete(address: str, folder: Path, prompt: str) -> str:
 
 
 def test_the_completions_are_those_of_generate(
-    address: str,
-    folder: Path,
-    record: Callable[[str, str], None],
-    request: pytest.FixtureRequest,
+    address: str, folder: Path, record: Callable[[str, str], None]
 ) -> None:
     model = gfsa.from_pretrained(hf.AutoModelForCausalLM, folder).eval()
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
@@ -116,8 +123,7 @@ def test_the_completions_are_those_of_generate(
     plain = [_by_generate(model, tokenizer, prompt) for prompt in prompts]
     assert filtered != plain
     assert [complete(address, folder, prompt).split() for prompt in prompts] == filtered
-    how = request.node.callspec.id
-    record(f"`gfsa serve`, {how}: 40 greedy tokens of a completion", "identical to `generate`")
+    record("`gfsa serve`: 40 greedy tokens of a completion", "identical to `generate`")
 
 
 def _by_generate(model: Any, tokenizer: Any, prompt: str) -> list[str]:

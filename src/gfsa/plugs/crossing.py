@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gfsa.filters import GraphFilter
 from gfsa.operators import LinearOperator
 from gfsa.operators.call import AttentionCall
-from gfsa.plugs.cross_attention import REASON, are_same_tokens
+from gfsa.plugs.checks.proof import REASON, are_same_tokens
 
 
 def refusal_of_crossing(name: str) -> str:

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from gfsa.plugs.adapter import CHILD, HEADS, Adapter, heads_of, refusal_of_own_forward
-from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design
+from gfsa.plugs.checks.proof import REASON, Owners, crosses_by_design
 from gfsa.plugs.tracing.candidates import (
     looks_like_attention,
     may_be_attention,
     refusal_by_class_name,
     refusal_by_code,
 )
+from gfsa.plugs.tracing.capture import Trace
 from gfsa.plugs.tracing.memory import Call, TraceMemory
 from gfsa.plugs.tracing.refusals import TraceError
-from gfsa.plugs.tracing.trace import Trace
 from gfsa.plugs.tracing.verification import NewPathError
 
 __all__ = [

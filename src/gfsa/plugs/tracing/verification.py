@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from gfsa.plugs.cross_attention import require_same_tokens
+from gfsa.plugs.checks.proof import require_same_tokens
 from gfsa.plugs.tracing.following import AxisFollower
 from gfsa.plugs.tracing.layout import HeadLayout, Verified, find_heads, settled
 from gfsa.plugs.tracing.memory import TraceMemory

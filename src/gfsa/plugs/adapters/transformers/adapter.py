@@ -53,7 +53,7 @@ from gfsa.plugs.adapters.transformers.refusals import (
     refusal_of_traced,
 )
 from gfsa.plugs.adapters.transformers.renamed_layers import renamings_of
-from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design
+from gfsa.plugs.checks.proof import REASON, Owners, crosses_by_design
 from gfsa.plugs.saving.identity import kind_of_layer
 from gfsa.plugs.saving.renames import Renaming
 from gfsa.plugs.tracing.adapter import TracerAdapter

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gfsa.plugs.adapters.transformers.past_check import refuse_other_rows
 from gfsa.plugs.adapters.transformers.product_check import name_of
 from gfsa.plugs.adapters.transformers.refusals import OTHER_TOKENS, QUERY_AND_KEY
-from gfsa.plugs.cross_attention import require_same_tokens
+from gfsa.plugs.checks.proof import require_same_tokens
 
 ARGUMENTS = "_gfsa_arguments"
 """The attribute of a plugged module that holds its :class:`Arguments`."""

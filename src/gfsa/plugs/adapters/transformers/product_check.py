@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gfsa.operators.base import repeat_heads
-from gfsa.plugs.cross_attention import has_no_values
+from gfsa.plugs.checks.proof import has_no_values
 
 _CHECKED = "_gfsa_checked"
 

@@ -276,7 +276,7 @@ def test_the_check_for_uncalled_filters_survives_a_failed_unplug() -> None:
         gfsa.unplug(model)
         gfsa.plug(model)
 
-    interrupted_everywhere(lambda: gfsa.unplug(model), check, inside=["attach.py", "call_check.py"])
+    interrupted_everywhere(lambda: gfsa.unplug(model), check, inside=["attach.py", "called.py"])
 
 
 def test_threads_that_plug_and_unplug_one_model_leave_it_whole() -> None:

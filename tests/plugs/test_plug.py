@@ -22,7 +22,7 @@ import gfsa
 from gfsa.adapters.transformers import mask_hooks
 from gfsa.cli import build as build_cli
 from gfsa.plugs import FilterNotCalledError
-from gfsa.plugs.call_check import TrainingCheck
+from gfsa.plugs.checks.called import TrainingCheck
 from gfsa.plugs.preview import build, describe
 from support.tiny import TinyEncoder
 from support.zoo import ZOO

@@ -31,7 +31,7 @@ from gfsa.lens.tokens import (
     padding_of,
     whole_map,
 )
-from gfsa.plugs.call_check import compiled_parts
+from gfsa.plugs.checks.called import compiled_parts
 from gfsa.plugs.sites import filters_of
 
 Log = Callable[[dict[str, float], int], None]

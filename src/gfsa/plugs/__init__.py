@@ -1,7 +1,7 @@
 """Plugs: filters in models that already exist."""
 
 from gfsa.plugs.adapter import Adapter, SwapClass
-from gfsa.plugs.call_check import FilterNotCalledError
+from gfsa.plugs.checks.called import FilterNotCalledError
 from gfsa.plugs.filter_rate import FilterRate
 from gfsa.plugs.optim import parameter_groups
 from gfsa.plugs.plug import plug, unplug

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from gfsa.plugs.cross_attention import Owners
+from gfsa.plugs.checks.proof import Owners
 
 if TYPE_CHECKING:
     from gfsa.plugs.saving.renames import Renaming

@@ -13,8 +13,8 @@ from torch import nn
 from gfsa.filters import GraphFilter
 from gfsa.filters.depth import FirstValues
 from gfsa.plugs.adapter import CHILD, has_bound_forward
-from gfsa.plugs.call_check import stop_checking, stop_watching_training, watch_forwards
-from gfsa.plugs.cross_attention import forget_tokens
+from gfsa.plugs.checks.called import stop_checking, stop_watching_training, watch_forwards
+from gfsa.plugs.checks.proof import forget_tokens
 from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import ADAPTER, Site, plugged_sites
 

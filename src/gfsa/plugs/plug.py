@@ -13,6 +13,8 @@ from gfsa.filters import GFSA, GraphFilter
 from gfsa.filters.gfsa import Power
 from gfsa.operators.call import DropoutPlace, check_dropout_place
 from gfsa.plugs.attach import install, stacks_of, uninstall
+from gfsa.plugs.checks.proof import token_mixers
+from gfsa.plugs.checks.trial import UNREACHED, try_forward
 from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
 from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.presets import preset_for
@@ -27,8 +29,6 @@ from gfsa.plugs.sites import (
     refuse_wrapped,
     sites,
 )
-from gfsa.plugs.token_mixers import token_mixers
-from gfsa.plugs.trial import UNREACHED, try_forward
 
 FilterFactory = Callable[[int], GraphFilter]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from gfsa.filters import GraphFilter
 from gfsa.plugs.adapter import CHILD, Adapter
-from gfsa.plugs.cross_attention import Owners
+from gfsa.plugs.checks.proof import Owners
 from gfsa.plugs.partitioned import is_partitioned
 from gfsa.plugs.registry import Unknown, find_adapter
 from gfsa.plugs.report import IN_PLACE, PlugReport, listed_reasons

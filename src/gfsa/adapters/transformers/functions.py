@@ -37,7 +37,7 @@ from gfsa.operators import (
 from gfsa.operators.base import repeat_heads, take_heads
 from gfsa.operators.call import DropoutPlace
 from gfsa.operators.sdpa import powers_with_one_mask
-from gfsa.plugs.cross_attention import has_no_values
+from gfsa.plugs.checks.proof import has_no_values
 
 OperatorMaker = Callable[..., tuple[Operator, Tensor]]
 

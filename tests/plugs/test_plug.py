@@ -572,6 +572,8 @@ def test_a_cast_after_plug_says_what_is_lost() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.eval().half()
+    with pytest.warns(UserWarning, match=r"filters were cast to torch\.float16"):
+        model.train()
 
 
 def test_filters_that_cannot_learn_are_noticed() -> None:

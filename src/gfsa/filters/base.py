@@ -395,16 +395,21 @@ class GraphFilter(nn.Module):
         had_no_values = self.theta is not None and self.theta.device.type == "meta"
         # what has no values cannot be moved
         self._fill_constants()
-        before = None if self.theta is None else self.theta.dtype
         super()._apply(fn, recurse)
-        if self.theta is not None and self.training and self.theta.requires_grad:
-            _warn_of_cast(before, self.theta.dtype)
+        if self.training:
+            _warn_of_half(self.theta)
         dtype = torch.float64 if self.base.dtype == torch.float64 else torch.float32
         self._place_constants(self.base.device, dtype)
         if had_no_values:
             # to_empty() leaves memory as it was found
             self.reset_parameters()
         return self
+
+    def train(self, mode: bool = True) -> Self:
+        # a model that from_pretrained returns is cast in evaluation mode, and trained later
+        if mode and not self.training:
+            _warn_of_half(self.theta)
+        return super().train(mode)
 
     def _place_constants(self, device: torch.device, dtype: torch.dtype) -> None:
         # inference tensors cannot be used in training, which may follow
@@ -507,17 +512,17 @@ def monomial(k: int, degree: int) -> Tensor:
     return polynomial(*(float(power == k) for power in range(degree + 1)))
 
 
-def _warn_of_cast(before: torch.dtype | None, after: torch.dtype) -> None:
+def _warn_of_half(theta: Tensor | None) -> None:
     """Say that half precision loses what a filter learns.
 
     The cast is not refused: FSDP 2 needs parameters of one dtype, and DeepSpeed casts a model
     itself, beside float32 copies that it trains.
     """
-    if before in (torch.float32, torch.float64) and after in (torch.float16, torch.bfloat16):
+    if theta is not None and theta.requires_grad and theta.element_size() < 4:
         warnings.warn(
-            f"filters were cast to {after}, in which small steps of their numbers are lost unless "
-            "the optimizer keeps float32 copies. Cast the model first and plug it then: filters "
-            "stay in float32",
+            f"filters were cast to {theta.dtype}, in which small steps of their numbers are lost "
+            "unless the optimizer keeps float32 copies. Cast the model first and plug it then: "
+            "filters stay in float32",
             stacklevel=2,
         )
 

@@ -27,6 +27,7 @@ from gfsa_experiments.baselines.blocks import (
     width_of,
 )
 from gfsa_experiments.baselines.masks import Reader
+from gfsa_experiments.baselines.means import seen_by_tokens
 from gfsa_experiments.baselines.methods import (
     AttnScale,
     BaselineFilter,
@@ -384,7 +385,7 @@ class AtPlace(Hook):
         self.scope.visit()
         if not self.method.needs_visibility:
             return self.method(x, None)
-        seen = self.scope.visible.for_tokens()
+        seen = seen_by_tokens(self.scope.visible)
         self.scope.check_tokens(x)
         return over_tokens(x, self.sequence_first, lambda tokens: self.method(tokens, seen))
 

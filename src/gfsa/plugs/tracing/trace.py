@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter
-from gfsa.operators.checks import check_kinds
+from gfsa.operators.call import check_kinds
 from gfsa.plugs.cross_attention import OTHER_SEQUENCE, require_same_tokens
 from gfsa.plugs.tracing import operations as ops
 from gfsa.plugs.tracing.einsums import keeps_map, operands_of_einsum, product_equations

@@ -21,8 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from gfsa.operators import AttentionOperator, Coefficients, DenseOperator, Operator
-from gfsa.operators.autocast import no_autocast
 from gfsa.operators.base import repeat_heads, value_of
+from gfsa.operators.call import no_autocast
 from gfsa.plugs.adapter import HEADS, Adapter, heads_of
 from gfsa.plugs.adapters.transformers.cache import CachedOperator, layer_in
 from gfsa.plugs.adapters.transformers.config_view import ConfigView

@@ -28,7 +28,7 @@ from transformers.cache_utils import (
 
 from gfsa.operators import AttentionOperator, Coefficients, Operator, SDPAOperator, Visibility
 from gfsa.operators.base import combine, own_share, value_of
-from gfsa.operators.exporting import is_exporting
+from gfsa.operators.call import is_exporting
 from gfsa.plugs.adapters.transformers.companions import (
     GrowingPowers,
     append,

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from gfsa.operators.by_rows import rows_at_once
+from gfsa.operators.blocked import rows_at_once
 from gfsa.plugs.adapters.transformers.generate_masks import describe_for_generate
 from gfsa.plugs.adapters.transformers.mask_view import MaskConfigView
 from gfsa.plugs.adapters.transformers.masks import DescribedMask

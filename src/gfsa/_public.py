@@ -4,11 +4,11 @@ from gfsa.filters import GFSA, Exclusive, GraphFilter, Laplacian, PageRank, Poly
 from gfsa.functional import graph_filter_attention, linear_graph_filter_attention
 from gfsa.plugs import FilterRate, filters_of, parameter_groups, plug, register_adapter, unplug
 from gfsa.plugs.adapters.transformers.pretrained import from_pretrained
-from gfsa.plugs.convert import convert
-from gfsa.plugs.hub.push import push_to_hub
-from gfsa.plugs.peft_adapters import load_peft
+from gfsa.plugs.hub import push_to_hub
 from gfsa.plugs.prune import prune
+from gfsa.plugs.published import convert
 from gfsa.plugs.saving.checkpoint import load, save
+from gfsa.plugs.saving.peft import load_peft
 
 __all__ = [
     "GFSA",

@@ -23,7 +23,7 @@ from gfsa.engines.titan.attention import FilteredAttention
 from gfsa.engines.titan.checkpoints import FilterCheckpointManager
 from gfsa.engines.titan.filters import FilterConfig
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.layer_selection import select_layers
+from gfsa.plugs.sites import select_layers
 
 _PATTERN = rf"\.{CHILD}\."
 

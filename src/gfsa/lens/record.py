@@ -31,11 +31,9 @@ from gfsa.lens.tokens import (
 )
 from gfsa.operators import DenseOperator, Operator
 from gfsa.operators.base import own_share, repeat_heads
-from gfsa.plugs.attach import install, uninstall
-from gfsa.plugs.layer_selection import Layers, select_layers
+from gfsa.plugs.install import all_or_nothing, install, uninstall
 from gfsa.plugs.registry import Unknown
-from gfsa.plugs.rollback import all_or_nothing
-from gfsa.plugs.sites import Site, accepting_sites, plugged_sites, sites
+from gfsa.plugs.sites import Layers, Site, accepting_sites, plugged_sites, select_layers, sites
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from gfsa.lens.readings import (
     to_plain,
 )
 from gfsa.lens.trajectory import Trajectory
-from gfsa.plugs.report import grouped_reasons
+from gfsa.plugs.sites import grouped_reasons
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

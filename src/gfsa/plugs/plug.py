@@ -12,19 +12,22 @@ from torch import nn
 from gfsa.filters import GFSA, GraphFilter
 from gfsa.filters.gfsa import Power
 from gfsa.operators.call import DropoutPlace, check_dropout_place
-from gfsa.plugs.attach import install, stacks_of, uninstall
-from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
-from gfsa.plugs.parallel import refuse_distributed
-from gfsa.plugs.presets import preset_for
+from gfsa.plugs.distributed import refuse_distributed
+from gfsa.plugs.install import CHANGING, install, stacks_of, uninstall
+from gfsa.plugs.published import preset_for
 from gfsa.plugs.registry import Unknown, example_inputs, is_traced_after_trial
-from gfsa.plugs.report import ROOT, PlugReport, listed_reasons
-from gfsa.plugs.rollback import CHANGING
 from gfsa.plugs.sites import (
+    NOT_SELECTED,
+    ROOT,
+    Layers,
+    PlugReport,
     Site,
     accepting_sites,
     check_model,
+    listed_reasons,
     plugged_sites,
     refuse_wrapped,
+    select_layers,
     sites,
 )
 from gfsa.plugs.token_mixers import token_mixers
@@ -246,8 +249,8 @@ def plan_filters(
         factory: number of heads → a new filter.
 
     Returns:
-        The selected sites with their filters, for :func:`gfsa.plugs.attach.install`, and the report
-        of what that will do.
+        The selected sites with their filters, for :func:`install`, and the report of what
+        that will do.
     """
     accepting = accepting_sites(model, found)
     selected = select_layers({name: site.module for name, site in accepting.items()}, layers)

@@ -13,7 +13,7 @@ from torch import nn
 from gfsa.plugs.adapters.transformers.config_files import read_config
 from gfsa.plugs.plug import plug
 from gfsa.plugs.registry import Unknown
-from gfsa.plugs.report import PlugReport
+from gfsa.plugs.sites import PlugReport
 
 
 def describe(name: str, unknown: Unknown = "refuse", **arguments: Any) -> PlugReport:

@@ -14,10 +14,9 @@ from torch.utils import _pytree as pytree
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.attach import attach, detach, notify_adapters, refuse_changed_since
 from gfsa.plugs.call_check import stop_checking, watch_forwards
-from gfsa.plugs.parallel import refuse_distributed
-from gfsa.plugs.rollback import all_or_nothing
+from gfsa.plugs.distributed import refuse_distributed
+from gfsa.plugs.install import all_or_nothing, attach, detach, notify_adapters, refuse_changed_since
 from gfsa.plugs.running import call, evaluating
 from gfsa.plugs.sites import Site, filters_of, plugged_sites, refuse_sharded, refuse_wrapped
 

@@ -21,11 +21,10 @@ from torch.utils._pytree import tree_leaves
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.operators import DenseOperator
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.attach import install, uninstall
 from gfsa.plugs.call_check import FilterNotCalledError
 from gfsa.plugs.crossing import layers_that_cross, refusal_of_crossing
+from gfsa.plugs.install import install, unchanged, uninstall
 from gfsa.plugs.registry import is_registered
-from gfsa.plugs.rollback import unchanged
 from gfsa.plugs.running import call
 from gfsa.plugs.sites import Site
 

@@ -10,13 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.plugs.attach import install, uninstall
-from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
-from gfsa.plugs.parallel import refuse_distributed
+from gfsa.plugs.distributed import refuse_distributed
+from gfsa.plugs.install import all_or_nothing, install, uninstall
 from gfsa.plugs.plug import plan_filters
-from gfsa.plugs.report import report_text
-from gfsa.plugs.rollback import all_or_nothing
-from gfsa.plugs.sites import check_model, plugged_sites, refuse_wrapped, sites
+from gfsa.plugs.sites import (
+    NOT_SELECTED,
+    Layers,
+    check_model,
+    plugged_sites,
+    refuse_wrapped,
+    report_text,
+    select_layers,
+    sites,
+)
 from gfsa_experiments.baselines.blocks import (
     FAMILIES,
     Anatomy,

@@ -27,7 +27,6 @@ from gfsa.lens.tokens import (
     checked_mask,
     first_tensor,
     padding_of,
-    whole_map,
 )
 from gfsa.operators import DenseOperator, Operator
 from gfsa.operators.base import own_share, repeat_heads
@@ -467,7 +466,7 @@ class Recorder:
             if now is None:
                 return
             assert isinstance(filter, GraphFilter)
-            operator, v = whole_map(args[0]), args[1]
+            operator, v = args[0].whole(), args[1]
             if output.shape[-2] != v.shape[-2]:
                 raise ValueError(
                     f"{name}: {output.shape[-2]} new tokens attend to {v.shape[-2]}: the lens "

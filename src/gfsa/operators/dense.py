@@ -37,6 +37,8 @@ class DenseOperator(Operator):
             speech code does).
     """
 
+    holds_matrix = True
+
     def __init__(
         self,
         matrix: Tensor,

@@ -14,7 +14,6 @@ from gfsa.filters.gfsa import Power
 from gfsa.operators.call import DropoutPlace, check_dropout_place
 from gfsa.plugs.distributed import refuse_distributed
 from gfsa.plugs.install import CHANGING, install, stacks_of, uninstall
-from gfsa.plugs.published import preset_for
 from gfsa.plugs.registry import Unknown, example_inputs, is_traced_after_trial
 from gfsa.plugs.sites import (
     NOT_SELECTED,
@@ -143,6 +142,8 @@ def plug(
     given = {name: value for name, value in arguments.items() if value is not UNSET}
     _check_degree(degree, given)
     if preset is not None:
+        from gfsa.plugs.published import preset_for
+
         given = {**preset_for(model, preset), **given}
     if degree is not None:
         given["K"] = None if degree == 1 else given.get("K", 3)

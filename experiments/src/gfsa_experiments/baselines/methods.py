@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gfsa.filters import GraphFilter, Polynomial
-from gfsa.filters.checks import check_number
+from gfsa.filters.spec import check_number
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.operators.base import at_least_float32, repeat_heads
 from gfsa.operators.visibility import Visibility

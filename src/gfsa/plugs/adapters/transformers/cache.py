@@ -158,6 +158,9 @@ class CachedOperator(Operator):
         tokens, mixed = self.powers(v, 1)
         return matrix - (own_share(exclusive, mixed, tokens) * own).to(matrix.dtype)
 
+    def whole(self) -> Operator:
+        return self.rows
+
     def visibility(self) -> Visibility | None:
         return self.rows.visibility()
 

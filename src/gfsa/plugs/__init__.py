@@ -1,9 +1,9 @@
 """Plugs: filters in models that already exist."""
 
 from gfsa.plugs.adapter import Adapter, SwapClass
+from gfsa.plugs.api import plug, unplug
 from gfsa.plugs.call_check import FilterNotCalledError
 from gfsa.plugs.optim import FilterRate, parameter_groups
-from gfsa.plugs.plug import plug, unplug
 from gfsa.plugs.registry import register_adapter
 from gfsa.plugs.sites import PlugReport, Site, filters_of, sites
 

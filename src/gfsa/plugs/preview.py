@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gfsa.plugs.adapters.transformers.config_files import read_config
-from gfsa.plugs.plug import plug
+from gfsa.plugs.api import plug
 from gfsa.plugs.registry import Unknown
 from gfsa.plugs.sites import PlugReport
 

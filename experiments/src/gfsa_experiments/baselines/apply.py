@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gfsa.plugs.api import plan_filters
 from gfsa.plugs.distributed import refuse_distributed
 from gfsa.plugs.install import all_or_nothing, install, uninstall
-from gfsa.plugs.plug import plan_filters
 from gfsa.plugs.sites import (
     NOT_SELECTED,
     Layers,

@@ -84,9 +84,11 @@ FRAMEWORK_MODULES = {
     "gfsa.titan": {"torchtitan"},
 }
 
-# imports a module by its name because the name is an argument of the user, or (gfsa) a public name
+# imports a module by its name because the name is an argument of the user, a public
+# name (gfsa) or a command (gfsa.cli)
 BY_NAME = {
     "gfsa",
+    "gfsa.cli",
     "gfsa.lens.sources",
     "gfsa_experiments.tasks",
     "gfsa_experiments.tasks.graph.own",

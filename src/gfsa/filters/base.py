@@ -64,7 +64,7 @@ class GraphFilter(nn.Module):
             learning rate for the filter without parameter groups.
 
     Raises:
-        TypeError: if ``base``, ``basis`` or ``theta`` is no tensor.
+        TypeError: if ``base``, ``basis`` or ``theta`` is not a tensor.
         ValueError: if shapes do not fit together, or a number is out of its range.
     """
 
@@ -245,7 +245,7 @@ class GraphFilter(nn.Module):
     def _refuse_terms(self, term: str) -> None:
         if not self.is_polynomial:
             raise ValueError(
-                f"{type(self).__name__} is no polynomial of A and would ignore {term} term; use "
+                f"{type(self).__name__} is not a polynomial of A and would ignore {term} term; use "
                 "one of the filters of gfsa"
             )
 
@@ -420,7 +420,7 @@ class GraphFilter(nn.Module):
         """Torch asks each module of a model for it before torch.jit.script compiles the model."""
         raise TypeError(
             f"torch.jit.script cannot compile {type(self).__name__}: a filter takes an attention "
-            "operator, which is no tensor. Use torch.export or torch.jit.trace, or "
+            "operator, which is not a tensor. Use torch.export or torch.jit.trace, or "
             "gfsa.unplug(model)"
         )
 

@@ -113,7 +113,7 @@ def plug(
         not attention (Mamba, gated delta networks, Fourier transforms …) are among the skipped.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``, ``filter`` no function that returns a
+        TypeError: if ``model`` is not an ``nn.Module``, ``filter`` is not a function that returns a
             :class:`gfsa.GraphFilter`, or an argument is unknown.
         ValueError: if nothing can be plugged, a layer is plugged already, the model is
             distributed over processes already, or an argument is invalid.
@@ -221,7 +221,7 @@ def unplug(model: nn.Module) -> None:
         model: a plugged model; it is changed in place.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``.
+        TypeError: if ``model`` is not an ``nn.Module``.
         ValueError: if the model has no filters, or another library (peft) wraps them.
 
     Examples:

@@ -16,7 +16,7 @@ from torch import nn
 from gfsa._version import __version__
 from gfsa.plugs.adapters.transformers.pretrained import CONFIG_ENTRY, is_of_diffusers
 from gfsa.plugs.saving.checkpoint import describe, save, write_filters
-from gfsa.plugs.saving.files import OLD_DESCRIPTION, hub_library
+from gfsa.plugs.saving.files import OLD_DESCRIPTION, hub_library, is_hub_name
 from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.saving.peft import PEFT_ENTRY
 from gfsa.plugs.sites import check_model, counted, filters_of, is_sharded, plugged_sites
@@ -73,7 +73,7 @@ def push_to_hub(
         The address of the commit.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``, or ``results`` are not numbers or texts by
+        TypeError: if ``model`` is not an ``nn.Module``, or ``results`` are not numbers or texts by
             name.
         ImportError: if huggingface_hub is not installed.
         ValueError: if the model has no filters or they are sharded over processes, a name is not
@@ -193,8 +193,6 @@ _SECTION = re.compile(f"{BEGIN}(?:(?!{BEGIN}).)*?{END}", re.DOTALL)
 
 Weights = Literal["none", "model", "adapter"]
 
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
 
 @dataclass(frozen=True)
 class Card:
@@ -204,7 +202,7 @@ class Card:
     description: Mapping[str, Any]
     """As :func:`gfsa.plugs.saving.checkpoint.describe` gives it."""
     coefficients: Sequence[tuple[str, Sequence[Sequence[float]]]]
-    """Layer names with ``coefficients[head][k]``; empty if a filter is no polynomial."""
+    """Layer names with ``coefficients[head][k]``; empty if a filter is not a polynomial."""
     base_model: str | None = None
     results: Mapping[str, float | str] | None = None
     weights: Weights = "none"
@@ -295,7 +293,7 @@ class Card:
 
 
 def coefficients_of(model: nn.Module) -> list[tuple[str, list[list[float]]]]:
-    """Layer names with their heads' coefficients; empty if a filter is no polynomial."""
+    """Layer names with their heads' coefficients; empty if a filter is not a polynomial."""
     filters = filters_of(model)
     if not all(filter.is_polynomial for filter in filters.values()):
         return []
@@ -316,10 +314,6 @@ def base_model_of(model: nn.Module) -> str | None:
         if isinstance(name, str) and is_hub_name(name) and not Path(name).exists():
             return name
     return None
-
-
-def is_hub_name(name: str) -> bool:
-    return _REPOSITORY.fullmatch(name) is not None
 
 
 def check_results(results: Mapping[str, float | str] | None) -> None:

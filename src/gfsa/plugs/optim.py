@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gfsa.filters.spec import check_number
 from gfsa.plugs.sites import filters_of
 
 FILTERS = "filters"
@@ -42,14 +42,14 @@ def parameter_groups(
 
     An optimizer for matrices alone (Muon) takes ``"weights"``, without embeddings, and another one
     the rest. Do not choose parameters by ``p.ndim == 2``: the numbers of a filter have two
-    dimensions, ``(heads, learned numbers)``, and are no matrix.
+    dimensions, ``(heads, learned numbers)``, and are not a matrix.
 
     Returns:
         Up to three groups, named ``"weights"``, ``"biases"`` and ``"filters"``; empty ones are
         left out.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``.
+        TypeError: if ``model`` is not an ``nn.Module``.
         ValueError: if the model has no filters (unless ``gain_lr`` alone is given), ``filter_lr``
             finds no parameter to train, or a rate is not a finite number of at least zero.
 
@@ -64,7 +64,7 @@ def parameter_groups(
     rates = {"lr": lr, "filter_lr": filter_lr, "weight_decay": weight_decay, "gain_lr": gain_lr}
     for name, value in rates.items():
         if value is not None and not isinstance(value, Tensor):
-            _check_number(name, value)
+            check_number(name, value, least=0.0)
     is_plain = gain_lr is not None and filter_lr is None and not filters_of(model)
     of_filters = [] if is_plain else trained_parameters(model, filter_lr)
     known = {id(p) for p in of_filters}
@@ -109,19 +109,6 @@ def trained_parameters(model: nn.Module, filter_lr: float | None) -> list[nn.Par
             "flattened by FSDP 1 (use_orig_params=True keeps parameters apart)"
         )
     return trained
-
-
-def check_rate(filter_lr: float) -> float:
-    """``filter_lr`` itself, or a ValueError if it cannot be a learning rate."""
-    return _check_number("filter_lr", filter_lr)
-
-
-def _check_number(name: str, value: float) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:
-        advice = "; try values from 1e-3 to 1e-2 first" if name == "filter_lr" else ""
-        raise ValueError(f"{name} must be a finite number, zero or more, got {value!r:.40}{advice}")
-    return float(value)
 
 
 # what works wherever an optimiser has one rate for everything
@@ -177,7 +164,7 @@ class FilterRate:
 
     def __init__(self, *args: Any, filter_lr: float, **kwargs: Any) -> None:
         # first: a trainer may build its optimizer while it is built
-        self.filter_lr = check_rate(filter_lr)
+        self.filter_lr = check_number("filter_lr", filter_lr, least=0.0)
         self._filter_rate_of_step: float | None = None
         super().__init__(*args, **kwargs)
 

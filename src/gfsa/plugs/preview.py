@@ -67,7 +67,7 @@ def build(name: str) -> nn.Module:
         )
     similar = difflib.get_close_matches(name, names, n=3)
     raise ValueError(
-        f"{name!r} is no timm architecture, transformers model type or local folder with a "
+        f"{name!r} is not a timm architecture, a transformers model type or a local folder with a "
         "config.json (nothing is downloaded)"
         + (f"; did you mean {', '.join(similar)}?" if similar else "")
     )

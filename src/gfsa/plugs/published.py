@@ -344,7 +344,7 @@ def _refuse_other_filters(parameter: str, rest: Mapping[str, Tensor]) -> None:
         shown = some_of(f"{key} of shape {shape}" for key, shape in others.items())
         raise ValueError(
             f"expected one vector {parameter!r}, a number per head, for each layer of the "
-            f"checkpoint, as in the published code; it also has {shown}. Take out of it what is no "
+            f"checkpoint, as in the published code; it also has {shown}. Remove what is not a "
             "filter of this model"
         )
 

@@ -70,14 +70,14 @@ def sites(model: nn.Module, unknown: Unknown = "refuse") -> dict[str, Site]:
         Module name → :class:`Site`, those that cannot be plugged among them, with the reason.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``.
+        TypeError: if ``model`` is not an ``nn.Module``.
     """
     check_model(model)
     modules = dict(model.named_modules())
     found = {}
     for name, module in modules.items():
         if isinstance(module, GraphFilter):
-            # a filter has heads and may be named after attention, but is no site
+            # a filter has heads and may be named after attention, but is not a site
             continue
         adapter = module.__dict__.get(ADAPTER) or find_adapter(module, unknown)
         if adapter is None:
@@ -111,7 +111,7 @@ def filters_of(model: nn.Module) -> dict[str, GraphFilter]:
         Module name → filter; empty if the model is not plugged.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``.
+        TypeError: if ``model`` is not an ``nn.Module``.
     """
     return {name: site.filter for name, site in plugged_sites(model).items()}
 

@@ -72,7 +72,7 @@ def save(model: nn.Module, path: str | Path) -> None:
         UserWarning: if the backbone has parameters that require gradients.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``.
+        TypeError: if ``model`` is not an ``nn.Module``.
         ValueError: if the model has no filters, a filter is of a class that :func:`load` cannot
             build, or a value is not finite or has been offloaded.
 
@@ -174,7 +174,7 @@ def load(
         UserWarning: if the layers have other weights than those the filters were saved with.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``.
+        TypeError: if ``model`` is not an ``nn.Module``.
         FileNotFoundError: if there are no filters at ``path``.
         ValueError: if the files are damaged, or the filters do not fit the model.
 

@@ -220,7 +220,7 @@ def filter_folder(
     the folder ``user`` does: then a folder inside it is meant. Anything else is a folder.
     """
     name = str(path).removeprefix(_HUB) if isinstance(path, str) else ""
-    is_name = _REPOSITORY.fullmatch(name) is not None and ".." not in name
+    is_name = is_hub_name(name) and ".." not in name
     if isinstance(path, str) and path.startswith(_HUB):
         if not is_name:
             raise ValueError(f"expected {_HUB}user/name, got {path!r:.80}")
@@ -237,6 +237,11 @@ def filter_folder(
             f"name on the Hub pass {_HUB + name!r}"
         )
     return download_filters(name, Download(revision, token))
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether ``name`` can be a repository, ``user/name``."""
+    return _REPOSITORY.fullmatch(name) is not None
 
 
 def hub_library(name: str) -> Any:

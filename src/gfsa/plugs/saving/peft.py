@@ -65,7 +65,7 @@ def load_peft(
         The ``PeftModel``.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``.
+        TypeError: if ``model`` is not an ``nn.Module``.
         ImportError: if peft is not installed.
         ValueError: if ``model`` is a ``PeftModel`` already, the adapter has no filters, or they do
             not fit the model.
@@ -131,7 +131,7 @@ def _without_warning() -> Iterator[None]:
 
 
 def _reset(model: nn.Module) -> None:
-    """Set θ = 0, with which a filter is ordinary attention but for its fixed numbers."""
+    """Set θ = 0: the filter is then ordinary attention, except for its fixed numbers."""
     with torch.no_grad():
         for filter in filters_of(model).values():
             if filter.theta is not None:

@@ -30,9 +30,10 @@ from gfsa.lens.tokens import (
 )
 from gfsa.operators import DenseOperator, Operator
 from gfsa.operators.base import own_share, repeat_heads
-from gfsa.plugs.install import all_or_nothing, install, uninstall
+from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import Unknown
 from gfsa.plugs.sites import Layers, Site, accepting_sites, plugged_sites, select_layers, sites
+from gfsa.plugs.transaction import all_or_nothing
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from gfsa.filters import GFSA, GraphFilter
 from gfsa.filters.gfsa import Power
 from gfsa.operators.call import DropoutPlace, check_dropout_place
 from gfsa.plugs.distributed import refuse_distributed
-from gfsa.plugs.install import CHANGING, install, stacks_of, uninstall
+from gfsa.plugs.install import install, stacks_of, uninstall
 from gfsa.plugs.registry import Unknown, example_inputs, is_traced_after_trial
 from gfsa.plugs.sites import (
     NOT_SELECTED,
@@ -30,6 +30,7 @@ from gfsa.plugs.sites import (
     sites,
 )
 from gfsa.plugs.token_mixers import token_mixers
+from gfsa.plugs.transaction import CHANGING
 from gfsa.plugs.trial import UNREACHED, try_forward
 
 FilterFactory = Callable[[int], GraphFilter]

@@ -16,9 +16,10 @@ from gfsa.filters.spec import check_number
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.call_check import stop_checking, watch_forwards
 from gfsa.plugs.distributed import refuse_distributed
-from gfsa.plugs.install import all_or_nothing, attach, detach, notify_adapters, refuse_changed_since
+from gfsa.plugs.install import attach, detach, notify_adapters, refuse_changed_since
 from gfsa.plugs.running import call, evaluating
 from gfsa.plugs.sites import Site, filters_of, plugged_sites, refuse_sharded, refuse_wrapped
+from gfsa.plugs.transaction import all_or_nothing
 
 
 @dataclass

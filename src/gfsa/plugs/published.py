@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from gfsa.filters import GFSA
 from gfsa.operators.call import DropoutPlace
 from gfsa.plugs.distributed import refuse_distributed
-from gfsa.plugs.install import all_or_nothing, install
+from gfsa.plugs.install import install
 from gfsa.plugs.saving.identity import canonical_name, pattern_of, some_of
 from gfsa.plugs.sites import PlugReport, Site, check_model, plugged_sites, sites
+from gfsa.plugs.transaction import all_or_nothing
 
 # where the attention dropout of that code acts
 _DROPOUT: dict[str, DropoutPlace] = {"lamb": "filter", "beta": "filter", "w_K": "attention"}

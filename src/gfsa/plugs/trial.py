@@ -23,10 +23,11 @@ from gfsa.operators import DenseOperator
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.call_check import FilterNotCalledError
 from gfsa.plugs.crossing import layers_that_cross, refusal_of_crossing
-from gfsa.plugs.install import install, unchanged, uninstall
+from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import is_registered
 from gfsa.plugs.running import call
 from gfsa.plugs.sites import Site
+from gfsa.plugs.transaction import unchanged
 
 BYPASSED = "in the trial forward it, or the block around it, ran without calling its filter"
 UNREACHED = "not reached by the trial forward"

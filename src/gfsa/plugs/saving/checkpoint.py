@@ -16,7 +16,7 @@ from gfsa.filters import GraphFilter
 from gfsa.filters.spec import KINDS, MOST_DEGREE, build, kind_of, numbers_of
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.distributed import gathered, refuse_distributed
-from gfsa.plugs.install import all_or_nothing, device_of, dtype_for, install, notify_adapters
+from gfsa.plugs.install import device_of, dtype_for, install, notify_adapters
 from gfsa.plugs.saving import files
 from gfsa.plugs.saving.files import filter_folder
 from gfsa.plugs.saving.identity import (
@@ -39,6 +39,7 @@ from gfsa.plugs.sites import (
     sites,
 )
 from gfsa.plugs.tracing.adapter import TracerAdapter
+from gfsa.plugs.transaction import all_or_nothing
 
 FORMAT = 1
 

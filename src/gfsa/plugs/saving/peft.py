@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from gfsa.filters.spec import EXTRA, MOST_DEGREE, read_description
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.install import all_or_nothing
 from gfsa.plugs.saving.checkpoint import FORMAT, check_restorable, load, restore
 from gfsa.plugs.saving.files import FILE, MOST_BYTES, Download, download_filters, other_loader
 from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.sites import check_model, filters_of, plugged_sites
+from gfsa.plugs.transaction import all_or_nothing
 
 if TYPE_CHECKING:
     from peft import PeftModel

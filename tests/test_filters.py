@@ -526,13 +526,6 @@ class HalvedBounded(Halved, Bounded):
     pass
 
 
-class AffineAgain(Bounded):
-    """Overrides both: what an operator is given is what the filter applies."""
-
-    def polynomial_coefficients(self) -> Coefficients:
-        return GFSA.polynomial_coefficients(self)
-
-
 @pytest.mark.parametrize("kind", [Bounded, HalvedPolynomial, HalvedBounded])
 @pytest.mark.parametrize("operator", ["dense", "attention"])
 def test_coefficients_of_ones_own_are_applied(kind: type[GraphFilter], operator: str) -> None:
@@ -545,13 +538,6 @@ def test_coefficients_of_ones_own_are_applied(kind: type[GraphFilter], operator:
     y = filter(applied, v)
     torch.testing.assert_close(y, applied.polynomial(own, v), rtol=0, atol=0)
     assert torch.autograd.grad(y.sum(), filter.theta)[0].abs().sum() > 0
-
-
-def test_the_method_overridden_last_holds() -> None:
-    filter = shift(AffineAgain(2))
-    operator, v = DenseOperator(torch.rand(2, 5, 5)), torch.randn(2, 5, 4)
-    expected = operator.polynomial(GraphFilter.coefficients(filter), v)
-    torch.testing.assert_close(filter(operator, v), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["GFSA", "Polynomial"])

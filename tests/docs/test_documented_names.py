@@ -73,7 +73,7 @@ def uncovered(names: set[str]) -> list[str]:
         "gfsa.models",
         "gfsa.baselines",
     }
-    # gfsa.plug and gfsa.plugs.plug.plug are one object
+    # gfsa.plug and gfsa.plugs.api.plug are one object
     same = {id(found) for found in map(lookup, covered()) if found is not None}
     return sorted(n for n in names - known if lookup(n) is None or id(lookup(n)) not in same)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import gfsa
 from gfsa.lens import diagnose, measure
-from gfsa.lens.findings import passed
 from gfsa.lens.measure import attention_entropy
 from gfsa.lens.readings import AttentionReading
+from gfsa.lens.report import passed
 from gfsa.operators import (
     AttentionCall,
     AttentionOperator,

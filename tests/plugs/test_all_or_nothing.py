@@ -101,7 +101,7 @@ def test_an_interrupted_plug(name: str) -> None:
             gfsa.unplug(model)
         assert state_of(model) == before
 
-    interrupted_everywhere(lambda: plug(model), check, inside=["plugs/attach.py", "plugs/adapter"])
+    interrupted_everywhere(lambda: plug(model), check, inside=["plugs/install.py", "plugs/adapter"])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -121,7 +121,7 @@ def test_an_interrupted_unplug(name: str) -> None:
             before = state_of(model)
 
     interrupted_everywhere(
-        lambda: gfsa.unplug(model), check, inside=["plugs/attach.py", "plugs/adapter"]
+        lambda: gfsa.unplug(model), check, inside=["plugs/install.py", "plugs/adapter"]
     )
 
 
@@ -237,7 +237,7 @@ def test_diagnose_that_is_interrupted_unplugs_what_it_plugged() -> None:
         assert state_of(model) == before
 
     interrupted_everywhere(
-        lambda: gfsa.diagnose(model, X), check, inside=["lens/record.py", "plugs/attach.py"]
+        lambda: gfsa.diagnose(model, X), check, inside=["lens/record.py", "plugs/install.py"]
     )
 
 

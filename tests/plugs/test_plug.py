@@ -534,7 +534,7 @@ def test_rates_of_parameter_groups_are_checked(name: str, value: Any) -> None:
     """An optimizer of torch checks the rates that it is given itself, not those of its groups."""
     model = TinyEncoder()
     gfsa.plug(model)
-    with pytest.raises(ValueError, match=rf"^{name} must be a finite number, zero or more, got"):
+    with pytest.raises(ValueError, match=rf"^{name} must be a finite number of at least 0, got"):
         gfsa.parameter_groups(model, **{"lr": 1e-3, name: value})
 
 

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gfsa.filters.checks import (
+from gfsa.filters.depth import FirstValues
+from gfsa.filters.sharding import local_rows, sharded_like
+from gfsa.filters.spec import (
     as_number,
     check_finite,
     check_multiplier,
@@ -25,14 +27,10 @@ from gfsa.filters.checks import (
     check_positive_int,
     check_shapes,
     check_size,
-    per_head,
-)
-from gfsa.filters.depth import FirstValues
-from gfsa.filters.sharding import local_rows, sharded_like
-from gfsa.filters.spec import (
     is_same_filter,
     kind_of,
     note_kind,
+    per_head,
     read_description,
     write_description,
 )
@@ -42,16 +40,6 @@ from gfsa.operators.call import DropoutPlace, check_dropout_place
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-def _depth(cls: type, name: str) -> int:
-    """How far up the class hierarchy the definition of a method is."""
-    return next(depth for depth, base in enumerate(cls.__mro__) if name in vars(base))
-
-
-def _own_coefficients(self: GraphFilter) -> Tensor:
-    """``polynomial_coefficients`` of a filter that overrides ``coefficients``."""
-    return self.coefficients()
 
 
 class GraphFilter(nn.Module):
@@ -76,7 +64,7 @@ class GraphFilter(nn.Module):
             learning rate for the filter without parameter groups.
 
     Raises:
-        TypeError: if ``base``, ``basis`` or ``theta`` is no tensor.
+        TypeError: if ``base``, ``basis`` or ``theta`` is not a tensor.
         ValueError: if shapes do not fit together, or a number is out of its range.
     """
 
@@ -160,9 +148,6 @@ class GraphFilter(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         note_kind(cls)
-        # of the two methods the one that is overridden last in the class hierarchy holds
-        if _depth(cls, "coefficients") < _depth(cls, "polynomial_coefficients"):
-            cls.polynomial_coefficients = _own_coefficients  # type: ignore[method-assign]
 
     def coefficients(self) -> Tensor:
         r"""The coefficients of A⁰ … A^degree of each head, differentiable in θ.
@@ -174,10 +159,19 @@ class GraphFilter(nn.Module):
         Returns:
             ``(heads, degree+1)`` in float32 (float64 in a float64 model).
         """
-        return value_of(GraphFilter.polynomial_coefficients(self))
+        return value_of(self._affine())
 
     def polynomial_coefficients(self) -> Tensor | Coefficients:
-        """The coefficients as an operator takes them: with θ, so that a kernel can compute them."""
+        """The coefficients as an operator takes them.
+
+        They come with θ, so that a kernel can compute them. A subclass that overrides
+        :meth:`coefficients` is applied with what that returns.
+        """
+        if type(self).coefficients is GraphFilter.coefficients:
+            return self._affine()
+        return self.coefficients()
+
+    def _affine(self) -> Tensor | Coefficients:
         theta, base = self.theta, self.base
         powers = self._exact_basis.shape[-2]
         if theta is None or not powers:
@@ -251,7 +245,7 @@ class GraphFilter(nn.Module):
     def _refuse_terms(self, term: str) -> None:
         if not self.is_polynomial:
             raise ValueError(
-                f"{type(self).__name__} is no polynomial of A and would ignore {term} term; use "
+                f"{type(self).__name__} is not a polynomial of A and would ignore {term} term; use "
                 "one of the filters of gfsa"
             )
 
@@ -431,7 +425,7 @@ class GraphFilter(nn.Module):
         """Torch asks each module of a model for it before torch.jit.script compiles the model."""
         raise TypeError(
             f"torch.jit.script cannot compile {type(self).__name__}: a filter takes an attention "
-            "operator, which is no tensor. Use torch.export or torch.jit.trace, or "
+            "operator, which is not a tensor. Use torch.export or torch.jit.trace, or "
             "gfsa.unplug(model)"
         )
 

@@ -259,6 +259,8 @@ def _eager_operator(
 class _EagerOperator(Operator):
     """A map computed by the model itself, together with its product with the values."""
 
+    holds_matrix = True
+
     def __init__(self, weights: Tensor, value: Tensor, product: Tensor) -> None:
         self.weights = weights
         self.value = value

@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.operators import DenseOperator
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.attach import install, uninstall
 from gfsa.plugs.checks.called import FilterNotCalledError
 from gfsa.plugs.checks.proof import REASON, layers_that_cross
+from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import is_registered
-from gfsa.plugs.rollback import unchanged
 from gfsa.plugs.running import call, same_random_numbers
 from gfsa.plugs.sites import Site
+from gfsa.plugs.transaction import unchanged
 
 BYPASSED = "in the trial forward it, or the block around it, ran without calling its filter"
 UNREACHED = "not reached by the trial forward"

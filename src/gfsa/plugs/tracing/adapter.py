@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.operators.checks import check_kinds
+from gfsa.operators.call import check_kinds
 from gfsa.plugs.adapter import HEADS, Adapter, heads_of, refusal_of_own_forward
 from gfsa.plugs.checks.proof import (
     OTHER_SEQUENCE,

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from gfsa.operators import FunctionOperator, Visibility
-from gfsa.operators.running_sum import CHUNK, sum_by_chunks
+from gfsa_experiments.baselines.means import (
+    CHUNK,
+    mean_matrix,
+    mean_of_visible,
+    seen_by_tokens,
+    sum_by_chunks,
+)
 from gfsa_experiments.baselines.methods import AttnScale, FeatScale
 
 
@@ -27,7 +33,9 @@ def test_chunks_are_the_whole(tokens: int) -> None:
 def test_one_compiled_code_for_many_lengths() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda x: Visibility(causal=True).mean(x, x.shape[-2]), backend="aot_eager", dynamic=True
+        lambda x: mean_of_visible(Visibility(causal=True), x, x.shape[-2]),
+        backend="aot_eager",
+        dynamic=True,
     )
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in (300, 1000, 777):
@@ -59,12 +67,12 @@ def test_mean_is_the_dense_one(padding: bool, queries: int, compiled: bool) -> N
     visible = Visibility(padded(tokens) if padding else None, causal=True)
 
     def mean(x: Tensor) -> Tensor:
-        return visible.mean(x, queries)
+        return mean_of_visible(visible, x, queries)
 
     torch._dynamo.reset()
     # the compiler's code for the CPU takes long to build, and is not what is asked here
     got = torch.compile(mean, backend="aot_eager", fullgraph=True)(x) if compiled else mean(x)
-    weights = visible.dense(tokens, x)
+    weights = mean_matrix(visible, tokens, x)
     torch.testing.assert_close(got, (weights @ x)[..., tokens - queries :, :])
     if padding and queries == tokens:
         assert (got[2, :, : tokens // 3] == 0).all()
@@ -116,3 +124,17 @@ def test_without_padding_only_tokens_are_scanned(
         shape = scan.meta["example_value"].shape
         assert shape.numel() >= x.shape[0] * 256
         assert shape[-2] <= CHUNK
+
+
+def test_tokens_see_what_some_head_sees() -> None:
+    pairs = torch.rand(2, 3, 5, 5) < 0.5
+    together = seen_by_tokens(Visibility(pairs=pairs))
+    assert together.pairs is not None
+    assert torch.equal(together.pairs, pairs.any(1, keepdim=True))
+    keys = pairs[:, :, 0]
+    together = seen_by_tokens(Visibility(keys, causal=True))
+    assert together.causal
+    assert together.keys is not None
+    assert torch.equal(together.keys, keys.any(1, keepdim=True))
+    shared = Visibility(keys[:, :1])
+    assert seen_by_tokens(shared) is shared

@@ -15,8 +15,8 @@ from gfsa.filters.depth import FirstValues
 from gfsa.plugs.adapter import CHILD, has_bound_forward
 from gfsa.plugs.checks.called import stop_checking, stop_watching_training, watch_forwards
 from gfsa.plugs.checks.proof import forget_tokens
-from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import ADAPTER, Site, plugged_sites
+from gfsa.plugs.transaction import all_or_nothing
 
 
 def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> None:

@@ -407,8 +407,7 @@ _is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def can_be_differentiated(x: Tensor) -> bool:
     """Whether gradients of a tensor, or of one of those that vmap maps, can be computed now."""
-    x = value_of_one(x)
-    return not (x.is_meta or has_no_values(x))
+    return not has_no_values(value_of_one(x))
 
 
 def value_of_one(x: Tensor) -> Tensor:

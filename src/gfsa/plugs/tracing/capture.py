@@ -418,8 +418,8 @@ def _rehearse(
         layouts = possible_layouts(shape, heads)
         if not layouts:
             return no_heads(shape, heads)
-        if 0 in shape or values.numel() == 0:
-            # nothing is computed
+        if 0 in shape or values.numel() == 0 or values.is_meta:
+            # nothing is computed, so any layout of these sizes will do
             return Proven(Verified(layouts[0], equal), shape)
         for layout in layouts:
             sides = [layout.split(x, heads) for x in (*scores, values)]

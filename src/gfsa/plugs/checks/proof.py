@@ -183,6 +183,8 @@ class Evidence:
         self.values = values
         self.rows = torch.Size((*values.shape[:-3], 1, values.shape[-2]))
         self.random = torch.Generator(values.device).manual_seed(0)
+        # of the entries whose gradients are taken, by the tensor
+        self.weights: dict[int, Tensor] = {}
 
     def separates_lead(self) -> bool:
         """Whether no token is in two places of the leading axes, the heads apart."""
@@ -301,8 +303,10 @@ class Evidence:
         """The places of the inputs with a gradient of the chosen entries of some heads."""
         weights = []
         for x, mask in zip(outputs, chosen, strict=True):
-            weight = torch.rand(x.shape, generator=self.random, device=x.device) + 0.5
-            weight = torch.where(mask, weight, 0.0).to(x.dtype)
+            if id(x) not in self.weights:
+                weight = torch.rand(x.shape, generator=self.random, device=x.device) + 0.5
+                self.weights[id(x)] = weight.to(x.dtype)
+            weight = torch.where(mask, self.weights[id(x)], 0)
             if heads is not None:
                 weight[..., heads:, :, :] = 0
             weights.append(weight)
@@ -403,8 +407,7 @@ _is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def can_be_differentiated(x: Tensor) -> bool:
     """Whether gradients of a tensor, or of one of those that vmap maps, can be computed now."""
-    x = value_of_one(x)
-    return not (x.is_meta or has_no_values(x))
+    return not has_no_values(value_of_one(x))
 
 
 def value_of_one(x: Tensor) -> Tensor:

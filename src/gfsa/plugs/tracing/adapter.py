@@ -92,7 +92,9 @@ class Traced(nn.Module):
         proven = prove(self, _name(self), heads, inputs, args, kwargs)
         if not isinstance(proven, Proven):
             return proven
-        any_batch = proven.verified.layout.for_any_batch(proven.scores, heads)  # type: ignore
+        any_batch = None
+        if not any(x.is_meta for x in inputs.values()):
+            any_batch = proven.verified.layout.for_any_batch(proven.scores, heads)
         memory.keep(signature, kind, proven.verified, any_batch)
         return proven.verified
 
@@ -157,7 +159,7 @@ def _kind(inputs: Mapping[str, Tensor], given: Mapping[str, Any]) -> Hashable:
 def _described(value: Any) -> Hashable:
     """An argument as a part of the signature of its call."""
     if isinstance(value, Tensor):
-        return value.shape, value.dtype
+        return value.shape, value.dtype, value.device.type
     if isinstance(value, (list, tuple)):
         return tuple(map(_described, value))
     if value is None or isinstance(value, (bool, int, float, str)):

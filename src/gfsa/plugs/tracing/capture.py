@@ -59,6 +59,8 @@ MAP_PRODUCTS = (*MATMUL, *ADDED_MATMUL, torch.einsum)
 _OPERANDS = ("input", "self", "batch1", "mat1", "tensor1", "other", "batch2", "mat2", "tensor2")
 # norms whose statistics are over tokens: each token depends on all others, but only through them
 _NORMS = (F.batch_norm, F.instance_norm, F.group_norm)
+# what is subtracted from a whole row of scores does not change their softmax
+_SHIFTS = (torch.amax, Tensor.amax, torch.logsumexp, Tensor.logsumexp)
 
 
 def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -285,6 +287,8 @@ class Rehearsal(Watch):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _NORMS:
             return args[0] if args else kwargs["input"]
+        if func in _SHIFTS and args:
+            args = (args[0].detach(), *args[1:])
         return super()._run(func, args, kwargs)
 
     def _run_and_follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -414,8 +418,8 @@ def _rehearse(
         layouts = possible_layouts(shape, heads)
         if not layouts:
             return no_heads(shape, heads)
-        if 0 in shape or values.numel() == 0:
-            # nothing is computed
+        if 0 in shape or values.numel() == 0 or values.is_meta:
+            # nothing is computed, so any layout of these sizes will do
             return Proven(Verified(layouts[0], equal), shape)
         for layout in layouts:
             sides = [layout.split(x, heads) for x in (*scores, values)]

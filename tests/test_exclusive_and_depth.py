@@ -6,7 +6,6 @@ import copy
 import importlib
 import pickle
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -263,28 +262,6 @@ class TestDepthTerm:
         with pytest.raises(ValueError, match="use_reentrant=False"):
             y.sum().backward()
 
-    def test_each_thread_has_its_own_values(self) -> None:
-        model = stack()
-        with_depth(model)
-        inputs = [tokens(seed) for seed in range(4)]
-        expected = [model(x) for x in inputs]
-        together = threading.Barrier(len(inputs))
-        got: dict[int, Tensor] = {}
-
-        def run(number: int) -> None:
-            x = inputs[number]
-            for layer in model.layers:
-                together.wait(timeout=60)
-                x = layer(x)
-            got[number] = x
-
-        threads = [threading.Thread(target=run, args=(n,)) for n in range(len(inputs))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert all(torch.equal(got[n], y) for n, y in enumerate(expected))
-
     def test_a_layer_alone_has_no_first_values(self) -> None:
         model, x = stack(), tokens()
         with_depth(model)
@@ -430,16 +407,6 @@ class TestEverywhere:
         last.register_forward_hook(lambda _, args, y: seen.extend((args[1], y)))
         model(x)
         torch.testing.assert_close(model[2].weights @ seen[0], seen[1])
-
-    def test_maps_of_speechbrain(self) -> None:
-        attention = pytest.importorskip("speechbrain.nnet.attention")
-        layer = attention.RelPosMHAXL(32, 4)
-        gfsa.plug(layer, filter=gfsa.Exclusive)
-        seen: list[Tensor] = []
-        layer.gfsa.register_forward_hook(lambda _, args, y: seen.extend((args[1], y)))
-        x = tokens().float()
-        _, weights = layer(x, x, x, torch.randn(1, 2 * x.shape[1] - 1, 32))
-        torch.testing.assert_close(weights @ seen[0], seen[1])
 
     def test_filters_added_below_leave_the_first_values(self) -> None:
         model, x = stack(), tokens()

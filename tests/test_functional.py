@@ -1,7 +1,5 @@
 """The functional entry: ordinary attention at init, what it refuses, how it compiles."""
 
-import shutil
-
 import pytest
 import torch
 from torch import Tensor
@@ -201,11 +199,6 @@ class TestNoHostSync:
             linear_graph_filter_attention(q, k, v, coeffs, padding).sum().backward()
         assert dispatched.count("_local_scalar_dense") == 0
 
-    def test_the_recorder_sees_a_read(self) -> None:
-        with Dispatched() as dispatched:
-            float(torch.ones(()) + 1)
-        assert dispatched.count("_local_scalar_dense") == 1
-
 
 class TestCompile:
     @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -230,24 +223,6 @@ class TestCompile:
             strict=True,
         ):
             assert relative_error(ours, theirs) <= 1e-6
-
-    # a whole model is compiled by it in tests/plugs/test_training_compile.py
-    @pytest.mark.slow
-    @pytest.mark.skipif(
-        not any(map(shutil.which, ("c++", "g++", "clang++"))),
-        reason="torch's own compiler needs a C++ compiler",
-    )
-    def test_inductor(self) -> None:
-        torch._dynamo.reset()
-        filter = gfsa.GFSA(4, w0=0.1, wK=-0.2)
-        q, k, v = (x.detach() for x in draw(torch.float32))
-
-        @torch.compile(fullgraph=True)
-        def compiled(q, k, v):
-            return filter(AttentionOperator(q, k, is_causal=True), v)
-
-        expected = filter(AttentionOperator(q, k, is_causal=True), v)
-        torch.testing.assert_close(compiled(q, k, v), expected)
 
     def test_linear_attention_under_autocast(self) -> None:
         torch._dynamo.reset()

@@ -7,7 +7,6 @@ import torch
 from typer.testing import CliRunner
 
 from gfsa.cli import build
-from gfsa_benchmarks import training
 from gfsa_benchmarks.harness import COLUMNS
 
 runner = CliRunner()
@@ -39,43 +38,6 @@ def test_ops_end_to_end(tmp_path):
         assert float(row["fwd_ms"]) > 0
         assert float(row["fwd_bwd_ms"]) > 0
         assert float(row["peak_mib"]) > 0
-
-
-def test_some_variants_with_padding(tmp_path):
-    path = tmp_path / "bench.csv"
-    shapes = "3x2x16x4:padded,2x1x8x4:causal:padded"
-    shown = bench("--shapes", shapes, "--variants", "gfsa sdpa, published", "--csv", str(path))
-    assert shown.exit_code == 0, shown.output
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["variant"] for row in rows] == 2 * ["plain", "gfsa sdpa", "published"]
-    assert [row["shape"] for row in rows[::3]] == shapes.split(",")
-
-
-@pytest.mark.parametrize(
-    ("flag", "timing", "compiled"),
-    [("--compile", "compiled", "model"), ("--compile-blocks", "compiled blocks", "blocks")],
-)
-def test_models_compiled(flag, timing, compiled, tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "LAYERS", 2)
-    compiler, called = torch.compile, []
-
-    def traced(what, backend="aot_eager"):
-        called.append("model" if isinstance(what, torch.nn.Module) else "blocks")
-        return compiler(what, backend=backend)
-
-    monkeypatch.setattr(torch, "compile", traced)
-    path = tmp_path / "bench.csv"
-    arguments = ("--suite", "models", flag, "--variants", "gfsa", "--shapes", "1x2x8x4")
-    shown = bench(*arguments, "--csv", str(path))
-    assert shown.exit_code == 0, shown.output
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["variant"], row["timing"]) for row in rows] == [
-        ("plain", timing),
-        ("gfsa", timing),
-    ]
-    assert set(called) == {compiled}
 
 
 def test_linear_end_to_end_keeps_nothing_when_told_so(tmp_path, monkeypatch):

@@ -7,26 +7,22 @@ import csv
 import dataclasses
 import gc
 import math
-import subprocess
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
 import gfsa
-from gfsa.environment import commit
 from gfsa.kernels.routes import Decision
 from gfsa_benchmarks import suites, timing
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, deterministic
 from gfsa_benchmarks.harness import COLUMNS, append, measure
 from gfsa_benchmarks.published import published_attention
 from gfsa_benchmarks.run_suite import against_published, run_suite, table
-from gfsa_benchmarks.suites import SUITES, suite_called
-from gfsa_benchmarks.timing import MIB, Timing, captured, interleaved, peak_mib
-from gfsa_experiments.runs.csv_table import check_table
+from gfsa_benchmarks.suites import suite_called
+from gfsa_benchmarks.timing import MIB, captured, interleaved, peak_mib
 
 CPU = Setting(torch.device("cpu"), torch.float32)
 
@@ -53,15 +49,6 @@ def test_peak_includes_the_result_and_not_the_inputs():
     assert peak_mib(lambda: kept.add(1), CPU.device) == pytest.approx(7, abs=0.01)
 
 
-def test_rounds_are_interleaved_and_rotate():
-    calls = []
-    works = [lambda name=name: (calls.append(name), time.sleep(0.011)) for name in "abc"]
-    timings = interleaved(works, 3, CPU.device)
-    # two calls each to warm up, then rounds
-    assert calls[6:] == list("abcbcacab")
-    assert all(timing.median >= 10 for timing in timings)
-
-
 def test_a_sample_is_as_long_as_it_is_asked_to_be(monkeypatch):
     repeated = []
 
@@ -73,11 +60,6 @@ def test_a_sample_is_as_long_as_it_is_asked_to_be(monkeypatch):
     interleaved([lambda: None], 2, CPU.device, sample_ms=21)
     # one to warm up, one to learn how long a call takes, then rounds
     assert repeated == [1, 1, 11, 11]
-
-
-def test_median_and_quartiles():
-    assert Timing.of([1.0, 2.0, 3.0, 4.0, 100.0]) == Timing(3.0, 2.0, 4.0)
-    assert Timing.of([5.0]) == Timing(5.0, 5.0, 5.0)
 
 
 @pytest.mark.parametrize("suite", ["ops", "linear"])
@@ -153,41 +135,6 @@ def test_csv_grows_under_one_header(tmp_path):
     assert {len(line) for line in lines} == {len(COLUMNS)}
 
 
-def test_csv_of_another_version_is_not_mixed_with(tmp_path):
-    path = tmp_path / "bench.csv"
-    path.write_text("date,speed\n")
-    with pytest.raises(ValueError, match="other columns"):
-        append(small_rows(), path)
-    assert path.read_text() == "date,speed\n"
-
-
-def test_a_line_that_was_cut_short_costs_no_row(tmp_path):
-    path = tmp_path / "bench.csv"
-    rows = small_rows()
-    append(rows, path)
-    path.write_text(path.read_text()[:-7])
-    append(rows, path)
-    lines = path.read_text().splitlines()
-    assert len(lines) == 1 + 2 * len(rows)
-    assert len(next(csv.reader(lines[-1:]))) == len(COLUMNS)
-
-
-def test_where_rows_cannot_go_is_told_before_anything_is_measured(tmp_path, monkeypatch):
-    def built(*_):
-        raise AssertionError("began to measure")
-
-    monkeypatch.setitem(SUITES, "ops", dataclasses.replace(SUITES["ops"], build=built))
-    (tmp_path / "old.csv").write_text("date,speed\n")
-    wrong = {"old.csv": "other columns", "": "is a folder", "old.csv/new.csv": "is a file, not a"}
-    for name, complaint in wrong.items():
-        with pytest.raises(ValueError, match=complaint):
-            run_suite("ops", "cpu", "float32", [], 1, False, False, [], tmp_path / name, Console())
-    # root may write everywhere
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(ValueError, match="is not writable"):
-        check_table(tmp_path / "new.csv", COLUMNS)
-
-
 def test_reports_are_computed_from_the_rows():
     rows = small_rows()
     named = {row.variant: row for row in rows}
@@ -219,12 +166,6 @@ def test_a_shape_that_is_none_is_refused(text):
         Shape.parse(text)
 
 
-@pytest.mark.parametrize("heads", ["4/3", "4/4"])
-def test_groups_of_heads_are_even(heads):
-    with pytest.raises(ValueError, match="divide the heads of queries"):
-        Shape.parse(f"1x{heads}x6x4")
-
-
 def test_grouped_heads_are_for_operators():
     case = suite_called("ops").build(Shape(1, 4, 12, 4, True, key_heads=2), CPU)
     assert all(torch.isfinite(variant.forward()).all() for variant in case.variants)
@@ -249,22 +190,6 @@ def test_dropout_is_for_operators(monkeypatch):
     monkeypatch.setattr(Setting, "__post_init__", lambda setting: None)
     captured = dataclasses.replace(CPU, graphs=True)
     assert "gfsa sdpa" not in [v.name for v in suite_called("ops").build(shape, captured).variants]
-
-
-@pytest.mark.parametrize("program", ["/some/where/gfsa", "/site-packages/gfsa/__main__.py"])
-def test_the_command_is_kept_without_paths(program, monkeypatch):
-    monkeypatch.setattr("sys.argv", [program, "bench", "--csv", "/a/b.csv", "--graphs"])
-    assert small_rows()[0].command == "gfsa bench --graphs"
-
-
-def test_the_package_run_as_a_program_is_the_same_command(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/path/gfsa_benchmarks/__main__.py", "--graphs"])
-    assert small_rows()[0].command == "gfsa bench --graphs"
-
-
-def test_a_copy_without_history_can_be_told_its_commit(monkeypatch):
-    monkeypatch.setenv("GFSA_COMMIT", "abc1234")
-    assert small_rows()[0].commit == "abc1234"
 
 
 def test_a_captured_graph_keeps_the_tensors_of_its_work(monkeypatch):
@@ -341,36 +266,6 @@ def test_fused_kernels_are_timed_where_they_take_the_call(monkeypatch):
         torch.testing.assert_close(named[name].forward(), named["gfsa sdpa"].forward())
         named[name].step()
         assert asked == [("fused", in_order), ("sdpa", False), ("fused", in_order)]
-
-
-def test_edited_code_is_told_and_a_grown_table_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("GFSA_COMMIT", raising=False)
-    code, table = tmp_path / "src" / "gfsa" / "__init__.py", tmp_path / "results" / "bench.csv"
-    recipe = tmp_path / "experiments" / "src" / "recipe.py"
-    for file in (code, table, recipe):
-        file.parent.mkdir(parents=True)
-        file.write_text("one\n")
-    monkeypatch.setattr(gfsa, "__file__", str(code))
-    assert commit() == ""
-
-    def git(*words: str) -> str:
-        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        ran = subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
-        return ran.stdout.decode().strip()
-
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-q", "-m", "first")
-    name = git("rev-parse", "--short", "HEAD")
-    table.write_text("two\n")
-    assert commit() == name
-    for edited in (code, recipe):
-        edited.write_text("two\n")
-        assert commit() == f"{name}-dirty"
-        edited.write_text("one\n")
-    assert commit() == name
 
 
 def tokens(heads=2, n=5, dim=3):

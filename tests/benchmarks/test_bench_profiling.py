@@ -15,27 +15,6 @@ from gfsa_benchmarks.profiling import Kernel, Spent
 OWN = {"attend", "grad_keys", "add_parts"}
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
-        ("void cudnn::fusion::compute_dot_do_o<true, 64>", "attention"),
-        ("triton_poi_fused__scaled_dot_product_cudnn_attention_3", "kernels of the compiler"),
-        ("grad_keys", "attention"),
-        ("add_parts", "coefficients of filters"),
-        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNT", "matrix products"),
-        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>", "matrix products"),
-        ("triton_per_fused__to_copy_add_mul_rsqrt_12", "kernels of the compiler"),
-        ("void at::native::multi_tensor_apply_kernel<FusedAdamMath>", "optimizer and clipping"),
-        ("Memcpy DtoD (Device -> Device)", "copies and casts"),
-        ("void at::native::elementwise_kernel<direct_copy_kernel_cuda>", "copies and casts"),
-        ("void at::native::reduce_kernel<512, 1>", "other"),
-    ],
-)
-def test_kinds(name: str, kind: str) -> None:
-    assert profiling.kind_of(name, OWN) == kind
-
-
 def test_idle_time_is_what_no_kernel_covers() -> None:
     ms = 1_000_000
     ran = [
@@ -56,11 +35,6 @@ def test_idle_time_is_what_no_kernel_covers() -> None:
     assert found.kinds["matrix products"] == Spent(1, 0.5)
     assert found.kernels["attend"] == Spent(1.5, 1)
     assert found.kernels["triton_poi_fused_add"] == Spent(1.5, 1)
-
-
-def test_nothing_recorded_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="no kernel"):
-        profiling.summarised([], 1, OWN)
 
 
 def rows_of(table: Table) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import gfsa
 from gfsa.lens import diagnose, measure
 from support.lens_readings import only
-from support.tiny import TinyAttention, TinyEncoder, padded_batch
+from support.tiny import TinyEncoder, padded_batch
 
 
 def expected_cosines(states: list[Tensor], mask: Tensor | None) -> list[float]:
@@ -73,26 +73,6 @@ def test_padding_takes_no_part(batch: dict[str, Tensor]) -> None:
             )
 
 
-def test_what_was_padded_with_does_not_matter(batch: dict[str, Tensor]) -> None:
-    model = TinyEncoder()
-    other = {**batch, "tokens": batch["tokens"].clone()}
-    other["tokens"][~batch["attention_mask"].bool()] = -7.0
-    first, second = diagnose(model, batch), diagnose(model, other)
-    for name in ("features", "attention"):
-        assert getattr(only(first), name) == getattr(only(second), name)
-
-
-def test_a_mask_of_ones_own_goes_before_the_batch() -> None:
-    model = TinyEncoder()
-    tokens = torch.randn(2, 8, 16)
-    valid = torch.arange(8) < torch.tensor([[8], [3]])
-    expected = measure.cosine_similarity(tokens, valid).mean().item()
-    for given in (valid, lambda batch: valid):
-        reading = only(diagnose(model, tokens, valid=given))
-        assert reading.features[0].cosine == pytest.approx(expected)
-        assert reading.tokens == 11
-
-
 def test_a_mask_that_does_not_fit_is_refused() -> None:
     valid = torch.ones(2, 7, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"\(2, 8\) here .* got \(2, 7\)"):
@@ -148,15 +128,6 @@ def test_batches_are_averaged_sample_by_sample() -> None:
             one.spectrum.filter_response, other.spectrum.filter_response, strict=True
         ):
             assert row == pytest.approx(same)
-
-
-def test_batches_of_several_lengths_share_one_axis() -> None:
-    model = TinyEncoder()
-    batches = [torch.randn(2, length, 16) for length in (9, 12, 5)]
-    reading = only(diagnose(model, batches, spectral_samples=100))
-    assert len(reading.features[1].singular_values) == 9
-    assert len(reading.attention[0].spectrum.frequencies) == 5
-    assert len(reading.attention[0].spectrum.map_values[0]) == 9
 
 
 def test_loaders_of_labelled_data_and_generators() -> None:
@@ -254,13 +225,6 @@ def test_an_error_says_how_the_parts_of_a_batch_were_passed() -> None:
     assert "the 3 parts of a batch" in error.value.__notes__[0]
 
 
-def test_a_call_of_ones_own() -> None:
-    model = TinyEncoder()
-    items = [{"x": torch.randn(2, 8, 16)}]
-    reading = only(diagnose(model, items, forward=lambda m, item: m(item["x"])))
-    assert reading.samples == 2
-
-
 def test_a_pair_is_labelled_data_in_a_loader_and_two_arguments_alone() -> None:
     class Pairs(TinyEncoder):
         def forward(self, tokens: Tensor, second: Tensor | None = None) -> Tensor:
@@ -272,33 +236,3 @@ def test_a_pair_is_labelled_data_in_a_loader_and_two_arguments_alone() -> None:
     diagnose(Pairs(), pair)
     diagnose(Pairs(), [pair])
     assert given == [pair[1], None]
-
-
-@pytest.mark.parametrize("features_first", [False, True])
-def test_grids_of_tokens(features_first: bool) -> None:
-    class Grid(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([OnGrid(features_first)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.blocks[0](x)
-
-    x = torch.randn(2, 3, 4, 16)
-    given = x.permute(0, 3, 1, 2) if features_first else x
-    reading = only(diagnose(Grid(), given))
-    expected = measure.cosine_similarity(x.flatten(1, 2)).mean().item()
-    assert reading.features[0].cosine == pytest.approx(expected, abs=1e-6)
-    assert reading.tokens == 24
-
-
-class OnGrid(nn.Module):
-    def __init__(self, features_first: bool) -> None:
-        super().__init__()
-        self.features_first = features_first
-        self.attention = TinyAttention(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(2).mT if self.features_first else x.flatten(1, 2)
-        y = self.attention(tokens)
-        return y.mT.reshape(x.shape) if self.features_first else y.reshape(x.shape)

@@ -65,53 +65,6 @@ def test_transformers(kind: str, implementation: str, plugged: bool) -> None:
     assert bool(gfsa.filters_of(model)) == plugged
 
 
-def test_both_implementations_of_transformers_give_the_same_maps() -> None:
-    model = transformers_model("bert")
-    batch = {"input_ids": IDS, "attention_mask": MASK.long()}
-    sdpa = only(diagnose(model, batch))
-    model.set_attn_implementation("eager")
-    eager = only(diagnose(model, batch))
-    for one, other in zip(sdpa.attention, eager.attention, strict=True):
-        assert one.entropy == pytest.approx(other.entropy, rel=1e-4)
-        assert one.energy_after == pytest.approx(other.energy_after, rel=1e-4)
-        for row, same in zip(one.spectrum.map_values, other.spectrum.map_values, strict=True):
-            assert row == pytest.approx(same, abs=1e-5)
-
-
-def test_encoder_and_decoder_have_masks_of_their_own() -> None:
-    import transformers as hf
-
-    config = hf.T5Config(vocab_size=31, d_model=32, d_kv=8, num_heads=4, d_ff=48, num_layers=2)
-    model = hf.T5Model(config).eval()
-    batch = {"input_ids": IDS, "attention_mask": MASK.long(), "decoder_input_ids": IDS}
-    with torch.no_grad():
-        out = model(**batch, output_hidden_states=True)
-    reading = only(diagnose(model, batch))
-    got = [feature.cosine for feature in reading.features]
-    encoder = cosines(list(out.encoder_hidden_states[:2]), MASK)
-    decoder = cosines(list(out.decoder_hidden_states[1:2]), None)
-    assert got[:2] == pytest.approx(encoder, abs=1e-5)
-    assert got[3] == pytest.approx(decoder[0], abs=1e-5)
-    assert len(reading.skipped) == 2
-
-
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_torch_encoders(batch_first: bool) -> None:
-    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=batch_first)
-    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
-    tokens = torch.randn(3, 10, 16)
-    given = tokens if batch_first else tokens.transpose(0, 1)
-    reading = only(diagnose(model, {"src": given, "src_key_padding_mask": ~MASK}))
-    states = [given]
-    with torch.no_grad():
-        for block in model.layers:
-            states.append(block(states[-1], src_key_padding_mask=~MASK))
-    states = states if batch_first else [state.transpose(0, 1) for state in states]
-    got = [feature.cosine for feature in reading.features]
-    assert got == pytest.approx(cosines(states, MASK), abs=1e-5)
-    assert reading.tokens == int(MASK.sum())
-
-
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_as_many_samples_as_tokens(batch_first: bool) -> None:
     """Where sizes are ambiguous, the module's batch_first says which axis is the batch."""

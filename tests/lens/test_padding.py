@@ -101,36 +101,6 @@ def test_torch_transformer_has_two_masks(target_is_padded: bool) -> None:
     assert while_training(model, lambda: model(**batch))[1:] == pytest.approx(expected, abs=1e-5)
 
 
-def test_images_are_not_padded_as_texts_are() -> None:
-    import transformers as hf
-
-    width = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
-    text = {**width, "vocab_size": 31, "max_position_embeddings": 32}
-    config = hf.CLIPConfig(
-        text_config=text, vision_config={**width, "image_size": 12, "patch_size": 4}
-    )
-    model = hf.CLIPModel(config).eval()
-    # as many ids as patches and class token
-    batch = {
-        "input_ids": IDS,
-        "attention_mask": MASK.long(),
-        "pixel_values": torch.randn(3, 3, 12, 12),
-    }
-
-    def run() -> None:
-        model(**batch)
-
-    images = similar(outputs_of(model.vision_model.encoder.layers, run))
-    texts = similar(outputs_of(model.text_model.encoder.layers, run), MASK)
-    assert after_blocks(model, batch) == pytest.approx(images + texts, abs=1e-5)
-    assert while_training(model, run) == pytest.approx(images + texts, abs=1e-5)
-
-
 class OfBatches(nn.Module):
     """A model that is called with a whole batch."""
 
@@ -239,34 +209,6 @@ def test_a_mask_that_no_attention_sees(kind: str) -> None:
     expected = similar(outputs_of(model.blocks, lambda: model(batch)), MASK)
     assert while_training(model, lambda: model(batch)) == pytest.approx(expected, abs=1e-5)
     assert after_blocks(model, (batch,)) == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("plugged", [False, True])
-def test_a_mask_of_samples_of_sound(plugged: bool) -> None:
-    import transformers as hf
-
-    config = hf.Wav2Vec2Config(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=32,
-        conv_dim=(8, 8),
-        conv_stride=(4, 4),
-        conv_kernel=(4, 4),
-        num_feat_extract_layers=2,
-        num_conv_pos_embeddings=4,
-        num_conv_pos_embedding_groups=2,
-    )
-    model = hf.Wav2Vec2Model(config).eval()
-    if plugged:
-        gfsa.plug(model, w0=0.2, wK=0.3)
-    # 20 tokens, of which the second sample has 10
-    mask = torch.arange(320) < torch.tensor([[320], [160]])
-    batch = {"input_values": torch.randn(2, 320), "attention_mask": mask.long()}
-    states = outputs_of(model.encoder.layers, lambda: model(**batch))
-    expected = similar(states, torch.arange(20) < torch.tensor([[20], [10]]))
-    assert while_training(model, lambda: model(**batch)) == pytest.approx(expected, abs=1e-5)
-    assert after_blocks(model, batch) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -24,18 +24,6 @@ def test_chunks_are_the_whole(tokens: int) -> None:
     torch.testing.assert_close(*gradients)
 
 
-def test_one_compiled_code_for_many_lengths() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda x: Visibility(causal=True).mean(x, x.shape[-2]), backend="aot_eager", dynamic=True
-    )
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for tokens in (300, 1000, 777):
-            x = torch.randn(1, 2, tokens, 3, dtype=torch.float64)
-            expected = x.cumsum(-2) / torch.arange(1, tokens + 1)[:, None]
-            torch.testing.assert_close(compiled(x), expected)
-
-
 def test_counts_are_integers() -> None:
     keys = torch.rand(2, 1, 1000, 1) < 0.5
     assert torch.equal(sum_by_chunks(keys, torch.int64), keys.cumsum(-2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from contextlib import contextmanager
 
@@ -188,17 +187,6 @@ def test_a_version_with_another_forward_is_traced(monkeypatch):
     assert adapters.find(layer) is KNOWN_TRACER
     gfsa.plug(layer)
     torch.testing.assert_close(layer(x), 2 * expected, rtol=0, atol=0)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["ViT, DeiT", "ViT, unfused", "Swin", "BEiT", "Swin-V2"])
-def test_starts_as_it_was_in_half_precision_too(name):
-    model = build(name).eval()
-    plugged = copy.deepcopy(model)
-    gfsa.plug(plugged)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(plugged(IMAGE), model(IMAGE))
-    assert torch.equal(run(plugged.bfloat16()), run(model.bfloat16()))
 
 
 @pytest.mark.parametrize("name", ["ViT, DeiT", "ViT, unfused", "Swin", "Swin, fused"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from torch_geometric.nn.attention import PolynormerAttention, SGFormerAttention
 from torch_geometric.transforms import AddRandomWalkPE
 
 import gfsa
-from gfsa_experiments.models import Encoder, Graphormer, GraphViT
-from support.graphs import ATOMS, BONDS
+from gfsa_experiments.models import Encoder
 from support.plugging import check_backbone, disturb
 from support.supported import Supported
 
@@ -88,26 +86,6 @@ def test_linear_attention_is_refused(supported):
             with pytest.raises(ValueError, match=why):
                 gfsa.plug(model, unknown=unknown)
         supported.refused("PyTorch Geometric", name, "linear attention, not Efficient Attention")
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "Graphormer": lambda: Graphormer((ATOMS,), (BONDS,), dim=12, depth=2, num_heads=3, ffn_dim=12),
-    "Graph-ViT, Hadamard attention": lambda: GraphViT(
-        (ATOMS,), (BONDS,), dim=12, num_heads=3, gnn_depth=1
-    ),
-    "Encoder, softmax": lambda: Encoder(11, 5, 9, "softmax", dim=12, num_heads=3, ffn_dim=12),
-    "Encoder, Efficient Attention": lambda: Encoder(
-        11, 5, 9, "efficient", dim=12, num_heads=3, ffn_dim=12
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_plugs(name: str, supported: Supported) -> None:
-    report = gfsa.plug(MODELS[name]())
-    assert report.plugged
-    assert not report.skipped
-    supported("gfsa.models", name, report)
 
 
 def test_linformer_is_refused(supported: Supported) -> None:

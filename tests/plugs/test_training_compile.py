@@ -49,27 +49,6 @@ class TestCompile:
             ):
                 assert torch.allclose(ours.theta.grad, theirs.theta.grad, rtol=1e-4), layer
 
-    @pytest.mark.parametrize("training", [False, True])
-    def test_one_graph_with_the_cache_that_a_model_makes(self, training: bool) -> None:
-        """As ``torch.compile(model)(ids)`` runs where the caller says nothing of a cache."""
-        model = plugged("gpt2", dropout=0.0, layers=2).train(training)
-        batch = batch_for("gpt2")
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        with torch.set_grad_enabled(training):
-            expected, found = model(**batch, use_cache=True), compiled(**batch, use_cache=True)
-        assert (found[0] - expected[0]).abs().max() < 1e-6
-        layers = zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True)
-        for ours, theirs in layers:
-            assert torch.equal(ours.keys, theirs.keys)
-            if training:
-                # no token is decoded after it
-                continue
-            (power,), (eager,) = (
-                [held for some in layer.gfsa_powers.values() for held in some]
-                for layer in (ours, theirs)
-            )
-            assert (power.keys - eager.keys).abs().max() < 1e-6
-
     def test_a_graph_made_before_plugging_is_made_again(self) -> None:
         model, batch = plugged("llama", layers=1), batch_for("llama")
         gfsa.unplug(model)

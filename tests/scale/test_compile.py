@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +14,7 @@ from gfsa.operators import AttentionOperator
 from gfsa.plugs.adapters.transformers import adapter as plugged_transformers
 from support.counting import Counting
 from support.matrix import Matrix
-from support.subjects import DIM, HEADS, SUBJECTS, Op, first
+from support.subjects import DIM, HEADS, SUBJECTS, first
 
 SIZES = [(2, 6), (3, 9), (5, 13), (4, 20), (7, 31)]
 FILTERS = {
@@ -105,27 +104,6 @@ class Masks:
         return graph.forward
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_graph_model_compiles_as_without_filters(matrix: Matrix) -> None:
-    """PyG's ``to_dense_batch`` asks for the largest graph's size, which breaks the graph itself."""
-    subject = SUBJECTS["GPS"]
-    plugged, counts = subject.plugged(), {}
-    plain = copy.deepcopy(plugged)
-    gfsa.unplug(plain)
-    for kind, model in (("plain", plain), ("plugged", plugged)):
-        torch.compiler.reset()
-        counting = Counting()
-        compiled = torch.compile(model, backend=counting)
-        for batch, length in SIZES[:3]:
-            inputs = subject.inputs(batch, length)
-            torch.testing.assert_close(compiled(**inputs), model(**inputs), rtol=0, atol=1e-6)
-        counts[kind] = counting.graphs
-    assert counts["plugged"] <= counts["plain"]
-    matrix("compile, one graph", "GPS", "as many graphs as unplugged")
-    matrix("compile, new shapes", "GPS", "as many graphs as unplugged")
-
-
 @pytest.mark.parametrize("kind", FILTERS)
 @torch.no_grad()
 def test_every_filter_at_every_size(kind: str) -> None:
@@ -152,23 +130,3 @@ def test_the_linear_operator_at_every_size() -> None:
         expected = gfsa.linear_graph_filter_attention(q, k, v, coeffs)
         assert torch.equal(compiled(q, k, v, coeffs), expected)
     assert counting.graphs == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, True])
-def test_inductor_with_reduced_overhead(causal: bool) -> None:
-    """The whole way to machine code, shapes left open; the mode's graphs exist on CUDA only."""
-    model = Op(causal)
-    with torch.no_grad():
-        model.gfsa.theta.normal_(std=0.3)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, mode="reduce-overhead")
-    for batch, length in SIZES[:3]:
-        q, k, v = (torch.randn(batch, HEADS, length, DIM, requires_grad=True) for _ in range(3))
-        found, expected = compiled(q, k, v), model(q, k, v)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        for ours, theirs in zip(
-            torch.autograd.grad(found.square().sum(), (q, k, v, model.gfsa.theta)),
-            torch.autograd.grad(expected.square().sum(), (q, k, v, model.gfsa.theta)),
-            strict=True,
-        ):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
@@ -89,19 +88,6 @@ def test_programs_run_without_gfsa(tmp_path: Path, matrix: Matrix) -> None:
     assert sorted(done.stdout.split("\n")[:-1]) == sorted([*WHOLE, "BERT pruned"])
     for name in WHOLE:
         matrix("export", name)
-
-
-def test_graph_models_cannot_be_exported_plugged_or_not(matrix: Matrix) -> None:
-    """PyG asks the batch for its number of graphs, a value that an exported program has not."""
-    subject = SUBJECTS["GPS"]
-    plugged = subject.plugged()
-    plain = copy.deepcopy(plugged)
-    gfsa.unplug(plain)
-    for model in (plugged, plain):
-        with pytest.raises(RuntimeError, match="data-dependent"):
-            torch.export.export(model, (), subject.inputs(2, 6))
-    for feature in ("export", "ONNX"):
-        matrix(feature, "GPS", "PyG reads sizes from data")
 
 
 def onnx_session(name: str, file: Path) -> tuple[Any, Any]:

@@ -479,10 +479,9 @@ class TestEverywhere:
         for got, wanted in zip(gradients(model, y), expected, strict=True):
             assert torch.equal(got, wanted)
 
-    @pytest.mark.parametrize("depth", [False, True])
-    def test_a_model_compiles_without_a_break(self, depth: bool) -> None:
+    def test_a_model_compiles_without_a_break(self) -> None:
         model, x = decoder("grouped"), torch.randint(1, 64, (2, 9))
-        gfsa.plug(model, filter=gfsa.Exclusive, depth=depth)
+        gfsa.plug(model, filter=gfsa.Exclusive, depth=True)
         expected = model(x, use_cache=False).logits
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x, use_cache=False).logits, expected)

@@ -201,14 +201,12 @@ class TestNoHostSync:
 
 
 class TestCompile:
-    @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-    def test_one_graph(self, options: dict) -> None:
+    @pytest.mark.parametrize("name", ["causal", "bool mask with empty rows", "head groups"])
+    def test_one_graph(self, name: str) -> None:
+        options = OPTIONS[name]
         torch._dynamo.reset()
         filter = gfsa.GFSA(4, w0=0.1, wK=-0.2)
         q, k, v = draw(torch.float64, **options)
-        mask = options.get("attn_mask")
-        if mask is not None and mask.is_floating_point():
-            options = {**options, "attn_mask": mask.double()}
 
         def attend(q, k, v):
             return graph_filter_attention(q, k, v, filter.coefficients(), **options)

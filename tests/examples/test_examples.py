@@ -1,7 +1,7 @@
 """Every script and notebook of ``examples/`` runs, learns, and stands on the page that lists them.
 
-``make test`` runs them with few steps, in one process where that is possible. ``make examples``
-runs them as a reader would, each by itself and with its defaults.
+``make test`` runs the scripts with few steps in one process. ``make examples`` runs them as a reader
+would, each by itself and with its defaults, and the notebooks; so does ``make slow``, every night.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def test_script(
     check_output(name, capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     script = EXAMPLES / f"{LAUNCHED}.py"
     printed = launch(LAUNCHER, script, "--steps=4", f"--out={tmp_path}")
@@ -96,6 +97,7 @@ def test_script_as_a_reader_runs_it(name: str, tmp_path: Path) -> None:
     print(f"{name}: {time.perf_counter() - start:.0f} s")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -48,11 +48,10 @@ def run(model: nn.Module) -> Tensor:
         ("branchformer", "RelPosMHAXL"),
     ],
 )
-def test_recogniser(encoder, attention, tmp_path, supported):
+def test_recogniser(encoder, attention, tmp_path):
     report = check_backbone(lambda: recogniser(encoder, attention), run, tmp_path)
     assert len(report.plugged) == 3, "two layers of the encoder and the decoder's own"
     assert ["multihead_attn" in name for name in report.skipped] == [True]
-    supported("SpeechBrain", f"TransformerASR, {encoder}, {attention}", report)
 
 
 @pytest.fixture

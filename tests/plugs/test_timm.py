@@ -69,10 +69,9 @@ def awake(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", models())
-def test_backbone(name, tmp_path, supported):
+def test_backbone(name, tmp_path):
     report = check_backbone(lambda: build(name), run, tmp_path)
     assert not report.skipped
-    supported("timm", name, report)
 
 
 @contextmanager
@@ -99,21 +98,19 @@ def cait() -> nn.Module:
     return awake(timm.create_model("cait_xxs24_224", **VIT))
 
 
-def test_cait_is_filtered_after_its_heads_are_mixed(tmp_path, supported):
+def test_cait_is_filtered_after_its_heads_are_mixed(tmp_path):
     report = check_backbone(cait, run, tmp_path, reference=filtered_after_mixing)
     assert list(report.plugged) == ["blocks.0.attn", "blocks.1.attn"]
     assert all("class attention" in why for why in report.skipped.values())
     assert len(report.skipped) == 2
-    supported("timm", "CaiT", report)
 
 
-def test_xcit_is_refused(supported):
+def test_xcit_is_refused():
     model = timm.create_model("xcit_nano_12_p16_224", **{**VIT, "patch_size": 16})
     for unknown in ("refuse", "trace"):
         with pytest.raises(ValueError, match="attention is over channels, not tokens") as error:
             gfsa.plug(model, unknown=unknown)
     assert "class attention has one query" in str(error.value)
-    supported.refused("timm", "XCiT", "its attention is over channels, not tokens")
 
 
 def test_pooling_attention_is_left_alone():

@@ -241,7 +241,7 @@ def encoder(batch_first: bool = True) -> nn.TransformerEncoder:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
 
 
-def test_encoder(tmp_path, supported):
+def test_encoder(tmp_path):
     x = torch.randn(B, N, E)
 
     def run(model: nn.Module) -> Tensor:
@@ -249,7 +249,6 @@ def test_encoder(tmp_path, supported):
 
     report = check_backbone(encoder, run, tmp_path)
     assert report.plugged == {"layers.0.self_attn": 4, "layers.1.self_attn": 4}
-    supported("torch", "nn.TransformerEncoder", report, "0; against the C++ fast path ≤ 1e-6")
 
 
 def test_neither_fast_path_goes_past_the_filter():
@@ -272,7 +271,7 @@ def test_neither_fast_path_goes_past_the_filter():
             assert torch.equal(model(x, **options), expected), "the fast path is back"
 
 
-def test_transformer_leaves_cross_attention_alone(tmp_path, supported):
+def test_transformer_leaves_cross_attention_alone(tmp_path):
     source, target = torch.randn(5, B, E), torch.randn(N, B, E)
     causal = nn.Transformer.generate_square_subsequent_mask(N)
 
@@ -285,7 +284,6 @@ def test_transformer_leaves_cross_attention_alone(tmp_path, supported):
         f"{part}.layers.{i}.self_attn" for part in ("encoder", "decoder") for i in range(2)
     ]
     assert set(report.skipped) == {f"decoder.layers.{i}.multihead_attn" for i in range(2)}
-    supported("torch", "nn.Transformer", report)
 
 
 def test_compiles_into_one_graph():

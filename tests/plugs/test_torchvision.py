@@ -43,7 +43,6 @@ def swin_v2() -> nn.Module:
         ("Swin-V2", swin_v2),
     ],
 )
-def test_backbone(name, build, tmp_path, supported):
+def test_backbone(name, build, tmp_path):
     report = check_backbone(build, run, tmp_path)
     assert not report.skipped
-    supported("torchvision", name, report)

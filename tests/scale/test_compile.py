@@ -20,12 +20,7 @@ SIZES = [(2, 6), (3, 9), (5, 13), (4, 20), (7, 31)]
 FILTERS = {
     "GFSA": lambda: gfsa.GFSA(HEADS, wK=0.2),
     "GFSA exact": lambda: gfsa.GFSA(HEADS, K=4, wK=0.2, power="exact"),
-    "GFSA without a high order": lambda: gfsa.GFSA(HEADS, K=None, w0=0.3),
-    "Polynomial": lambda: gfsa.Polynomial(HEADS, degree=3),
     "PartialPolynomial": lambda: PartialPolynomial(HEADS, degree=2, high=[0, 2]),
-    "Twicing": lambda: gfsa.Twicing(HEADS),
-    "Laplacian": lambda: gfsa.Laplacian(HEADS),
-    "PageRank": lambda: gfsa.PageRank(HEADS),
 }
 
 

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 SOURCES = [ROOT / "src", ROOT / "experiments" / "src", ROOT / "benchmarks" / "src"]
 

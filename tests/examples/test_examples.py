@@ -1,7 +1,7 @@
 """Every script and notebook of ``examples/`` runs, learns, and stands on the page that lists them.
 
-``make test`` runs the scripts with few steps in one process. ``make examples`` runs them as a reader
-would, each by itself and with its defaults, and the notebooks; so does ``make slow``, every night.
+``make test`` runs the scripts with few steps in one process. ``make examples`` runs them as a
+reader would, each by itself and with its defaults, and the notebooks; so does ``make slow``.
 """
 
 from __future__ import annotations

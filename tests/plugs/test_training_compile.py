@@ -123,8 +123,8 @@ class TestCompile:
         assert (found - expected).abs().max() < 1e-5
 
     # GPT-2: test_one_graph_for_all_sizes of tests/scale/test_compile.py
-    def test_a_new_length_is_no_new_graph(self, name: str = "llama") -> None:
-        model = plugged(name, layers=1)
+    def test_a_new_length_is_no_new_graph(self) -> None:
+        model = plugged("llama", layers=1)
         counting = Counting()
         compiled = torch.compile(model, fullgraph=True, backend=counting)
         for length in (6, 9, 13, 20, 31):

@@ -440,11 +440,6 @@ class TestEverywhere:
         assert spectrum.map_values != spectrum.filter_values
         assert spectrum.map_response != spectrum.filter_response
 
-    def test_report_says_that_a_share_changes_the_model(self) -> None:
-        assert "first step" in str(gfsa.plug(stack(), filter=gfsa.Exclusive))
-        learned = gfsa.plug(stack(), filter=lambda h: gfsa.Exclusive(h, 0.0, True), depth=True)
-        assert not learned.note
-
     def test_a_filter_that_is_no_polynomial_takes_no_term(self) -> None:
         class Other(gfsa.GraphFilter):
             is_polynomial = False

@@ -13,10 +13,9 @@ from torch import nn
 
 import gfsa
 from gfsa import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
-from gfsa.filters.partial import PartialPolynomial
 from gfsa.filters.sharding import heads_of_process, keep_heads
 from gfsa.filters.spec import read_description
-from gfsa.operators import AttentionOperator, Coefficients, DenseOperator
+from gfsa.operators import AttentionOperator, DenseOperator
 from support.attention import Dispatched
 
 EVERY = {
@@ -78,17 +77,10 @@ class TestCoefficients:
         expected = [0.1, 0.9, *[0.0] * (K - 2), -0.3]
         check(filter, *expected)
 
-    def test_numbers_of_each_heads_own(self) -> None:
-        filter = GFSA(2, K=3, w0=[0.1, 0.2], w1=(1.0, 0.5), wK=torch.tensor([0.0, 0.3]))
-        check(filter, [0.1, 1.0, 0.0], [0.2, 0.5 - 0.3, 0.6])
-
     def test_polynomial(self) -> None:
         check(Polynomial(3), 0.0, 1.0, 0.0)
         check(Polynomial(3, degree=1), 0.0, 1.0)
         check(Polynomial(3, degree=4), 0.0, 1.0, 0.0, 0.0, 0.0)
-
-    def test_a_constant_starts_as_the_identity(self) -> None:
-        check(Polynomial(3, degree=0), 1.0)
 
     def test_twicing(self) -> None:
         check(Twicing(3), 0.0, 2.0, -1.0)
@@ -168,11 +160,6 @@ class TestStructure:
         with Dispatched() as dispatched:
             gfsa.graph_filter_attention(q, q, q, filter.coefficients(), backend="sdpa")
         assert dispatched.count("_scaled_dot_product_flash_attention_for_cpu") == 1
-
-    def test_a_fixed_high_order_term_is_there(self) -> None:
-        filter = GFSA(3, learn=(), wK=[0.0, 0.0, 0.1])
-        assert filter.degree == 2
-        assert filter.theta is None
 
     @pytest.mark.parametrize(
         ("learn", "moved"),
@@ -435,13 +422,6 @@ class HalvedBounded(Halved, Bounded):
     pass
 
 
-class AffineAgain(Bounded):
-    """Overrides both: what an operator is given is what the filter applies."""
-
-    def polynomial_coefficients(self) -> Coefficients:
-        return GFSA.polynomial_coefficients(self)
-
-
 @pytest.mark.parametrize("kind", [Bounded, HalvedPolynomial, HalvedBounded])
 @pytest.mark.parametrize("operator", ["dense", "attention"])
 def test_coefficients_of_ones_own_are_applied(kind: type[GraphFilter], operator: str) -> None:
@@ -454,13 +434,6 @@ def test_coefficients_of_ones_own_are_applied(kind: type[GraphFilter], operator:
     y = filter(applied, v)
     torch.testing.assert_close(y, applied.polynomial(own, v), rtol=0, atol=0)
     assert torch.autograd.grad(y.sum(), filter.theta)[0].abs().sum() > 0
-
-
-def test_the_method_overridden_last_holds() -> None:
-    filter = shift(AffineAgain(2))
-    operator, v = DenseOperator(torch.rand(2, 5, 5)), torch.randn(2, 5, 4)
-    expected = operator.polynomial(GraphFilter.coefficients(filter), v)
-    torch.testing.assert_close(filter(operator, v), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["GFSA", "Polynomial"])
@@ -550,28 +523,6 @@ def test_refuses(make, message: str) -> None:
 def test_a_list_is_no_base() -> None:
     with pytest.raises(TypeError, match=r"base of a filter must be a tensor, got list; torch"):
         GraphFilter(2, [0.0, 1.0])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("made", "diagonal"),
-    [
-        (GFSA(4, K=None, lr_multiplier=3.0), True),
-        (Polynomial(4, degree=3, lr_multiplier=0.5), True),
-        (PartialPolynomial(4, degree=2, high=[1, 3]), True),
-        (GFSA(4), False),
-        (GFSA(4, K=None, learn=("w0",), w1=0.5), False),
-    ],
-)
-def test_coefficients_that_move_one_by_one(made: GraphFilter, diagonal: bool) -> None:
-    """In one kernel or in three, the coefficients and θ's gradient are the same."""
-    made = shift(copy.deepcopy(made).double())
-    assert made.basis_is_diagonal is diagonal
-    assert made.theta is not None
-    found, expected = made.coefficients(), Coefficients(made.theta, made.base, made.basis).value()
-    torch.testing.assert_close(found, expected, rtol=1e-15, atol=1e-15)
-    g = torch.randn_like(expected)
-    gradients = [torch.autograd.grad(c, made.theta, g)[0] for c in (found, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-15, atol=1e-15)
 
 
 @every_filter

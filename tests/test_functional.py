@@ -131,13 +131,6 @@ class TestAttentionOperator:
         for exponent, power in enumerate(operator.powers(v, 3)):
             assert relative_error(power, torch.linalg.matrix_power(matrix, exponent) @ v) <= 1e-12
 
-    def test_matrix_keeps_float32_under_autocast(self) -> None:
-        q, k, _ = draw(torch.float32)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            matrix = AttentionOperator(q, k).dense()
-        assert matrix.dtype == torch.float32
-        torch.testing.assert_close(matrix.sum(-1), torch.ones(2, 4, LENGTH))
-
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -221,19 +214,6 @@ class TestCompile:
             strict=True,
         ):
             assert relative_error(ours, theirs) <= 1e-6
-
-    def test_linear_attention_under_autocast(self) -> None:
-        torch._dynamo.reset()
-        q, k, v = draw(torch.float32)
-        coeffs = torch.tensor([0.1, 1.0, 0.3])
-
-        @torch.compile(fullgraph=True, backend="aot_eager")
-        def compiled(q, k, v):
-            return linear_graph_filter_attention(q, k, v, coeffs)
-
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y, expected = compiled(q, k, v), linear_graph_filter_attention(q, k, v, coeffs)
-        torch.testing.assert_close(y, expected)
 
 
 def square(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import gfsa
 from gfsa.lens import measure
 from gfsa.lens.findings import passed
 from gfsa.lens.measure import attention_entropy
@@ -73,17 +72,6 @@ def test_metrics_are_numpys_on_the_valid_tokens(
         expected = by_definition(x[sample][valid[sample]].numpy())
         for name, value in expected.items():
             assert got[name][sample].item() == pytest.approx(value, rel=1e-6, abs=1e-7, nan_ok=True)
-
-
-def test_orthonormal_tokens_are_as_far_apart_as_can_be() -> None:
-    x = 3 * torch.linalg.qr(torch.randn(2, 8, 8, dtype=torch.float64)).Q
-    got = measured(x, None)
-    torch.testing.assert_close(got["cosine"], torch.zeros(2, dtype=torch.float64))
-    torch.testing.assert_close(got["rank"], torch.full((2,), 8.0, dtype=torch.float64))
-    # n orthonormal vectors: ‖X‖² = n, n‖x̄‖² = 1
-    expected = torch.full((2,), math.sqrt(7 / 8), dtype=torch.float64)
-    torch.testing.assert_close(got["residual"], expected)
-    torch.testing.assert_close(got["norm"], torch.full((2,), 3.0, dtype=torch.float64))
 
 
 def test_a_collapsed_residual_keeps_its_digits_in_float32() -> None:
@@ -161,22 +149,6 @@ def dense_response(matrix: np.ndarray, valid: np.ndarray, frequencies: list[floa
 
 def uniform(length: int) -> Tensor:
     return torch.full((1, 1, length, length), 1 / length, dtype=DOUBLE)
-
-
-def response(matrix: Tensor, coeffs: list[float], most: int = 64) -> tuple[Tensor, Tensor]:
-    v = torch.zeros(*matrix.shape[:-1], 4, dtype=DOUBLE)
-    grid = measure.frequency_grid(matrix.shape[-1], most)
-    numbers = torch.tensor([coeffs], dtype=DOUBLE)
-    return measure.frequency_response(DenseOperator(matrix), v, numbers, None, grid)
-
-
-def test_a_shift_passes_every_frequency() -> None:
-    matrix = torch.eye(9, dtype=DOUBLE).roll(1, 0)[None, None]
-    on_map, on_filter = response(matrix, [1.0, -1.0])
-    torch.testing.assert_close(on_map, torch.ones_like(on_map))
-    # |1 − e^{−iω}| = 2|sin(ω/2)|, at the modes that 9 tokens have
-    modes = torch.tensor([0, 1, 2, 3, 4], dtype=DOUBLE) / 9
-    torch.testing.assert_close(on_filter[0, 0], 2 * (math.pi * modes).sin().abs())
 
 
 @given(
@@ -299,16 +271,6 @@ def test_entropy_of_closed_forms() -> None:
     assert nats.item() == pytest.approx(math.log(8))
 
 
-def test_entropy_never_holds_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gfsa.lens.measure._ENTRIES", 1 << 10)
-    q, k, v = torch.randn(3, 1, 2, 128, 4, dtype=DOUBLE)
-    with Dispatched() as dispatched:
-        nats, _ = attention_entropy(AttentionOperator(q, k), v)
-    assert dispatched.largest <= 1 << 10
-    monkeypatch.undo()
-    torch.testing.assert_close(nats, attention_entropy(AttentionOperator(q, k), v)[0])
-
-
 @pytest.mark.parametrize(
     ("coefficients", "expected"),
     [
@@ -324,18 +286,6 @@ def test_entropy_never_holds_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_verdicts(coefficients: list[float], expected: str) -> None:
     assert measure.verdict(torch.tensor(coefficients, dtype=DOUBLE)) == expected
-
-
-@pytest.mark.parametrize("K", [2, 3, 10, 40])
-@pytest.mark.parametrize("alpha", [0.1, 0.5, 0.9])
-def test_theorem_3_1(K: int, alpha: float) -> None:
-    """Both cases of the theorem, with the coefficients of the filter that GFSA folds to."""
-    low = gfsa.GFSA(1, K=K, w0=0.2, w1=0.5, wK=0.3, power="exact")
-    assert measure.verdict(low.coefficients()[0]) == "low-pass"
-    # its proof divides (−α)^k by k + 1; with a large K only 1 − ασ/2 is left
-    high = gfsa.GFSA(1, K=K, w0=1.0, w1=-alpha / 2, wK=(-alpha) ** K / (K + 1), power="exact")
-    if K >= 10:
-        assert measure.verdict(high.coefficients()[0]) == "high-pass"
 
 
 @given(st.lists(st.floats(-2, 2), min_size=1, max_size=5))

@@ -85,24 +85,6 @@ def test_generator_ends_where_plain_attention_leaves_it(degree: int) -> None:
         assert torch.equal(torch.get_rng_state(), expected)
 
 
-def test_one_mask_also_for_the_powers_of_an_attention_operator() -> None:
-    q, k, v = inputs()
-    torch.manual_seed(5)
-    powers = AttentionOperator(q, k, dropout_p=0.4).powers(v, 3)
-    torch.manual_seed(5)
-    expected = DenseOperator.from_qk(q, k, dropout_p=0.4).powers(v, 3)
-    for got, wanted in zip(powers, expected, strict=True):
-        assert relative_error(got, wanted) <= 1e-12
-
-
-def test_no_dropout_leaves_the_generator_alone() -> None:
-    q, k, v = inputs()
-    before = torch.get_rng_state()
-    for backend in BACKENDS:
-        graph_filter_attention(q, k, v, COEFFS, backend=backend)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_after_the_filter_drops_entries_of_the_filtered_map() -> None:
     q, k, v = inputs()
     operator = DenseOperator.from_qk(q, k, dropout_p=0.4, dropout_after="filter")

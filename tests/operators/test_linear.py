@@ -164,21 +164,6 @@ def test_transforms_of_functions() -> None:
         torch.testing.assert_close((found[0][place], found[1][place]), expected)
 
 
-def test_autocast_around_the_backward_too() -> None:
-    q, k, v = (tokens(2, 3, 9, 4, dtype=torch.float32).requires_grad_() for _ in range(3))
-    coeffs = torch.randn(3, 3, requires_grad=True)
-    leaves = (q, k, v, coeffs)
-
-    def gradients(inside: bool) -> tuple[torch.Tensor, ...]:
-        operator = LinearOperator(q, k)
-        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
-            y = operator.polynomial(coeffs, v)
-            return torch.autograd.grad(y.square().sum(), leaves)
-
-    for within, without in zip(gradients(True), gradients(False), strict=True):
-        torch.testing.assert_close(within, without)
-
-
 @pytest.mark.parametrize("batch", [(), (1,), (2, 1, 3)])
 def test_shapes_that_are_broadcast(batch: tuple[int, ...]) -> None:
     """No heads at all, one map for several values, several maps for one."""

@@ -96,20 +96,6 @@ def test_a_model_without_weights_is_not_loaded_into(tmp_path: Path) -> None:
     assert not gfsa.filters_of(empty)
 
 
-def test_the_default_device_does_not_empty_the_filters(tmp_path: Path) -> None:
-    model = TinyEncoder()
-    with torch.device("meta"):
-        gfsa.plug(model, w0=0.3)
-        gfsa.save(model, tmp_path)
-    thetas = [filter.theta.clone() for filter in gfsa.filters_of(model).values()]
-    assert all(theta[:, 0].allclose(torch.tensor(0.3)) for theta in thetas)
-    gfsa.unplug(model)
-    with torch.device("meta"):
-        gfsa.load(model, tmp_path)
-    loaded = [filter.theta for filter in gfsa.filters_of(model).values()]
-    assert all(torch.equal(a, b) for a, b in zip(loaded, thetas, strict=True))
-
-
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()

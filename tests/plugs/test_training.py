@@ -34,21 +34,6 @@ class TestParameterGroups:
             gfsa.parameter_groups(model, lr=1e-4, filter_lr=1e-2)
 
 
-def test_training_the_filters_alone() -> None:
-    model = plugged("llama")
-    model.requires_grad_(False)
-    for filter in gfsa.filters_of(model).values():
-        filter.requires_grad_(True)
-    groups = gfsa.parameter_groups(model, lr=1e-4, filter_lr=1e-2)
-    assert [group["name"] for group in groups] == ["filters"]
-    optimizer = torch.optim.SGD(groups)
-    before = copy.deepcopy(model.state_dict())
-    assert all(".gfsa." in name for name in gradients(model, batch_for("llama")))
-    optimizer.step()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]) == (not name.endswith(".gfsa.theta")), name
-
-
 class TestCheckpointing:
     """Activations thrown away and computed again: the same gradients, the same dropout."""
 
@@ -141,14 +126,6 @@ class TestTrainer:
         halfway = tmp_path / "whole" / "checkpoint-2"
         self.trainer(resumed, tmp_path / "resumed").train(resume_from_checkpoint=str(halfway))
         assert same(learned(resumed), learned(whole))
-
-    def test_its_checkpoints_are_models(self, tmp_path: Path) -> None:
-        model = self.fresh()
-        self.trainer(model, tmp_path).train()
-        loaded = gfsa.from_pretrained(transformers.AutoModelForCausalLM, tmp_path / "checkpoint-4")
-        assert same(learned(loaded), learned(model))
-        batch = batch_for("gpt2")
-        assert torch.equal(loaded.eval()(**batch)[0], model.eval()(**batch)[0])
 
 
 @pytest.mark.usefixtures("accelerate_alone")

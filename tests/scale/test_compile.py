@@ -65,40 +65,6 @@ def test_a_second_call_is_no_new_graph(name: str, monkeypatch: pytest.MonkeyPatc
     assert counting.graphs == 1
 
 
-@pytest.mark.parametrize("name", ["BERT", "GPT-2", "ViT"])
-def test_a_whole_model_has_no_masks_and_neither_have_its_blocks(name: str) -> None:
-    """While it is traced, transformers would write out masks that it leaves out otherwise."""
-    subject = SUBJECTS[name]
-    model, whole, alone = subject.plugged(), Masks(), Masks()
-    if hasattr(model.config, "use_cache"):
-        # every layer of a cache is another one
-        model.config.use_cache = False
-    inputs = {k: v for k, v in subject.inputs(2, 6).items() if k != "attention_mask"}
-    expected = first(model(**inputs))
-    y = first(torch.compile(model, fullgraph=True, backend=whole)(**inputs))
-    torch.testing.assert_close(y, expected, rtol=0, atol=1e-6)
-    assert whole.seen
-    assert set(whole.seen) == {None}
-    torch.compiler.reset()
-    for block in next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
-        block.compile(fullgraph=True, backend=alone)
-    torch.testing.assert_close(first(model(**inputs)), expected, rtol=0, atol=1e-6)
-    # two passes of one block, whose graph serves the others
-    assert alone.seen == [None, None]
-
-
-class Masks:
-    """A compiler backend that looks at the masks of attention."""
-
-    def __init__(self) -> None:
-        self.seen: list[object] = []
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: object) -> object:
-        attention = [n for n in graph.graph.nodes if "scaled_dot" in str(n.target)]
-        self.seen += [n.kwargs.get("attn_mask") for n in attention]
-        return graph.forward
-
-
 @pytest.mark.parametrize("kind", FILTERS)
 @torch.no_grad()
 def test_every_filter_at_every_size(kind: str) -> None:

@@ -77,31 +77,6 @@ class TestPacked:
         torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
         matrix("packed", "BERT")
 
-    @pytest.mark.parametrize("backend", ["dense", "sdpa"])
-    @pytest.mark.parametrize("causal", [False, True])
-    def test_the_operator(self, backend: Any, causal: bool, matrix: Matrix) -> None:
-        q, k, v = (
-            torch.randn(1, HEADS, sum(LENGTHS), DIM, dtype=torch.float64, requires_grad=True)
-            for _ in range(3)
-        )
-        coeffs = torch.randn(HEADS, 4, dtype=torch.float64, requires_grad=True)
-        together = gfsa.graph_filter_attention(
-            q, k, v, coeffs, block_diagonal(), is_causal=causal, backend=backend
-        )
-        parts = zip(*(x.split(LENGTHS, 2) for x in (q, k, v)), strict=True)
-        alone = torch.cat(
-            [gfsa.graph_filter_attention(*part, coeffs, is_causal=causal) for part in parts], 2
-        )
-        torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
-        weights, inputs = torch.randn_like(alone), (q, k, v, coeffs)
-        for ours, theirs in zip(
-            torch.autograd.grad((together * weights).sum(), inputs),
-            torch.autograd.grad((alone * weights).sum(), inputs),
-            strict=True,
-        ):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-        matrix("packed", "op")
-
 
 def jagged(parts: list[Tensor], offsets: Tensor | None = None) -> Tensor:
     """``(B, H, j, D)`` from ``(n, H, D)`` each."""

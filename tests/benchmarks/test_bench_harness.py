@@ -1,20 +1,25 @@
-"""The harness: memory it can prove, ratios it computes, rows it keeps, where it measured."""
+"""gfsa bench: timing, rows, profiles, and the command."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import time
 
 import pytest
 import torch
 from rich.console import Console
+from rich.table import Table
+from typer.testing import CliRunner
 
 import gfsa
+from gfsa.cli import build
 from gfsa.kernels.routes import Decision
-from gfsa_benchmarks import suites, timing
+from gfsa_benchmarks import profiling, suites, timing
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, deterministic
 from gfsa_benchmarks.harness import COLUMNS, append, measure
+from gfsa_benchmarks.profiling import Kernel, Spent
 from gfsa_benchmarks.published import published_attention
 from gfsa_benchmarks.run_suite import against_published, run_suite
 from gfsa_benchmarks.suites import suite_called
@@ -229,3 +234,139 @@ def test_equals_gfsa(is_causal):
     got = published_attention(q, k, v, *weights, K=3, is_causal=is_causal)
     # the filter's own parameters are float32 numbers
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+OWN = {"attend", "grad_keys", "add_parts"}
+
+
+def test_idle_time_is_what_no_kernel_covers() -> None:
+    ms = 1_000_000
+    ran = [
+        Kernel("attend", 4 * ms, 6 * ms),
+        # on another stream, at the same time
+        Kernel("triton_poi_fused_add_0", 5 * ms, 7 * ms),
+        # inside of the former: the gap begins where the longer one ends
+        Kernel("attend", 5 * ms, 6 * ms),
+        Kernel("memcpy", 10 * ms, 11 * ms),
+        Kernel("nvjet", 1 * ms, 3 * ms),
+        # the same kernel to the compiler, numbered within its graph
+        Kernel("triton_poi_fused_add_7", 11 * ms, 12 * ms),
+    ]
+    found = profiling.summarised(ran, 2, OWN)
+    assert found.ms == 5.5
+    assert found.kinds[profiling.IDLE] == Spent(2, 0)
+    assert found.kinds["attention"] == Spent(1.5, 1)
+    assert found.kinds["matrix products"] == Spent(1, 0.5)
+    assert found.kernels["attend"] == Spent(1.5, 1)
+    assert found.kernels["triton_poi_fused_add"] == Spent(1.5, 1)
+
+
+def rows_of(table: Table) -> list[str]:
+    """The body of a printed table, cells separated by single spaces."""
+    console = Console(width=160, file=io.StringIO())
+    console.print(table)
+    lines = console.file.getvalue().split("\n")  # type: ignore[attr-defined]
+    return [" ".join(line.replace("│", " ").split()) for line in lines if line.startswith("│")]
+
+
+def test_tables_show_what_a_filter_adds() -> None:
+    ms = 1_000_000
+    plain = profiling.summarised([Kernel("sdpa", 0, ms), Kernel("nvjet", ms, 4 * ms)], 1, OWN)
+    ran = [Kernel("attend", 0, 2 * ms), Kernel("add_parts", 2 * ms, 3 * ms)]
+    ran.append(Kernel("nvjet", 3 * ms, 6 * ms))
+    profiles = {"plain": plain, "gfsa": profiling.summarised(ran, 1, OWN)}
+    lines = rows_of(profiling.kinds_table(profiles))
+    assert "attention 1.000 1 2.000 1 +1.000" in lines
+    assert "coefficients of filters 0.000 0 1.000 1 +1.000" in lines
+    assert "matrix products 3.000 1 3.000 1 +0.000" in lines
+    assert "step 4.000 2 6.000 3 +2.000" in lines
+    # what differs most comes first
+    names = [line.split()[0] for line in rows_of(profiling.kernels_table(profiles))]
+    assert names[0] == "attend"
+    assert set(names[1:3]) == {"sdpa", "add_parts"}
+    assert names[3] == "nvjet"
+
+
+def test_own_kernels_are_found_by_their_decorator() -> None:
+    pytest.importorskip("triton")
+    import gfsa.kernels.operator  # noqa: F401
+
+    found = profiling.own_kernels()
+    assert {"attend", "combine", "grad_keys", "attend_once", "fold", "unfold", "add_parts"} <= found
+    assert not any(name.startswith("triton_") for name in found)
+
+
+def test_a_cpu_has_no_kernels_to_profile() -> None:
+    with pytest.raises(ValueError, match="launched on CUDA, got the device cpu"):
+        run_suite(*("ops", "cpu", "float32", [], 1, False, None, [], None, Console()), profile=True)
+    assert not torch.cuda.is_initialized()
+
+
+runner = CliRunner()
+
+
+def bench(*arguments):
+    return runner.invoke(build(), ["bench", "--device", "cpu", "--rounds", "1", *arguments])
+
+
+def test_ops_end_to_end(tmp_path):
+    path = tmp_path / "bench.csv"
+    shown = bench("--shapes", "1x2x16x4,2x1x8x4:causal", "--csv", str(path))
+    assert shown.exit_code == 0, shown.output
+    assert "10 rows added" in shown.output
+    assert "faster than" in shown.output
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    assert [row["variant"] for row in rows[:5]] == [
+        "plain",
+        "gfsa degree 1",
+        "gfsa",
+        "gfsa sdpa",
+        "published",
+    ]
+    assert {row["shape"] for row in rows} == {"1x2x16x4", "2x1x8x4:causal"}
+    assert {row["dtype"] for row in rows} == {"float32"}
+    for row in rows:
+        assert float(row["fwd_ms"]) > 0
+        assert float(row["fwd_bwd_ms"]) > 0
+        assert float(row["peak_mib"]) > 0
+
+
+def test_linear_end_to_end_keeps_nothing_when_told_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = bench("--suite", "linear", "--shapes", "1x1x16x4,1x1x32x4", "--no-append")
+    assert shown.exit_code == 0, shown.output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--suite", "speed"], "expected a suite of"),
+        (["--dtype", "int8"], "expected a dtype of"),
+        (["--shapes", "large"], "BATCHxHEADSxTOKENSxDIM"),
+        (["--suite", "linear", "--shapes", "1x1x8x4:causal"], "neither causal nor padded"),
+        (["--device", "toaster"], "expected a device"),
+        (["--device", "meta"], "cpu and cuda"),
+        (["--graphs", "--shapes", "1x1x8x4"], "graphs are for CUDA"),
+        (["--compile"], "nothing to compile"),
+        (["--suite", "models", "--compile", "--compile-blocks"], "whole models"),
+        (["--variants", "plain,fast", "--shapes", "1x1x8x4"], "expected variants of plain, gfsa"),
+        (["--suite", "decode", "--shapes", "1x1x8x4:padded"], "no padded shapes"),
+        (["--profile", "--shapes", "1x1x8x4"], "launched on CUDA"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments, message):
+    shown = bench(*arguments, "--no-append")
+    assert shown.exit_code == 2
+    # the message is boxed and broken into lines
+    words = shown.output.replace("│", " ").split()
+    assert " ".join(message.split()) in " ".join(words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_without_a_gpu_it_says_so():
+    shown = bench("--device", "cuda", "--no-append")
+    assert shown.exit_code == 2
+    assert "no CUDA device" in shown.output

@@ -1,4 +1,4 @@
-"""timm: adapters for ViT, Swin and CaiT, tracing for the rest, refusals without a map."""
+"""Models of timm and torchvision."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ import torch
 from timm.layers.attention import Attention
 from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
+from torchvision.models.swin_transformer import (
+    PatchMergingV2,
+    SwinTransformer,
+    SwinTransformerBlockV2,
+)
+from torchvision.models.vision_transformer import VisionTransformer
 
 import gfsa
 from gfsa.plugs.adapters import timm as adapters
@@ -253,3 +259,35 @@ def test_what_no_trial_has_shown_stays_refused() -> None:
     report = gfsa.plug(model)
     assert len(report.plugged) == 9
     assert all("no adapter knows" in report.skipped[f"spare.0.blocks.{i}.attn"] for i in (0, 1))
+
+
+# 8 × 8 patches in windows of 3 × 3: torchvision pads the image to whole windows
+TORCHVISION_SWIN = ([4, 4], 12, [2, 1], [2, 3], [3, 3])
+
+
+def vit() -> nn.Module:
+    model = VisionTransformer(32, 8, 2, 4, 16, 32, num_classes=5)
+    nn.init.normal_(model.heads.head.weight)  # starts at zero
+    return model
+
+
+def swin_v2() -> nn.Module:
+    return SwinTransformer(
+        *TORCHVISION_SWIN,
+        num_classes=5,
+        block=SwinTransformerBlockV2,
+        downsample_layer=PatchMergingV2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        ("ViT", vit),
+        ("Swin", lambda: SwinTransformer(*TORCHVISION_SWIN, num_classes=5)),
+        ("Swin-V2", swin_v2),
+    ],
+)
+def test_torchvision_backbone(name, build, tmp_path):
+    report = check_backbone(build, run, tmp_path)
+    assert not report.skipped

@@ -37,7 +37,7 @@ def _fresh() -> Iterator[None]:
 )
 @torch.no_grad()
 def test_one_graph_for_all_sizes(name: str, matrix: Matrix) -> None:
-    """Gradients of compiled models are compared in tests/plugs/test_training_compile.py."""
+    """Gradients of compiled models are compared in tests/plugs/test_training.py."""
     subject = SUBJECTS[name]
     model, counting = subject.plugged(), Counting()
     compiled = torch.compile(model, fullgraph=True, backend=counting)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import gfsa
 from gfsa.lens import diagnose, measure
-from support.lens_readings import diagnosed, monitored, only
+from support.lens import diagnosed, monitored, only
 from support.tiny import TinyAttention, TinyBlock
 
 IN_DOUBT = "do not show which axis"

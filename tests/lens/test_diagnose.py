@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gfsa
 from gfsa.lens import diagnose, measure
 from support.graphs import ATOMS, BONDS, molecule
-from support.lens_readings import only
+from support.lens import only
 from support.tiny import TinyEncoder, padded_batch
 
 

@@ -15,7 +15,7 @@ from gfsa.lens import diagnose, measure
 from gfsa.lens.monitor import Monitor
 from gfsa.lens.tokens import shown_by_map
 from gfsa.operators import DenseOperator
-from support.lens_readings import diagnosed, monitored, only
+from support.lens import diagnosed, monitored, only
 from support.tiny import TinyBlock, TinyEncoder, padded_batch
 
 IDS = torch.arange(30).reshape(3, 10) % 17 + 3

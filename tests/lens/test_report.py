@@ -17,7 +17,7 @@ from gfsa.lens.findings import findings, headline, passed
 from gfsa.lens.page import render
 from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading
 from gfsa.lens.trajectory import LayerTrajectory, Trajectory
-from support.reports import example_report, example_trajectory
+from support.lens import example_report, example_trajectory
 from support.tiny import TinyEncoder, padded_batch
 
 

@@ -13,8 +13,7 @@ from gfsa.filters.partial import PartialPolynomial
 from gfsa.operators import AttentionOperator
 from gfsa.plugs.adapters.transformers import adapter as plugged_transformers
 from support.counting import Counting
-from support.matrix import Matrix
-from support.subjects import DIM, HEADS, SUBJECTS, first
+from support.subjects import DIM, HEADS, SUBJECTS, Matrix, first
 
 SIZES = [(2, 6), (3, 9), (5, 13), (4, 20), (7, 31)]
 FILTERS = {

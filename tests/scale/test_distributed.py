@@ -10,10 +10,10 @@ import torch
 
 import gfsa
 from gfsa_experiments.runs.run import carry_out
+from scale.workers.filter_rate import check_against_one_process, launched, one_process
 from scale.workers.pretraining import SETTINGS
-from support.filter_rate import check_against_one_process, launched, one_process
 from support.launching import WORKERS, launch
-from support.matrix import Matrix
+from support.subjects import Matrix
 from support.tiny_pretraining import a_run, built, write_corpus
 
 # float64, relative to the largest number of each tensor

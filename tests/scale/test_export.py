@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import gfsa
-from support.matrix import Matrix
 from support.random_filters import randomise
-from support.subjects import SUBJECTS, first
+from support.subjects import SUBJECTS, Matrix, first
 
 WORKER = Path(__file__).parent / "workers" / "exported.py"
 WHOLE = ["op", "BERT", "GPT-2", "ViT"]

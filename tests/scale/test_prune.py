@@ -16,8 +16,7 @@ from torch.nn import functional as F
 import gfsa
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.operators import AttentionOperator, DenseOperator, FunctionOperator
-from support.matrix import Matrix
-from support.subjects import first
+from support.subjects import Matrix, first
 from support.zoo import ZOO
 
 CELLS = {"bert": "BERT", "gpt2": "GPT-2", "vit": "ViT"}

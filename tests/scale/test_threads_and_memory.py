@@ -20,9 +20,8 @@ from torch.nn import functional as F
 import gfsa
 from gfsa.functional import which_backend
 from gfsa.operators import call
-from support.matrix import Matrix
 from support.random_filters import randomise
-from support.subjects import SUBJECTS, first
+from support.subjects import SUBJECTS, Matrix, first
 from support.zoo import VOCABULARY, ZOO
 
 THREADS, CALLS = 6, 5

@@ -12,7 +12,7 @@ from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 pytest.importorskip("transformers")
 
 CPU = torch.device("cpu")
-NAMES = ["plain", "gfsa degree 1", "gfsa"]
+NAMES = [*pretraining.ARMS]
 
 
 @pytest.fixture(autouse=True)
@@ -27,19 +27,22 @@ def test_filters_start_as_the_plain_model_and_learn() -> None:
     # rows of pretraining are causal whether the shape says so or not
     assert case.shape == "2x2x8x4:causal"
     assert [(v.name, v.backend) for v in case.variants] == [
-        *zip(NAMES, ("torch", "sdpa", "sdpa"), strict=True)
+        (name, "torch" if name == "plain" else "sdpa") for name in NAMES
     ]
     losses = [variant.forward() for variant in case.variants]
     assert torch.equal(losses[0], losses[1])
     assert torch.equal(losses[0], losses[2])
+    # the exclusive term is another model at once, the depth term beside it starts at zero
+    assert losses[3] != losses[0]
+    assert torch.equal(losses[3], losses[4])
     for _ in range(3):
         for variant in case.variants:
             assert variant.step is not None
             variant.step()
     after = [variant.forward() for variant in case.variants]
-    # every step learns; the three models no longer agree
-    assert all(loss < losses[0] for loss in after)
-    assert len({float(loss) for loss in after}) == 3
+    # every step learns; the models no longer agree
+    assert all(end < start for end, start in zip(after, losses, strict=True))
+    assert len({float(loss) for loss in after}) == len(NAMES)
 
 
 def test_the_step_is_the_recipes(monkeypatch: pytest.MonkeyPatch) -> None:

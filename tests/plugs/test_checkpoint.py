@@ -335,7 +335,7 @@ def test_filters_are_of_the_files_that_the_weights_are_of(tmp_path: Path) -> Non
     assert torch.equal(output(loaded), output(new))
     assert not torch.equal(output(new), output(old))
     # vLLM takes the files of the index
-    from gfsa.plugs.adapters.transformers.pretrained import filter_tensors
+    from gfsa.plugs.saving.pretrained import filter_tensors
 
     name, filter = next(iter(gfsa.filters_of(old).items()))
     by_index = filter_tensors(tmp_path, {}, index_first=True)

@@ -20,8 +20,8 @@ from torch._inductor import compile_fx  # noqa: E402
 from torch._inductor.graph import GraphLowering  # noqa: E402
 
 import gfsa  # noqa: E402
+from gfsa.adapters.transformers import one_launch  # noqa: E402
 from gfsa.kernels import decode as kernels  # noqa: E402
-from gfsa.plugs.adapters.transformers import one_launch  # noqa: E402
 
 # with fewer, symbols may happen to be named by those that are defined
 LAYERS, WINDOW, PROMPT, TOKENS = 4, 4, 2, 8

@@ -12,10 +12,10 @@ import transformers
 from torch import Tensor
 
 import gfsa
+from gfsa.adapters.transformers import past_check
+from gfsa.adapters.transformers.adapter import _Arguments, _look_at_inputs
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.operators import attention
-from gfsa.plugs.adapters.transformers import past_check
-from gfsa.plugs.adapters.transformers.inputs import Arguments, look_at_inputs
 from support.random_filters import randomise
 from support.zoo import VOCABULARY, ZOO
 
@@ -742,10 +742,10 @@ def test_a_cache_may_come_without_its_name(name: str) -> None:
     model, ids = plugged(name), prompt()["input_ids"]
     seen: list[Any] = []
     attention = next(m for m in model.modules() if hasattr(m, "gfsa"))
-    handover = look_at_inputs
+    handover = _look_at_inputs
     assert handover in attention._forward_pre_hooks.values()
     cache = transformers.DynamicCache(config=model.config)
-    place = Arguments.of(type(attention)).positional.index("past_key_values")
+    place = _Arguments.of(type(attention)).positional.index("past_key_values")
     args = (ids,) * place + (cache,)
     seen.append(handover(attention, args, {}))
     seen.append(handover(attention, args[:1], {"past_key_values": cache}))

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import gfsa
+from gfsa.adapters.transformers import mask_hooks
 from gfsa.cli import build as build_cli
 from gfsa.plugs import FilterNotCalledError
-from gfsa.plugs.adapters.transformers import mask_hooks
 from gfsa.plugs.call_check import TrainingCheck
 from gfsa.plugs.preview import build, describe
 from support.tiny import TinyEncoder

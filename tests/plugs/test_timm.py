@@ -19,7 +19,7 @@ from torchvision.models.swin_transformer import (
 from torchvision.models.vision_transformer import VisionTransformer
 
 import gfsa
-from gfsa.plugs.adapters import timm as adapters
+from gfsa.adapters import timm as adapters
 from gfsa.plugs.tracing.adapter import KNOWN_TRACER
 from support.plugging import check_backbone, disturb, matrix_polynomial
 
@@ -199,7 +199,7 @@ def test_an_older_version_is_traced(name, monkeypatch):
     # the adapter's module is imported again, from a timm that lacks what it imports
     monkeypatch.delitem(sys.modules, adapters.__name__)
     monkeypatch.setitem(sys.modules, "timm.layers.attention", None)
-    monkeypatch.setattr(gfsa.plugs.adapters, "timm", adapters)
+    monkeypatch.setattr(gfsa.adapters, "timm", adapters)
     report = gfsa.plug(model)
     assert set(report.how.values()) == {"tracer, known class"}
     assert torch.equal(run(model), expected)

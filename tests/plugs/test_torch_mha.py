@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 
 import gfsa
-from gfsa.plugs.adapters.torch_mha import FilteredMultiheadAttention
+from gfsa.adapters.torch_mha import FilteredMultiheadAttention
 from support.plugging import check_backbone, disturb, filtered_softmax, slow_path
 
 B, N, E, H = 3, 7, 16, 4

@@ -25,8 +25,8 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_overlay,
 )
 
-from gfsa.plugs.adapters.transformers import mask_hooks  # noqa: E402
-from gfsa.plugs.adapters.transformers.masks import DescribedMask, describe_mask  # noqa: E402
+from gfsa.adapters.transformers import mask_hooks  # noqa: E402
+from gfsa.adapters.transformers.masks import DescribedMask, describe_mask  # noqa: E402
 
 N = 12
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import gfsa
+from gfsa.adapters.transformers import adapter as plugged_transformers
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.operators import AttentionOperator
-from gfsa.plugs.adapters.transformers import adapter as plugged_transformers
 from support.counting import Counting
 from support.subjects import DIM, HEADS, SUBJECTS, Matrix, first
 

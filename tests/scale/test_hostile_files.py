@@ -346,7 +346,7 @@ def test_nothing_is_run(saved: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_shards_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
-    from gfsa.plugs.adapters.transformers.pretrained import _files
+    from gfsa.plugs.saving.pretrained import _files
 
     index = {"weight_map": {"x": "../../elsewhere/model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -358,7 +358,7 @@ def test_shards_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
     "text", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": []}}', "{"]
 )
 def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
-    from gfsa.plugs.adapters.transformers.pretrained import _files
+    from gfsa.plugs.saving.pretrained import _files
 
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match="is damaged"):
@@ -366,7 +366,7 @@ def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
 
 
 def test_filters_in_a_checkpoint_that_are_no_filters_are_not_read(tmp_path: Path) -> None:
-    from gfsa.plugs.adapters.transformers.pretrained import has_filters
+    from gfsa.plugs.saving.pretrained import has_filters
 
     numbers = 2**28
     entry = {"dtype": "F32", "shape": [numbers], "data_offsets": [0, 4 * numbers]}

@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import Tensor
 
+from gfsa.filters import Exclusive
 from gfsa.plugs import filters_of, plug
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant
 from gfsa_benchmarks.training import backend_of
@@ -27,6 +28,8 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "gfsa degree 1": {"K": None, "learn": ("w0", "w1")},
     "gfsa": {"K": 3},
+    "gfsa exclusive": {"filter": Exclusive},
+    "gfsa exclusive depth": {"filter": Exclusive, "depth": True},
 }
 
 
@@ -124,7 +127,7 @@ def _loss(model: Any, tokens: Tensor, setting: Setting) -> Callable[[], Any]:
 
 def _ran(sizes: Sizes, arguments: dict[str, Any], tokens: Tensor, setting: Setting) -> str:
     """Which operator serves a layer with these filters; its choice may differ when compiled."""
-    model = _decoder(dataclasses.replace(sizes, depth=1), setting)
+    model = _decoder(dataclasses.replace(sizes, depth=2), setting)
     plug(model, **arguments)
     if not setting.compiled:
         return backend_of(_loss(model, tokens, setting))

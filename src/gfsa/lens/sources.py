@@ -20,10 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gfsa.plugs.adapters.transformers.config_files import one_line, read_config
-from gfsa.plugs.adapters.transformers.pretrained import from_pretrained, has_filters
 from gfsa.plugs.running import call
 from gfsa.plugs.saving.checkpoint import load
+from gfsa.plugs.saving.pretrained import from_pretrained, has_filters, one_line, read_config
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 # what a tokenizer returns that models take

@@ -14,7 +14,7 @@ from typing import Any
 
 from gfsa.filters.spec import EXTRA, read_description
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.adapters.transformers.pretrained import filter_tensors
+from gfsa.plugs.saving.pretrained import filter_tensors
 
 
 def descriptions_in(

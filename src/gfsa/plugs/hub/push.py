@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from gfsa._version import __version__
-from gfsa.plugs.adapters.transformers.pretrained import CONFIG_ENTRY, is_of_diffusers
 from gfsa.plugs.hub.card import (
     PICTURE,
     Card,
@@ -27,6 +26,7 @@ from gfsa.plugs.hub.picture import coefficients_svg
 from gfsa.plugs.peft_adapters import PEFT_ENTRY
 from gfsa.plugs.saving.checkpoint import describe, save, write_filters
 from gfsa.plugs.saving.files import OLD_DESCRIPTION
+from gfsa.plugs.saving.pretrained import CONFIG_ENTRY, is_of_diffusers
 from gfsa.plugs.sites import check_model, filters_of, is_sharded, plugged_sites
 
 CARD = "README.md"

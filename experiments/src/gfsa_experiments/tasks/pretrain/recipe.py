@@ -36,9 +36,10 @@ SOURCE = DataSource(
     "data=hub:ID",
     "your own; techdocs is a corpus of documentation pages",
 )
-# depth, width, heads and width of the MLP; with 16,384 tokens and a tied head 15.4, 46.9 and 111.7
-# million numbers
+# depth, width, heads and width of the MLP; with 16,384 tokens and a tied head 5.4, 15.4, 46.9 and
+# 111.7 million numbers
 _SIZES = {
+    "5m": (5, 192, 3, 512),
     "15m": (8, 320, 5, 896),
     "46m": (12, 512, 8, 1408),
     "110m": (12, 768, 12, 2560),
@@ -63,7 +64,7 @@ class PretrainConfig(TrainConfig):
     """Tokens of a row."""
     boundaries: bool = False
     """Attention and positions begin anew with each document of a row."""
-    size: Literal["15m", "46m", "110m"] = "15m"
+    size: Literal["5m", "15m", "46m", "110m"] = "15m"
     """Millions of parameters; the numbers below override it."""
     depth: int | None = None
     width: int | None = None

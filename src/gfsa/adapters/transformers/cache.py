@@ -26,28 +26,28 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from gfsa.operators import AttentionOperator, Coefficients, Operator, SDPAOperator, Visibility
-from gfsa.operators.base import combine, own_share, value_of
-from gfsa.operators.exporting import is_exporting
-from gfsa.plugs.adapters.transformers.companions import (
+from gfsa.adapters.transformers.companions import (
     GrowingPowers,
     append,
     counters_beside,
     counts_its_tokens,
     empty_like,
 )
-from gfsa.plugs.adapters.transformers.one_launch import (
+from gfsa.adapters.transformers.one_launch import (
     decode_in_one_launch,
     fills_from_the_front,
 )
-from gfsa.plugs.adapters.transformers.past_check import (
+from gfsa.adapters.transformers.past_check import (
     forget_fillings,
     refuse_another_past,
     refuse_other_rows,
     remember_rows,
     watch,
 )
-from gfsa.plugs.adapters.transformers.product_check import name_of
+from gfsa.adapters.transformers.refusals import name_of
+from gfsa.operators import AttentionOperator, Coefficients, Operator, SDPAOperator, Visibility
+from gfsa.operators.base import combine, own_share, value_of
+from gfsa.operators.exporting import is_exporting
 
 # the methods of a cache layer, besides those that fill it, that companions repeat
 _REPEATED = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,40 +20,39 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from gfsa.operators import AttentionOperator, Coefficients, DenseOperator, Operator
-from gfsa.operators.autocast import no_autocast
-from gfsa.operators.base import repeat_heads, value_of
-from gfsa.plugs.adapter import HEADS, Adapter, heads_of
-from gfsa.plugs.adapters.transformers.cache import CachedOperator, layer_in
-from gfsa.plugs.adapters.transformers.config_view import ConfigView
-from gfsa.plugs.adapters.transformers.continuous_batching import enter_where_plugged
-from gfsa.plugs.adapters.transformers.function_lookup import (
+from gfsa.adapters.transformers.cache import CachedOperator, layer_in, mix_into
+from gfsa.adapters.transformers.functions import (
+    NO_POWERS,
+    OperatorMaker,
     eager_function,
     eager_function_of,
-    functions_of,
-)
-from gfsa.plugs.adapters.transformers.inputs import (
-    ARGUMENTS,
-    CACHE,
-    Arguments,
-    look_at_inputs,
-)
-from gfsa.plugs.adapters.transformers.mask_hooks import set_mask_hooks
-from gfsa.plugs.adapters.transformers.operators import OperatorMaker, operator_maker
-from gfsa.plugs.adapters.transformers.past_check import remember_rows
-from gfsa.plugs.adapters.transformers.product_check import (
     forget_check,
+    functions_of,
     is_trusted,
-    name_of,
+    operator_maker,
     refusal_by_trial,
 )
-from gfsa.plugs.adapters.transformers.refusals import (
+from gfsa.adapters.transformers.mask_hooks import ConfigView, set_mask_hooks
+from gfsa.adapters.transformers.past_check import refuse_other_rows, remember_rows
+from gfsa.adapters.transformers.refusals import (
+    OTHER_TOKENS,
+    QUERY_AND_KEY,
+    name_of,
     refusal_by_owner,
     refusal_of_interface,
     refusal_of_traced,
+    renamings_of,
 )
-from gfsa.plugs.adapters.transformers.renamed_layers import renamings_of
-from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design
+from gfsa.operators import AttentionOperator, Coefficients, DenseOperator, Operator
+from gfsa.operators.autocast import no_autocast
+from gfsa.operators.base import repeat_heads, value_of
+from gfsa.plugs.adapter import CHILD, HEADS, Adapter, heads_of
+from gfsa.plugs.cross_attention import (
+    REASON,
+    Owners,
+    crosses_by_design,
+    require_same_tokens,
+)
 from gfsa.plugs.saving.identity import kind_of_layer
 from gfsa.plugs.saving.renames import Renaming
 from gfsa.plugs.tracing.adapter import TracerAdapter
@@ -104,8 +103,8 @@ class InterfaceAdapter(Adapter):
 
     def install(self, module: Any) -> None:
         module.config = _ConfigView(module.config)
-        module.__dict__[ARGUMENTS] = Arguments.of(type(module))
-        handle = module.register_forward_pre_hook(look_at_inputs, with_kwargs=True)
+        module.__dict__[_ARGUMENTS] = _Arguments.of(type(module))
+        handle = module.register_forward_pre_hook(_look_at_inputs, with_kwargs=True)
         module.__dict__["_gfsa_handle"] = handle
         # looked up and registered here, not in a forward that may be compiled: a side effect in a
         # compiled call would make the next call compile again
@@ -115,7 +114,7 @@ class InterfaceAdapter(Adapter):
 
     def remove(self, module: Any) -> None:
         module.__dict__.pop("_gfsa_handle").remove()
-        del module.__dict__["_gfsa_eager"], module.__dict__[ARGUMENTS]
+        del module.__dict__["_gfsa_eager"], module.__dict__[_ARGUMENTS]
         module.__dict__.pop("_gfsa_name", None)
         forget_check(module)
         module.config = module.config.real
@@ -130,7 +129,7 @@ class InterfaceAdapter(Adapter):
                 # reads of it once, not once a layer
                 module.config = views.setdefault(id(module.config.real), module.config)
         set_mask_hooks(model)
-        enter_where_plugged(model)
+        _set_batching_entries(model)
 
 
 INTERFACE = InterfaceAdapter()
@@ -144,7 +143,7 @@ class ModelTracerAdapter(TracerAdapter):
 
     def mark(self, model: nn.Module) -> None:
         super().mark(model)
-        enter_where_plugged(model)
+        _set_batching_entries(model)
 
     def wants_maps(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
         if _wants_maps(module, getattr(module, "config", None), given):
@@ -178,6 +177,149 @@ def _uses_interface(kind: type[nn.Module]) -> bool:
     forward = inspect.unwrap(kind.forward)
     code = getattr(forward, "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+_ARGUMENTS = "_gfsa_arguments"
+"""The attribute of a plugged module that holds its :class:`_Arguments`."""
+
+_CACHE = "gfsa_cache"
+"""The keyword by which the attention function gets the cache and the index of its layer."""
+
+_CACHES = ("past_key_values", "layer_past")
+# arguments that say which layer of the cache is meant, where a module serves several of them
+_CACHE_INDEX = ("layer_idx", "cycle_offset")
+
+
+class _Arguments(NamedTuple):
+    """What the forward of a class of attention modules takes.
+
+    A tuple of names and numbers, and a function as the hook that reads it: torch.compile then
+    skips its checks of a module whose attributes are the same objects as in the last call. With an
+    object of another class among them it makes all checks in every call, for every token.
+    """
+
+    positional: tuple[str, ...]
+    """Its arguments in order, without ``self``."""
+    pair: tuple[str, str] | None
+    """The names of queries and keys, if it takes both."""
+    cache_index: tuple[str, ...]
+    """Arguments that say which layer of the cache is meant."""
+    others_first: int
+    """How many positional arguments come before the first that the hook looks for."""
+
+    @classmethod
+    def of(cls, kind: type[nn.Module]) -> _Arguments:
+        positional = tuple(inspect.signature(kind.forward).parameters)[1:]
+        names = set(positional)
+        pair = next((pair for pair in QUERY_AND_KEY if names.issuperset(pair)), None)
+        index = tuple(name for name in _CACHE_INDEX if name in names)
+        wanted = OTHER_TOKENS.union(_CACHES, pair or (), index).intersection(names)
+        others_first = min(map(positional.index, wanted), default=len(positional))
+        return cls(positional, pair, index, others_first)
+
+
+def _look_at_inputs(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The hook that looks at the arguments of a plugged module before its forward.
+
+    It raises if the keys are those of another sequence, and adds the cache, with the index of its
+    layer, to the keywords, which transformers passes on to the attention function.
+    """
+    arguments: _Arguments = module._gfsa_arguments
+    given = kwargs
+    if len(args) > arguments.others_first:
+        given = {**dict(zip(arguments.positional, args, strict=False)), **kwargs}
+    for name in OTHER_TOKENS.intersection(given):
+        if given[name] is not None:
+            raise ValueError(
+                f"{name_of(module)} was plugged as self-attention but is given {name}: "
+                "cross-attention has no powers. Leave it out with plug(..., layers=...)"
+            )
+    if arguments.pair is not None:
+        query, key = (given.get(name) for name in arguments.pair)
+        if isinstance(query, Tensor) and isinstance(key, Tensor):
+            require_same_tokens(module, query, key)
+    for name in _CACHES:
+        cache = given.get(name)
+        if cache is not None:
+            index: int | None = getattr(module, "layer_idx", None)
+            if arguments.cache_index:
+                index = given.get("layer_idx", index)
+                index = None if index is None else index + given.get("cycle_offset", 0)
+            if module.gfsa.first_values is not None:
+                mix_into(cache, index, module)
+            # a compiled call would check all that is read here, for every token
+            if index is not None and not torch.compiler.is_compiling():
+                try:
+                    layer = getattr(cache, "self_attention_cache", cache).layers[index]
+                except (AttributeError, IndexError):
+                    pass
+                else:
+                    refuse_other_rows(layer)
+            return args, {**kwargs, _CACHE: (cache, index)}
+    return None
+
+
+class _BatchingEntry:
+    """``init_continuous_batching`` of one plugged model, which refuses what it cannot do.
+
+    ``generate_batch``, ``continuous_batching_context_manager`` and ``transformers serve`` call it.
+    An error in a forward would be raised in transformers' own thread, which returns results without
+    tokens; this one is raised before anything starts.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self.model
+        refusal = refusal_of_batching(model)
+        if refusal is not None:
+            raise NotImplementedError(refusal)
+        manager = type(model).init_continuous_batching(model, *args, **kwargs)
+        for module in model.modules():
+            if "_gfsa_handle" in module.__dict__:
+                # the paged implementation is registered now, not in a compiled forward
+                _filtered_name(module.config.real._attn_implementation)
+        return manager
+
+
+def refusal_of_batching(model: nn.Module) -> str | None:
+    """Why a plugged model cannot run with continuous batching, or None if it can."""
+    for name, module in model.named_modules():
+        if CHILD not in module._modules:
+            continue
+        where = f"{name} ({type(module).__name__}) cannot run with continuous batching"
+        if "_gfsa_handle" not in module.__dict__:
+            return f"{where}: it is plugged by tracing, which cannot use a cache. Use generate()"
+        if (degree := cast(Any, module).gfsa.degree) > 1:
+            return f"{where}: its filter has degree {degree}, and {NO_POWERS}"
+    return None
+
+
+# what generate_batch and the context manager call, and the manager that transformers keeps between
+# calls if it is asked to
+_ENTRY = "init_continuous_batching"
+_KEPT = "_cached_continuous_batching_manager"
+
+
+def _set_batching_entries(model: nn.Module) -> None:
+    """Give an entry to every model in ``model`` that has filters, and to no other.
+
+    Called after filters were plugged, loaded or removed: a manager that transformers kept has a
+    cache that was filled by other filters, so it is dropped.
+    """
+    module: Any
+    for module in model.modules():
+        if not hasattr(type(module), _ENTRY):
+            continue
+        if _KEPT in module.__dict__:
+            module.destroy_cached_continuous_batching_manager()
+        if any(CHILD in inner._modules for inner in module.modules()):
+            module.__dict__[_ENTRY] = _BatchingEntry(module)
+        elif isinstance(module.__dict__.get(_ENTRY), _BatchingEntry):
+            del module.__dict__[_ENTRY]
 
 
 class _ConfigView(ConfigView):
@@ -219,7 +361,7 @@ def _filtered_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that a plugged module calls in place of the implementation's own."""
-    cache = kwargs.pop(CACHE, None)
+    cache = kwargs.pop(_CACHE, None)
     operator, value = operator_for(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )

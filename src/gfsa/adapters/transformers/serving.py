@@ -1,10 +1,12 @@
-"""``transformers serve`` for folders that were saved from plugged models."""
+"""``transformers serve`` for plugged models: what it loads gets its filters.
+
+transformers serves a model with ``generate``, or with continuous batching if it is asked to, which
+filters of degree 1 alone can do.
+"""
 
 from __future__ import annotations
 
-import inspect
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import transformers
@@ -14,8 +16,10 @@ from transformers.cli.serving import model_manager
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.utils import logging
 
-from gfsa.plugs.adapters.transformers.config_files import one_line, read_config
-from gfsa.plugs.adapters.transformers.pretrained import (
+from gfsa.adapters.transformers.adapter import refusal_of_batching
+from gfsa.plugs.saving.pretrained import (
+    one_line,
+    read_config,
     restore_filters,
     without_filters_in_load_report,
 )
@@ -24,42 +28,48 @@ logger = logging.get_logger(__name__)
 
 
 class NotServedError(ValueError):
-    """The model that was asked for is none that a server of text can run."""
+    """The server cannot run the model that was asked for."""
 
 
 class FilteredModelManager(ModelManager):
     """Loads the models of a server, each with the filters that its checkpoint has."""
 
+    with_batching = False
+    """Whether the server was started with ``--continuous-batching``."""
+
     def load_model_and_processor(
         self, model_id_and_revision: str, *args: Any, **kwargs: Any
     ) -> Any:
-        if model_id_and_revision not in self.loaded_models and not kwargs.get("gguf_file"):
+        if model_id_and_revision not in self.loaded_models:
             path, revision = model_id_and_revision.split("@", 1)
-            refusal = refusal_to_serve(path, revision, self.trust_remote_code)
+            if kwargs.get("gguf_file"):
+                refusal: str | None = (
+                    f"{path} is a GGUF file, which has no filters; serve it with transformers serve"
+                )
+            else:
+                refusal = refusal_to_serve(path, revision, self.trust_remote_code)
             if refusal is not None:
                 raise self._refused(refusal)
         return super().load_model_and_processor(model_id_and_revision, *args, **kwargs)
 
-    def _refused(self, refusal: str) -> Exception:
-        """What stops the start of a server; a request for a model gets it as its answer."""
-        if self.force_model is not None:
-            return NotServedError(refusal)
-        from fastapi import HTTPException
-
-        return HTTPException(status_code=400, detail=refusal)
-
     def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("gguf_file"):
-            raise ValueError(
-                f"{model_id_and_revision} is a GGUF file, which has no filters: serve it with "
-                "transformers serve"
-            )
         with without_filters_in_load_report():
             model = super()._load_model(model_id_and_revision, *args, **kwargs)
         path, revision = model_id_and_revision.split("@", 1)
         if not restore_filters(model, path, {"revision": revision}):
             logger.warning(f"{path} has no filters: it is served as it is")
+        refusal = refusal_of_batching(model) if self.with_batching else None
+        if refusal is not None:
+            raise self._refused(f"{refusal}. Without --continuous-batching it is served")
         return model
+
+    def _refused(self, refusal: str) -> Exception:
+        """The error that stops the start of a server, or answers a request for a model."""
+        if self.force_model is not None:
+            return NotServedError(refusal)
+        from fastapi import HTTPException
+
+        return HTTPException(status_code=400, detail=refusal)
 
 
 def refusal_to_serve(path: str, revision: str, trust_remote_code: bool = False) -> str | None:
@@ -103,9 +113,11 @@ def run(arguments: Sequence[str]) -> None:
     from safetensors import SafetensorError
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(_with_checked_options(Serve))
+    app.command()(Serve)
 
     class OnlyManager(FilteredModelManager):
+        with_batching = "--continuous-batching" in arguments
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             model_manager.ModelManager = ModelManager
             super().__init__(*args, **kwargs)
@@ -117,26 +129,3 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError(f"the weights are damaged: {one_line(error)}") from error
     finally:
         model_manager.ModelManager = ModelManager
-
-
-def _with_checked_options(command: type[Serve]) -> Callable[..., Serve]:
-    """The command, which itself raises KeyError and JSONDecodeError for values of two options."""
-
-    def checked(**options: Any) -> Serve:
-        level, template = options.get("log_level", "info"), options.get("chat_template_kwargs")
-        if level.lower() not in logging.log_levels:
-            known = ", ".join(logging.log_levels)
-            raise typer.BadParameter(f"--log-level must be one of {known}, got {level!r:.80}")
-        try:
-            json.loads(template or "{}")
-        except ValueError as error:
-            raise typer.BadParameter(
-                f"--chat-template-kwargs must be a JSON object, got {template!r:.80}"
-            ) from error
-        return command(**options)
-
-    # typer reads the options from them
-    checked.__doc__ = command.__doc__
-    checked.__annotations__ = command.__init__.__annotations__
-    checked.__signature__ = inspect.signature(command)  # type: ignore[attr-defined]
-    return checked

@@ -2,30 +2,40 @@
 
 A model makes its masks by its config's attention implementation. During the forward of a model with
 plugged layers inside, its config is a view that returns the name of the mask function of
-:mod:`~gfsa.plugs.adapters.transformers.masks`; outside of the forward, and for everyone else, the
+:mod:`~gfsa.adapters.transformers.masks`; outside of the forward, and for everyone else, the
 config is the real one. Attention layers inside that have no filter get masks as tensors, unless
 torch's attention alone reads them and they would be large.
+
+For a static cache ``generate`` makes the masks itself, before the model's forward, by the model's
+``create_masks_for_generate`` if it has one. A model with plugged layers gets one that describes the
+mask of the prompt: all of its tokens and the free rows of the cache. The mask of a decoded token is
+one row, made by transformers.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    create_masks_for_generate,
+    sdpa_mask,
+)
 from transformers.modeling_utils import PreTrainedModel
 
+from gfsa.adapters.transformers.masks import NAME, DescribedMask
 from gfsa.operators.by_rows import rows_at_once
-from gfsa.plugs.adapters.transformers.generate_masks import describe_for_generate
-from gfsa.plugs.adapters.transformers.mask_view import MaskConfigView
-from gfsa.plugs.adapters.transformers.masks import DescribedMask
 from gfsa.plugs.tracing.candidates import looks_like_attention
 
 _HANDLES = "_gfsa_mask_handles"
 _PLUGGED = "_gfsa_handle"
+_FOR_GENERATE = "create_masks_for_generate"
 _CREATORS = frozenset(
     (
         "create_bidirectional_mask",
@@ -35,6 +45,60 @@ _CREATORS = frozenset(
         "create_sliding_window_causal_mask",
     )
 )
+
+
+class ConfigView:
+    """Passes everything to the real config; a subclass overrides ``_attn_implementation``."""
+
+    real: Any
+
+    def __init__(self, config: Any) -> None:
+        object.__setattr__(self, "real", config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.real, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.real, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConfigView:
+        return type(self)(copy.deepcopy(self.real, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.real,)
+
+
+class MaskConfigView(ConfigView):
+    """A model's config while it makes its masks.
+
+    Args:
+        config: the real one.
+        positions_given: whether the caller gave position ids, which may be those of packed
+            documents; those that a model makes itself are of one document.
+    """
+
+    positions_given: bool
+
+    def __init__(self, config: Any, positions_given: bool) -> None:
+        super().__init__(config)
+        object.__setattr__(self, "positions_given", positions_given)
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        name: str | None = self.real._attn_implementation
+        # a user may have registered another mask function for sdpa
+        if name == "sdpa" and ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask:
+            return NAME
+        return name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MaskConfigView:
+        return MaskConfigView(copy.deepcopy(self.real, memo), self.positions_given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MaskConfigView, (self.real, self.positions_given)
 
 
 class _TakeView:
@@ -148,3 +212,42 @@ def _names_in(function: Any) -> set[str]:
             found.update(code.co_names)
             waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
     return found
+
+
+class _DescribeForGenerate:
+    """In place of transformers' function, for one model."""
+
+    def __call__(self, config: Any, **arguments: Any) -> Any:
+        return create_masks_for_generate(config=_OneConfig(config, True), **arguments)
+
+
+class _OneConfig(MaskConfigView):
+    """The view of a config without parts: the model's and the text's are the same."""
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> _OneConfig:
+        return self
+
+
+def describe_for_generate(model: nn.Module, makers: Sequence[PreTrainedModel]) -> None:
+    """Have ``generate`` describe masks for ``makers``, and for no other models in ``model``.
+
+    Args:
+        makers: the models that take a described mask, by the hooks that they have.
+    """
+    for module in model.modules():
+        if isinstance(module.__dict__.get(_FOR_GENERATE), _DescribeForGenerate):
+            del module.__dict__[_FOR_GENERATE]
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and _makes_masks_before(module, makers):
+            module.__dict__[_FOR_GENERATE] = _DescribeForGenerate()
+
+
+def _makes_masks_before(module: PreTrainedModel, makers: Sequence[PreTrainedModel]) -> bool:
+    """Whether a model's ``generate`` makes the masks of one of ``makers``, in the usual way."""
+    if not hasattr(module, "prepare_inputs_for_generation") or hasattr(module, _FOR_GENERATE):
+        return False
+    config = module.config
+    if config.is_encoder_decoder or config.get_text_config() is not config:
+        return False
+    inside = set(module.modules())
+    return any(maker in inside and maker.config is config for maker in makers)

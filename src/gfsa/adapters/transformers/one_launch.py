@@ -15,11 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.cache_utils import DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 
-from gfsa.kernels import routes
-from gfsa.kernels.routes import refusal_of_decoding
-from gfsa.operators import Coefficients, attention
-from gfsa.operators.call import AttentionCall, DecisionCache, Signature
-from gfsa.plugs.adapters.transformers.companions import (
+from gfsa.adapters.transformers.companions import (
     STATIC,
     GrowingPowers,
     counters_beside,
@@ -28,7 +24,11 @@ from gfsa.plugs.adapters.transformers.companions import (
     next_row,
     room_for_one,
 )
-from gfsa.plugs.adapters.transformers.past_check import refuse_another_past
+from gfsa.adapters.transformers.past_check import refuse_another_past
+from gfsa.kernels import routes
+from gfsa.kernels.routes import refusal_of_decoding
+from gfsa.operators import Coefficients, attention
+from gfsa.operators.call import AttentionCall, DecisionCache, Signature
 
 # of the signature of a call: a PreparedToken, or False where torch's calls serve
 _PREPARED: DecisionCache[Any] = DecisionCache()

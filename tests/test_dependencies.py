@@ -3,7 +3,7 @@
 operators and kernels ← filters ← functional, plugs ← adapters ← engines, lens ← cli, info, serve ←
 experiments, and benchmarks may import all of them. The registry of plugs imports an adapter when
 its framework has been imported, and not before. The library reaches models and baselines of the
-experiments by the names ``gfsa.models`` and ``gfsa.baselines`` alone. And what a release consists of.
+experiments by the names ``gfsa.models`` and ``gfsa.baselines`` alone.
 """
 
 from __future__ import annotations

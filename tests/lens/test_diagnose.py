@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa.lens import diagnose, measure
-from support.graphs import ATOMS, BONDS, molecule
 from support.lens import only
 from support.tiny import TinyEncoder, padded_batch
 
@@ -292,17 +291,6 @@ def test_transformers(kind: str, implementation: str, plugged: bool) -> None:
     assert bool(gfsa.filters_of(model)) == plugged
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_as_many_samples_as_tokens(batch_first: bool) -> None:
-    """Where sizes are ambiguous, the module's batch_first says which axis is the batch."""
-    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=batch_first)
-    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-    tokens = torch.randn(6, 6, 16)
-    reading = only(diagnose(model, tokens))
-    expected = measure.cosine_similarity(tokens if batch_first else tokens.transpose(0, 1))
-    assert reading.features[0].cosine == pytest.approx(expected.mean().item(), abs=1e-6)
-
-
 def test_graphs_whose_tokens_lie_one_after_another() -> None:
     """PyG's GPS layers: features of all graphs in one list, attention on padded graphs."""
     geometric = pytest.importorskip("torch_geometric.nn")
@@ -343,62 +331,6 @@ def test_our_encoder(attention: Any) -> None:
         assert getattr(reading.features[-1], name) == pytest.approx(sum(parts) / 3, rel=1e-4)
     parts = torch.tensor([reading_alone.attention[-1].entropy for reading_alone in alone]).mean(0)
     torch.testing.assert_close(torch.tensor(reading.attention[-1].entropy), parts)
-
-
-def graphormer() -> tuple[nn.Module, Any]:
-    from gfsa_experiments.models import Graphormer, GraphormerCollator
-
-    model = Graphormer((ATOMS,), (BONDS,), dim=12, depth=3, num_heads=3, ffn_dim=12)
-    return model, GraphormerCollator()
-
-
-def graph_vit() -> tuple[nn.Module, Any]:
-    from gfsa_experiments.models import GraphViT, GraphViTCollator
-
-    return GraphViT((ATOMS,), (BONDS,), dim=12, num_heads=3, gnn_depth=1), GraphViTCollator(4)
-
-
-@pytest.mark.parametrize("build", [graphormer, graph_vit])
-def test_our_graph_models(build: Any) -> None:
-    """Together, with padding, as one by one."""
-    graphs = [molecule(9, 3), molecule(6, 1, seed=1), molecule(12, seed=2)]
-    model, collate = build()
-    reading = only(diagnose(model, collate(graphs)))
-    alone = [only(diagnose(model, collate([graph]))) for graph in graphs]
-    assert reading.samples == 3
-    assert reading.tokens == sum(reading_alone.tokens for reading_alone in alone)
-    assert len(reading.features) == len(reading.attention) + 1
-    for depth, feature in enumerate(reading.features):
-        parts = [reading_alone.features[depth].cosine for reading_alone in alone]
-        assert feature.cosine == pytest.approx(sum(parts) / 3, abs=1e-4)
-
-
-def test_windows_of_a_grid() -> None:
-    """Swin attends within windows; its features are the whole grid's."""
-    timm = pytest.importorskip("timm")
-    model = timm.create_model(
-        "swin_tiny_patch4_window7_224",
-        depths=(1, 2),
-        embed_dim=24,
-        num_heads=(1, 2),
-        img_size=56,
-    ).eval()
-    states: list[Tensor] = []
-    handles = [
-        block.register_forward_hook(lambda module, args, output: states.append(output.detach()))
-        for stage in model.layers
-        for block in stage.blocks
-    ]
-    images = torch.randn(2, 3, 56, 56)
-    with torch.no_grad():
-        model(images)
-    for handle in handles:
-        handle.remove()
-    reading = only(diagnose(model, images))
-    # a stage of one block ends where its only block does; the next begins by merging patches
-    expected = cosines([state.flatten(1, 2) for state in states], None)
-    assert [feature.cosine for feature in reading.features[1:]] == pytest.approx(expected, abs=1e-5)
-    assert [len(layer.entropy) for layer in reading.attention] == [1, 2, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

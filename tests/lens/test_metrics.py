@@ -271,23 +271,6 @@ def test_entropy_of_closed_forms() -> None:
     assert nats.item() == pytest.approx(math.log(8))
 
 
-@pytest.mark.parametrize(
-    ("coefficients", "expected"),
-    [
-        ([0, 1, 0], "low-pass"),  # ordinary attention
-        ([0.2, 0.5, 0.3], "low-pass"),  # positive, sum 1: the theorem's first case
-        ([1, -0.5], "high-pass"),  # (−α)^k
-        ([1, -1], "high-pass"),  # the Laplacian: nothing left at σ = 1
-        ([1, 0, 0], "all-pass"),
-        ([0, 2, -1], "low-pass"),  # twicing: rises all the way to σ = 1
-        ([0, 4, -3], "mixed"),  # 4σ − 3σ² is 1 at σ = 1/3 and above it from there
-        ([1, -2], "low-pass"),  # |1 − 2σ|: as high at σ = 0 as at σ = 1, lower all between
-    ],
-)
-def test_verdicts(coefficients: list[float], expected: str) -> None:
-    assert measure.verdict(torch.tensor(coefficients, dtype=DOUBLE)) == expected
-
-
 @given(st.lists(st.floats(-2, 2), min_size=1, max_size=5))
 def test_verdicts_agree_with_a_fine_grid(coefficients: list[float]) -> None:
     numbers = torch.tensor(coefficients, dtype=DOUBLE)

@@ -77,21 +77,6 @@ def test_training_is_not_changed() -> None:
         assert torch.equal(one, other)
 
 
-def test_checkpointed_blocks_are_counted_once() -> None:
-    class Checkpointed(TinyEncoder):
-        def states(self, tokens: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
-            states = [tokens]
-            for block in self.blocks:
-                states.append(checkpoint(block, states[-1], attention_mask, use_reentrant=False))
-            return states
-
-    model = Checkpointed()
-    logged: Logged = []
-    monitor = Monitor(model, lambda values, step: logged.append((values, step)), every=1)
-    train(model, monitor, padded_batch([6, 4]), steps=1)
-    assert sum(name.startswith("lens/cosine") for name in logged[0][0]) == 3
-
-
 def test_parts_that_are_called_apart_keep_their_layers_numbers() -> None:
     model = nn.ModuleDict({"first": TinyEncoder(), "second": TinyEncoder()})
     batch = padded_batch([6, 4])
@@ -307,17 +292,6 @@ def test_csv_and_back(tmp_path: Path) -> None:
     assert Trajectory.from_plain(again.to_plain()) == trajectory
     again.layers[0].name = "=cmd|' /C calc'!A0"
     assert ",'=cmd|" in again.to_text()
-
-
-def test_layers_of_different_degree_share_a_file(tmp_path: Path) -> None:
-    model = TinyEncoder(depth=2)
-    gfsa.plug(model, layers=[1], K=None, learn=("w0", "w1"))
-    gfsa.plug(model, layers=[2])
-    trajectory = Trajectory()
-    trajectory.record(model, 0)
-    trajectory.to_csv(tmp_path / "c.csv")
-    assert Trajectory.from_csv(tmp_path / "c.csv") == trajectory
-    assert [len(layer.coefficients[0][0]) for layer in trajectory.layers] == [2, 3]
 
 
 def test_filters_that_do_not_learn_are_left_out() -> None:

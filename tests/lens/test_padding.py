@@ -86,21 +86,6 @@ def test_a_decoder_is_not_padded_as_its_source_is(plugged: bool) -> None:
     assert while_training(model, lambda: model(**batch))[1:] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("target_is_padded", [False, True])
-def test_torch_transformer_has_two_masks(target_is_padded: bool) -> None:
-    model = nn.Transformer(16, 4, 1, 2, 32, 0.0, batch_first=True).eval()
-    batch = {"src": torch.randn(3, 10, 16), "tgt": torch.randn(3, 10, 16)}
-    batch |= {"src_key_padding_mask": ~MASK, "memory_key_padding_mask": ~MASK}
-    mask = None
-    if target_is_padded:
-        mask = MASK.flip(0)
-        batch["tgt_key_padding_mask"] = ~mask
-    expected = similar(outputs_of(model.decoder.layers, lambda: model(**batch)), mask)
-    assert after_blocks(model, batch)[1:] == pytest.approx(expected, abs=1e-5)
-    model.encoder.use_nested_tensor = False
-    assert while_training(model, lambda: model(**batch))[1:] == pytest.approx(expected, abs=1e-5)
-
-
 class OfBatches(nn.Module):
     """A model that is called with a whole batch."""
 

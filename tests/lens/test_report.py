@@ -225,19 +225,6 @@ def test_figures_have_marks_and_save_as_vectors(report: LensReport, tmp_path: Pa
     assert list(line.get_ydata()) == pytest.approx(expected)
 
 
-def test_coefficients_over_training_are_a_figure(report: LensReport) -> None:
-    trajectory = example_trajectory()
-    found = LensReport(report.models, trajectories={"GFSA": trajectory})
-    figure = found.figures["coefficients over training (GFSA)"]
-    # layers × powers, and in each panel ordinary attention and four heads
-    assert len(figure.axes) == 4 * 3
-    assert [len(axis.lines) for axis in figure.axes] == [5] * 12
-    line = figure.axes[1].lines[1]
-    assert list(line.get_xdata()) == trajectory.steps
-    expected = [step[0][1] for step in trajectory.layers[0].coefficients]
-    assert list(line.get_ydata()) == pytest.approx(expected)
-
-
 def test_trajectories_are_in_the_json(report: LensReport, tmp_path: Path) -> None:
     trajectory = example_trajectory()
     found = LensReport(report.models, trajectories={"GFSA": trajectory})

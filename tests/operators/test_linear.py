@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gfsa import linear_graph_filter_attention
-from gfsa.operators import DenseOperator, LinearOperator
 from support.attention import Dispatched, reference_filter, relative_error, tokens
 
 
@@ -162,22 +161,6 @@ def test_transforms_of_functions() -> None:
         leaves = one.clone().requires_grad_(), coeffs.double().requires_grad_()
         expected = torch.autograd.grad(loss(*leaves), leaves)
         torch.testing.assert_close((found[0][place], found[1][place]), expected)
-
-
-@pytest.mark.parametrize("batch", [(), (1,), (2, 1, 3)])
-def test_shapes_that_are_broadcast(batch: tuple[int, ...]) -> None:
-    """No heads at all, one map for several values, several maps for one."""
-    options = {"dtype": torch.float64, "requires_grad": True}
-    q, k = (torch.randn(*batch, 7, 4, **options) for _ in range(2))
-    v = torch.randn(*((2, 3) if batch else ()), 7, 5, **options)
-    coeffs = torch.randn(4, **options)
-    operator = LinearOperator(q, k)
-    y = operator.polynomial(coeffs, v)
-    expected = DenseOperator(operator.dense()).polynomial(coeffs, v)
-    torch.testing.assert_close(y, expected)
-    leaves = (q, k, v, coeffs)
-    found = torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)
-    torch.testing.assert_close(found, torch.autograd.grad(expected.square().sum(), leaves))
 
 
 def test_forward_mode_and_gradients_of_many_results() -> None:

@@ -320,28 +320,6 @@ def test_whole_models_in_shards_and_half_precision(tmp_path: Path) -> None:
     assert torch.equal(output(loaded), expected)
 
 
-def test_filters_are_of_the_files_that_the_weights_are_of(tmp_path: Path) -> None:
-    """A repository keeps the files of an earlier upload in shards, and transformers takes one."""
-    old, new = (randomised(model) for model in (plugged_model(), plugged_model()))
-    for filter in gfsa.filters_of(new).values():
-        filter.theta.data.mul_(2)
-    old.save_pretrained(tmp_path, max_shard_size="40KB")
-    kept = {path: path.read_bytes() for path in tmp_path.glob("model*")}
-    assert len(kept) > 2
-    new.save_pretrained(tmp_path)
-    for path, content in kept.items():
-        path.write_bytes(content)
-    loaded = gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path, dtype=torch.float64).eval()
-    assert torch.equal(output(loaded), output(new))
-    assert not torch.equal(output(new), output(old))
-    # vLLM takes the files of the index
-    from gfsa.plugs.saving.pretrained import filter_tensors
-
-    name, filter = next(iter(gfsa.filters_of(old).items()))
-    by_index = filter_tensors(tmp_path, {}, index_first=True)
-    assert torch.equal(by_index[f"{name}.gfsa.theta"], filter.theta)
-
-
 def plugged_model() -> Any:
     model = model_of()
     gfsa.plug(model, K=3)

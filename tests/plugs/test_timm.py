@@ -146,25 +146,6 @@ def test_the_learned_bias_between_positions_gets_its_gradient(fused):
     assert gradient == pytest.approx(((above - below) / (2 * step)).item(), rel=1e-5)
 
 
-def test_masks_of_vit_both_ways():
-    x = torch.randn(2, 6, 24).double()
-    for mask in (torch.rand(6, 6) < 0.7, torch.randn(6, 6).double()):
-        mask = mask | torch.eye(6, dtype=torch.bool) if mask.dtype == torch.bool else mask
-        options = {"qk_norm": True, "scale_norm": True, "gated": True, "norm_layer": nn.LayerNorm}
-        layer = Attention(24, 3, **options).double().eval()
-        plain = layer(x, attn_mask=mask)
-        gfsa.plug(layer)
-        assert torch.equal(layer(x, attn_mask=mask), plain)
-        gfsa.unplug(layer)
-        gfsa.plug(layer, w0=0.2, wK=0.3)
-        outputs = []
-        for layer.fused_attn in (True, False):
-            outputs.append(layer(x, attn_mask=mask))
-            outputs.append(layer(x, is_causal=True))
-        torch.testing.assert_close(outputs[0], outputs[2])
-        torch.testing.assert_close(outputs[1], outputs[3])
-
-
 @pytest.mark.parametrize("place", ["attention", "filter"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_dropout_of_the_map(place, fused):

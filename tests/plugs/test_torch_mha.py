@@ -324,26 +324,6 @@ def test_compiled_cross_attention_of_equal_length_is_refused(whole):
         torch.export.export(model, (x, torch.randn_like(x)))
 
 
-def test_compiled_self_attention_by_copies_needs_one_forward_before():
-    model, x = _attends()
-    expected = model(x, x.clone())
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, x.clone()), expected)
-    program = torch.export.export(model, (x, x.clone()), strict=False).module()
-    torch.testing.assert_close(program(x, x.clone()), expected)
-    # what an earlier forward has shown, each later one has to show again
-    for run in (compiled, program):
-        with pytest.raises(RuntimeError, match=r"mha .* its key has other values than its query"):
-            run(x, torch.randn_like(x))
-    # compiled torch.func has no such assertion
-    by_sample = torch.vmap(lambda x: model(x[None], x[None].clone()))
-    per_sample = torch.compile(by_sample, backend="eager")
-    torch.testing.assert_close(per_sample(x)[:, 0], expected)
-    gfsa.unplug(model)
-    assert not [name for name in model.mha.__dict__ if "gfsa" in name]
-
-
 def test_attention_exported_alone_with_one_tensor_warns():
     mha = nn.MultiheadAttention(E, H, batch_first=True).eval()
     gfsa.plug(mha)
@@ -420,17 +400,3 @@ def test_copies_where_operations_are_recorded():
     for function in (lambda x: model(x, x.clone()), one, torch.func.functionalize(one)):
         recorded = make_fx(function)(x)
         torch.testing.assert_close(recorded(x), expected)
-
-
-def test_a_tensor_that_has_left_its_transform():
-    model, x = _attends()
-    left = []
-
-    def keeps(x):
-        left.append(x * 1.0)
-        return x.sum()
-
-    torch.func.grad(keeps)(x)
-    expected = model(x, x.clone())
-    slope = torch.func.grad(lambda w: (model(left[0], x.clone()) * w).sum())(torch.ones(()))
-    torch.testing.assert_close(slope, expected.sum())

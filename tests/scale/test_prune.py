@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import gfsa
 from gfsa.filters.partial import PartialPolynomial
-from gfsa.operators import AttentionOperator, DenseOperator, FunctionOperator
+from gfsa.operators import DenseOperator, FunctionOperator
 from support.subjects import Matrix, first
 from support.zoo import ZOO
 
@@ -171,17 +171,6 @@ def test_undo_does_not_overwrite_later_filters() -> None:
 
 
 @torch.no_grad()
-def test_unplugged_layers_come_back() -> None:
-    model, inputs = ZOO["bert"].model("sdpa"), ZOO["bert"].batch()
-    gfsa.plug(model)
-    names = list(gfsa.filters_of(model))
-    report = gfsa.prune(model)
-    report.undo()
-    assert list(gfsa.filters_of(model)) == names
-    model(**inputs)
-
-
-@torch.no_grad()
 def test_saved_and_loaded(tmp_path: Path) -> None:
     model, inputs = plugged("gpt2"), ZOO["gpt2"].batch()
     trained(model, {0: [0, 3], 1: []})
@@ -231,16 +220,6 @@ def test_an_operator_that_cannot_be_split_does_every_pass() -> None:
     matrix, v = torch.randn(2, 4, 7, 7).softmax(-1), torch.randn(2, 4, 7, 5)
     whole = FunctionOperator(lambda x: matrix @ x)
     torch.testing.assert_close(partial(whole, v), partial(DenseOperator(matrix), v))
-
-
-def test_dropout_is_that_of_one_mask() -> None:
-    partial = PartialPolynomial(4, degree=2, high=[1])
-    q, k, v = torch.randn(3, 2, 4, 7, 5).unbind()
-    torch.manual_seed(3)
-    found = partial(AttentionOperator(q, k, dropout_p=0.5), v)
-    torch.manual_seed(3)
-    expected = gfsa.graph_filter_attention(q, k, v, partial.coefficients(), dropout_p=0.5)
-    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("tolerance", [-1.0, float("nan"), float("inf"), "0.1", None])

@@ -20,9 +20,7 @@ from torch.nn import functional as F
 import gfsa
 from gfsa.functional import which_backend
 from gfsa.operators import call
-from support.random_filters import randomise
 from support.subjects import SUBJECTS, Matrix, first
-from support.zoo import VOCABULARY, ZOO
 
 THREADS, CALLS = 6, 5
 
@@ -39,22 +37,6 @@ def test_concurrent_inference(name: str, matrix: Matrix) -> None:
     for mine, right in zip(found, expected, strict=True):
         assert all(torch.equal(output, right) for output in mine)
     matrix("threads", name)
-
-
-def test_concurrent_generation() -> None:
-    """Each call has a cache of its own, with the powers of its own past."""
-    model = ZOO["gpt2"].model("sdpa").float()
-    gfsa.plug(model)
-    randomise(model)
-    prompts = [torch.randint(3, VOCABULARY, (1, 3 + number)) for number in range(THREADS)]
-
-    def generate(number: int) -> list[Tensor]:
-        options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-        return [model.generate(prompts[number], **options)]
-
-    expected = [generate(number)[0] for number in range(THREADS)]
-    for mine, right in zip(in_threads(generate), expected, strict=True):
-        assert torch.equal(mine[0], right)
 
 
 def in_threads(work: Any) -> list[list[Tensor]]:

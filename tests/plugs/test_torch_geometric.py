@@ -1,8 +1,6 @@
-"""Graph models: PyTorch Geometric and gfsa.models."""
+"""Graph models of PyTorch Geometric."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from torch_geometric.nn.attention import PolynormerAttention, SGFormerAttention
 from torch_geometric.transforms import AddRandomWalkPE
 
 import gfsa
-from gfsa_experiments.models import Encoder
 from support.plugging import check_backbone, disturb
 
 DIM, HEADS = 16, 4
@@ -83,10 +80,3 @@ def test_linear_attention_is_refused():
         for unknown in ("refuse", "trace"):
             with pytest.raises(ValueError, match=why):
                 gfsa.plug(model, unknown=unknown)
-
-
-def test_linformer_is_refused() -> None:
-    model = Encoder(11, 5, 9, "linformer", dim=12, num_heads=3, ffn_dim=12)
-    why = "Linformer's map is not square (tokens × projected rows): it has no powers"
-    with pytest.raises(ValueError, match=re.escape(why)):
-        gfsa.plug(model)

@@ -198,41 +198,6 @@ def test_autocast_decides_the_precision_as_in_eager_mode() -> None:
     assert all(x.grad is not None and x.grad.dtype == x.dtype for x in given)
 
 
-def test_dropout_stays_torchs_own() -> None:
-    """The operator would have to draw the same entries again for its gradient."""
-    length = LONG
-    visible = CASES["causal padding"](length)
-    recorded = Recorded()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
-        operator = AttentionOperator(q, k, dropout_p=0.5, enable_gqa=True, visible=visible)
-        return operator.polynomial(coeffs[:, :2], v)
-
-    torch.compile(attend, fullgraph=True, backend=recorded)(*tokens(length))
-    assert recorded.passes() == 0
-
-
-@pytest.mark.parametrize("name", ["causal padding", "padding and window"])
-def test_what_dropout_writes_out_in_a_compiled_graph(name: str) -> None:
-    """The mask for one pass, and the maps of all heads for two; docs/scale.md says so."""
-    length, heads = 512, 2
-    visible = CASES[name](length)
-    chosen: list[str] = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
-        operator = AttentionOperator(q, k, dropout_p=0.5, visible=visible)
-        chosen.append(operator.which(coeffs, v).backend)
-        return operator.polynomial(coeffs, v)
-
-    q, k, v, coeffs = tokens(length, torch.float32, heads=heads, kv=heads)
-    for degree, backend, written in ((1, "sdpa", length**2), (2, "dense", 4 * heads * length**2)):
-        torch._dynamo.reset()
-        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager_decomp_partition")
-        y = compiled(q, k, v, coeffs[:, : degree + 1])
-        assert chosen.pop() == backend
-        assert saved_bytes(y) >= written
-
-
 def test_an_exported_program_has_torchs_operations_alone() -> None:
     length = LONG
 

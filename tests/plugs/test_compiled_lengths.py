@@ -94,13 +94,13 @@ def symbols_of(code: str) -> tuple[set[str], set[str]]:
 @pytest.mark.parametrize(
     ("way", "cache", "window", "degree"),
     [
-        # up to forty seconds each; both ways and both caches have a case with a window below
+        # up to forty seconds each; "kernel", "static" is the most that a compiled token has to do
         pytest.param("torch", "static", WINDOW, 2, marks=pytest.mark.slow),
         pytest.param("kernel", "dynamic", WINDOW, 2, marks=pytest.mark.slow),
         ("kernel", "static", WINDOW, 2),
-        ("torch", "dynamic", WINDOW, 2),
+        pytest.param("torch", "dynamic", WINDOW, 2, marks=pytest.mark.slow),
         pytest.param("kernel", "dynamic", None, 2, marks=pytest.mark.slow),
-        ("kernel", "dynamic", None, 1),
+        pytest.param("kernel", "dynamic", None, 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_code_of_a_token_defines_what_it_uses(

@@ -25,7 +25,7 @@ slow: .venv/.dev
 
 # more corrupted filter files than the tests try, and longer sequences of plug, save, load …
 fuzz: .venv/.dev
-	GFSA_FUZZ=20000 $(BIN)/pytest tests/scale/test_corrupted_filters.py tests/scale/test_any_order.py
+	GFSA_FUZZ=20000 $(BIN)/pytest tests/scale/test_hostile_files.py tests/scale/test_any_order.py
 
 # every model type of transformers and timm against a dense reference; writes docs/supported.md
 census: .venv/.dev

@@ -15,8 +15,14 @@ import torch
 
 import gfsa
 from engines import deepspeed_worker as worker
-from scale.workers.filter_rate import FILTER_LR, MODEL_LR, alone_in_a_loop
-from support.filter_rate import check_against_one_process, launched, one_process
+from scale.workers.filter_rate import (
+    FILTER_LR,
+    MODEL_LR,
+    alone_in_a_loop,
+    check_against_one_process,
+    launched,
+    one_process,
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Continuous batching of every kind of decoder, and ``gfsa serve``: the tokens of ``generate``."""
+"""Continuous batching with filters of degree 1, and ``gfsa serve``: the tokens of ``generate``."""
 
 from __future__ import annotations
 
@@ -21,16 +21,7 @@ import torch
 import transformers as hf
 
 import gfsa
-from support.batching import (
-    DECODERS,
-    SECTORS,
-    by_batching,
-    by_generate,
-    bytes_of,
-    decoder,
-    greedy,
-    prompts,
-)
+from support.batching import DECODERS, SECTORS, by_batching, by_generate, decoder, prompts
 from support.cost import time_ratio
 
 hf.logging.set_verbosity_error()
@@ -56,31 +47,8 @@ def test_the_tokens_are_those_of_generate(name: str, record: Record) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["llama, grouped queries", "gemma 3, both kinds of layers"])
-@pytest.mark.parametrize(
-    "filter",
-    [gfsa.PageRank, lambda heads: gfsa.Polynomial(heads, degree=1)],
-    ids=["degree 4", "degree 1"],
-)
-def test_other_degrees(name: str, filter: Any) -> None:
-    model = decoder(name, filter=filter)
-    inputs = prompts(*LENGTHS)
-    assert by_batching(model, inputs, max_batch_tokens=8) == by_generate(model, inputs)
-
-
-def test_layers_of_different_degrees_and_layers_without_a_filter() -> None:
-    model = decoder("gemma 3, both kinds of layers", filter=gfsa.PageRank, layers=[2])
-    gfsa.plug(model, K=3, layers=[3])
-    list(gfsa.filters_of(model).values())[-1].theta.data.normal_(std=0.3)
-    inputs = prompts(*LENGTHS)
-    assert by_batching(model, inputs, max_batch_tokens=8) == by_generate(model, inputs)
-
-
-def test_a_pruned_model() -> None:
-    model = decoder("llama, grouped queries")
-    for layer in gfsa.filters_of(model).values():
-        layer.theta.data[:2, 2] = 0.0
-    gfsa.prune(model, tolerance=1e-6)
+def test_layers_without_a_filter() -> None:
+    model = decoder("gemma 3, both kinds of layers", layers=[2])
     inputs = prompts(*LENGTHS)
     assert by_batching(model, inputs, max_batch_tokens=8) == by_generate(model, inputs)
 
@@ -105,30 +73,16 @@ def test_compiled_with_padding(name: str, record: Record) -> None:
     record(f"{name}: {how}", "identical")
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, grouped queries"])
-def test_what_it_costs(name: str, record: Record) -> None:
-    filtered, plain = decoder(name), decoder(name)
+def test_what_it_costs(record: Record) -> None:
+    filtered, plain = decoder("llama"), decoder("llama")
     gfsa.unplug(plain)
-    sizes = [size_of_cache(model) for model in (filtered, plain)]
     inputs = prompts(*LENGTHS)
     time = time_ratio(
         lambda: by_batching(filtered, inputs), lambda: by_batching(plain, inputs), rounds=7
     )
-    heads = "as many key heads" if name == "llama" else "half as many key heads"
-    record("memory", f"{sizes[0] / sizes[1]:.2g}× a token ({heads})")
-    record("time", f"{time:.2f}× a batch of 5 requests, 40 tokens each ({heads})")
-    assert sizes[0] / sizes[1] == (1.5 if name == "llama" else 2.0)
-    assert time < 3
-
-
-def size_of_cache(model: Any) -> int:
-    """Bytes of a model's paged cache, with the powers that it stores."""
-    manager = model.init_continuous_batching(
-        greedy(), hf.ContinuousBatchingConfig(num_blocks=16, block_size=4, max_batch_tokens=8)
-    )
-    cache = manager._create_batch_processor().cache
-    model.set_attn_implementation("sdpa")
-    return bytes_of(cache)
+    record("memory", "that of the plain model (degree 1)")
+    record("time", f"{time:.2f}× a batch of 5 requests, 40 tokens each (degree 1)")
+    assert time < 2
 
 
 WORDS = [f"w{i}" for i in range(58)]
@@ -167,10 +121,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=[(), ("--continuous-batching",)], ids=["generate", "continuous batching"])
-def address(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    small = ("--cb-num-blocks", "64", "--cb-block-size", "4", "--cb-max-batch-tokens", "64")
-    with _server([str(folder), *request.param, *small]) as url:
+def test_continuous_batching_of_degree_2_stops_the_start(folder: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "gfsa", "serve", str(folder), "--continuous-batching"],
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 2
+    assert "its filter has degree 2" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.fixture
+def address(folder: Path) -> Iterator[str]:
+    with _server([str(folder)]) as url:
         yield url
 
 
@@ -213,10 +177,7 @@ def complete(address: str, folder: Path, prompt: str) -> str:
 
 
 def test_the_completions_are_those_of_generate(
-    address: str,
-    folder: Path,
-    record: Callable[[str, str], None],
-    request: pytest.FixtureRequest,
+    address: str, folder: Path, record: Callable[[str, str], None]
 ) -> None:
     model = gfsa.from_pretrained(hf.AutoModelForCausalLM, folder).eval()
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
@@ -226,8 +187,7 @@ def test_the_completions_are_those_of_generate(
     plain = [_by_generate(model, tokenizer, prompt) for prompt in prompts]
     assert filtered != plain
     assert [complete(address, folder, prompt).split() for prompt in prompts] == filtered
-    how = request.node.callspec.id
-    record(f"`gfsa serve`, {how}: 40 greedy tokens of a completion", "identical to `generate`")
+    record("`gfsa serve`: 40 greedy tokens of a completion", "identical to `generate`")
 
 
 def _by_generate(model: Any, tokenizer: Any, prompt: str) -> list[str]:

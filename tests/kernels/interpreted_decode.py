@@ -20,7 +20,7 @@ from support.far_strides import PAST_INT32, spread
 
 transformers = pytest.importorskip("transformers")
 
-from gfsa.plugs.adapters.transformers import one_launch  # noqa: E402
+from gfsa.adapters.transformers import one_launch  # noqa: E402
 
 assert support.triton_interpreter
 

@@ -16,7 +16,7 @@ import gfsa
 from gfsa.lens import LensReport
 from gfsa.lens.command import diagnose
 from gfsa.lens.sources import load_batches, load_source, read_data
-from support.reports import example_trajectory
+from support.lens import example_trajectory
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "dogs"]
 

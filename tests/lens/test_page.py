@@ -16,7 +16,7 @@ import torch
 import gfsa
 from gfsa.lens import LensReport
 from support.browser import SIZES, Window, chromium
-from support.reports import example_report, example_trajectory
+from support.lens import example_report, example_trajectory
 
 PLOTS = {
     "cosine",

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 
-from gfsa.plugs.adapters.transformers import companions
-from gfsa.plugs.adapters.transformers.companions import (
+from gfsa.adapters.transformers import companions
+from gfsa.adapters.transformers.companions import (
     GrowingPowers,
     StaticPowers,
     StaticWindowPowers,

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import gfsa
-from gfsa.plugs.adapters.transformers.renamed_layers import renamings_of
+from gfsa.adapters.transformers.refusals import renamings_of
 from gfsa.plugs.saving import files
 from gfsa.plugs.saving.renames import Renaming
 from support import saved_filters

@@ -43,7 +43,7 @@ def test_registered_goes_before_built_in_and_the_last_one_wins():
     layer = nn.TransformerEncoderLayer(16, 4)
     with pytest.raises(ValueError, match="not this one"):
         gfsa.plug(layer)
-    from gfsa.plugs.adapters.torch_mha import MULTIHEAD
+    from gfsa.adapters.torch_mha import MULTIHEAD
 
     gfsa.register_adapter(nn.MultiheadAttention, MULTIHEAD)
     assert gfsa.plug(layer).plugged == {"self_attn": 4}

@@ -9,7 +9,6 @@ from typing import Literal
 from torch import Tensor, nn
 
 from gfsa.plugs.adapter import Adapter, SwapClass
-from gfsa.plugs.adapters import torch_mha
 from gfsa.plugs.tracing.adapter import (
     DOUBTFUL,
     TRACER,
@@ -37,8 +36,8 @@ def register_adapter(cls: type[nn.Module], adapter: Adapter) -> None:
             :class:`gfsa.plugs.Adapter`.
 
     Raises:
-        TypeError: if ``cls`` is no ``nn.Module`` class, ``adapter`` no adapter, or the class of a
-            ``SwapClass`` no subclass of ``cls``.
+        TypeError: if ``cls`` is not an ``nn.Module`` class, ``adapter`` is not an adapter, or the
+            class of a ``SwapClass`` is not a subclass of ``cls``.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"expected an nn.Module class, got {cls!r}")
@@ -93,7 +92,7 @@ def example_inputs(model: nn.Module) -> Tensor | None:
     """A batch for a trial forward, if the model says what it takes: those of timm do."""
     if "timm.models" not in sys.modules:
         return None
-    from gfsa.plugs.adapters.timm import example_images
+    from gfsa.adapters.timm import example_images
 
     return example_images(model)
 
@@ -109,7 +108,7 @@ def _find_in_transformers(module: nn.Module) -> Adapter | None:
                 f"transformers {version} is installed: pip install -U 'transformers>={oldest}'"
             )
         return None
-    from gfsa.plugs.adapters.transformers.adapter import find
+    from gfsa.adapters.transformers.adapter import find
 
     return find(module)
 
@@ -121,37 +120,43 @@ def _is_of_transformers(kind: type[nn.Module]) -> bool:
 
 
 def _find_in_timm(module: nn.Module) -> Adapter | None:
-    from gfsa.plugs.adapters.timm import find
+    from gfsa.adapters.timm import find
 
     return find(module)
 
 
 def _find_in_torchvision(module: nn.Module) -> Adapter | None:
-    from gfsa.plugs.adapters.torchvision import find
+    from gfsa.adapters.torchvision import find
 
     return find(module)
 
 
 def _find_in_torch_geometric(module: nn.Module) -> Adapter | None:
-    from gfsa.plugs.adapters.torch_geometric import find
+    from gfsa.adapters.torch_geometric import find
 
     return find(module)
 
 
 def _find_in_litgpt(module: nn.Module) -> Adapter | None:
-    from gfsa.plugs.adapters.litgpt import find
+    from gfsa.adapters.litgpt import find
 
     return find(module)
 
 
 def _find_in_speechbrain(module: nn.Module) -> Adapter | None:
-    from gfsa.plugs.adapters.speechbrain import find
+    from gfsa.adapters.speechbrain import find
 
     return find(module)
 
 
 def _find_in_diffusers(module: nn.Module) -> Adapter | None:
-    from gfsa.plugs.adapters.diffusers import find
+    from gfsa.adapters.diffusers import find
+
+    return find(module)
+
+
+def _find_in_torch(module: nn.Module) -> Adapter | None:
+    from gfsa.adapters.torch_mha import find
 
     return find(module)
 
@@ -166,5 +171,5 @@ _BUILT_IN: dict[str, Callable[[nn.Module], Adapter | None]] = {
     "speechbrain.nnet.attention": _find_in_speechbrain,
     "diffusers.models.attention_processor": _find_in_diffusers,
     "litgpt.model": _find_in_litgpt,
-    "torch": torch_mha.find,
+    "torch": _find_in_torch,
 }

@@ -121,6 +121,12 @@ _BART = {
 }
 
 
+def _mel() -> dict[str, Tensor]:
+    features = torch.randn(2, 8, 20, generator=_generator())
+    decoder = torch.randint(3, VOCABULARY, (2, 7), generator=_generator())
+    return {"input_features": features, "decoder_input_ids": decoder}
+
+
 ZOO: dict[str, Case] = {
     # the paper's backbones
     "bert": Case(_made("BertForMaskedLM", "BertConfig", **_TEXT), text, 2, padded=True),
@@ -232,5 +238,34 @@ ZOO: dict[str, Case] = {
         single=True,
         # transformers since 5.18 refuses sdpa, which leaves the cap of the scores out
         implementations=("sdpa", "eager") if hf.Gemma2Model._supports_sdpa else ("eager",),
+    ),
+    "modernbert": Case(
+        _made(
+            "ModernBertForMaskedLM",
+            "ModernBertConfig",
+            **_TEXT,
+            global_attn_every_n_layers=2,
+            # wide enough that no row sees padding alone: in float64 that is NaN in the model itself
+            local_attention=8,
+        ),
+        text,
+        2,
+        padded=True,
+        single=True,
+    ),
+    "whisper": Case(
+        _made(
+            "WhisperForConditionalGeneration",
+            "WhisperConfig",
+            **{k: v for k, v in _BART.items() if k != "max_position_embeddings"},
+            num_mel_bins=8,
+            max_source_positions=10,
+            max_target_positions=32,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+        ),
+        _mel,
+        4,
+        skipped=2,
     ),
 }

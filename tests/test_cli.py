@@ -47,12 +47,7 @@ def test_without_the_cli_extra_one_line_says_what_to_install(monkeypatch, missin
 
 
 def test_another_missing_module_is_not_hidden(monkeypatch):
-    def load_broken():
-        from gfsa.no_such_module import command
-
-        return command
-
-    monkeypatch.setitem(cli.COMMANDS, "broken", load_broken)
+    monkeypatch.setitem(cli.COMMANDS, "broken", "gfsa.no_such_module")
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         cli.main()
 

@@ -45,8 +45,7 @@ MAY_IMPORT = {
     "engines": {*CORE, "adapters"},
     "titan": {*CORE, "engines"},
     "environment": {"gfsa"},
-    "gfsa": {*EVERYTHING, "_public", *OF_EXPERIMENTS} - {"environment"},
-    "_public": EVERYTHING - {"environment"},
+    "gfsa": {*EVERYTHING, *OF_EXPERIMENTS} - {"environment"},
     "info": EVERYTHING,
     "serve": EVERYTHING,
     "tune": CORE,
@@ -61,9 +60,7 @@ MAY_IMPORT = {
 # modules that import a framework when they are imported; others import these inside functions
 FRAMEWORK_MODULES = {
     "gfsa.engines.megatron": {"megatron"},
-    "gfsa.engines.titan.attention": {"spmd_types", "torchtitan"},
-    "gfsa.engines.titan.checkpoints": {"safetensors", "torchtitan"},
-    "gfsa.engines.titan.filters": {"spmd_types", "torchtitan"},
+    "gfsa.engines.torchtitan": {"safetensors", "spmd_types", "torchtitan"},
     "gfsa.engines.vllm.attention": {"vllm"},
     "gfsa.engines.vllm.config": {"vllm"},
     "gfsa.engines.vllm.models": {"vllm"},
@@ -89,8 +86,15 @@ FRAMEWORK_MODULES = {
     "gfsa.titan": {"torchtitan"},
 }
 
-# imports a module by its name because the name is an argument of the user
-BY_NAME = {"gfsa.lens.sources", "gfsa_experiments.tasks", "gfsa_experiments.tasks.graph.own"}
+# imports a module by its name because the name is an argument of the user, a public
+# name (gfsa) or a command (gfsa.cli)
+BY_NAME = {
+    "gfsa",
+    "gfsa.cli",
+    "gfsa.lens.sources",
+    "gfsa_experiments.tasks",
+    "gfsa_experiments.tasks.graph.own",
+}
 
 
 @dataclass(frozen=True)

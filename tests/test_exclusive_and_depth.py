@@ -255,12 +255,44 @@ class TestDepthTerm:
         for got, wanted in zip(gradients(model, later), expected, strict=True):
             torch.testing.assert_close(got, wanted)
 
+    def test_checkpointing_of_rows_that_end_in_the_same_document(self) -> None:
+        model = stack()
+        with_depth(model)
+        mask = torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)) == 0
+        rows = [tokens(), tokens()]
+        rows[1][:, :3] = tokens(5)[:, :3]
+
+        def both(use: Callable[..., Tensor]) -> list[Tensor]:
+            y = torch.zeros(())
+            for x in rows:
+                for layer in model.layers:
+                    x = use(layer, x, mask)
+                y = y + x
+            return gradients(model, y)
+
+        expected = both(lambda layer, *args: layer(*args))
+        got = both(lambda layer, *args: checkpoint(layer, *args, use_reentrant=False))
+        torch.testing.assert_close(got, expected)
+
     def test_reentrant_checkpointing_is_refused(self) -> None:
         model = stack()
         with_depth(model)
         y = layer_by_layer(model, tokens().requires_grad_(), reentrant=True)
         with pytest.raises(ValueError, match="use_reentrant=False"):
             y.sum().backward()
+
+    def test_a_dropped_first_layer_leaves_no_values_of_an_earlier_forward(self) -> None:
+        model, x = stack(), tokens()
+        with_depth(model)
+        layers = model.layers
+        model.layers = layers[:-1]
+        model(x)
+        model.layers = layers[1:]
+        with pytest.raises(ValueError, match="has not run in this forward"):
+            model(x)
+        model.layers = layers
+        gfsa.unplug(model)
+        assert not model._forward_pre_hooks
 
     def test_a_layer_alone_has_no_first_values(self) -> None:
         model, x = stack(), tokens()

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import gfsa
-from gfsa.operators import by_rows
+from gfsa.operators import blocked
 from gfsa.operators.visibility import refusal_of_spans
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model
 from gfsa_experiments.runs.row import Row
@@ -426,7 +426,7 @@ class TestBoundaries:
     ) -> None:
         tokens = 2048
         # torch's attention takes masks, for so many queries at a time
-        monkeypatch.setattr(by_rows, "MOST_ENTRIES", 64 * tokens)
+        monkeypatch.setattr(blocked, "MOST_ENTRIES", 64 * tokens)
         task = built(data, boundaries=True, gate=gate)
         gfsa.plug(task.model)
         ids, labels = documents_of(task, [1000, 48, 1000])

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gfsa.lens import measure
-from gfsa.lens.findings import passed
 from gfsa.lens.measure import attention_entropy
 from gfsa.lens.readings import AttentionReading
+from gfsa.lens.report import passed
 from gfsa.operators import (
     AttentionCall,
     AttentionOperator,

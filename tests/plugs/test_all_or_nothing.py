@@ -93,7 +93,7 @@ def test_an_interrupted_plug(name: str) -> None:
             gfsa.unplug(model)
         assert state_of(model) == before
 
-    interrupted_everywhere(lambda: plug(model), check, inside=["plugs/attach.py", "plugs/adapter"])
+    interrupted_everywhere(lambda: plug(model), check, inside=["plugs/install.py", "plugs/adapter"])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -113,7 +113,7 @@ def test_an_interrupted_unplug(name: str) -> None:
             before = state_of(model)
 
     interrupted_everywhere(
-        lambda: gfsa.unplug(model), check, inside=["plugs/attach.py", "plugs/adapter"]
+        lambda: gfsa.unplug(model), check, inside=["plugs/install.py", "plugs/adapter"]
     )
 
 
@@ -236,7 +236,7 @@ def test_the_check_for_uncalled_filters_survives_a_failed_unplug() -> None:
         gfsa.unplug(model)
         gfsa.plug(model)
 
-    interrupted_everywhere(lambda: gfsa.unplug(model), check, inside=["attach.py", "call_check.py"])
+    interrupted_everywhere(lambda: gfsa.unplug(model), check, inside=["attach.py", "called.py"])
 
 
 def test_threads_that_plug_and_unplug_one_model_leave_it_whole() -> None:

@@ -13,7 +13,7 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor
 
 import gfsa
-from gfsa.plugs.filter_rate import give_rate, refuse_scheduler_from_config
+from gfsa.plugs.optim import give_rate, refuse_scheduler_from_config
 from support.training import learned, plugged, same
 from support.zoo import VOCABULARY
 

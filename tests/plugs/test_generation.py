@@ -300,6 +300,19 @@ def test_a_cache_filled_by_an_unplugged_model_is_refused() -> None:
         model(ids[:, :1], past_key_values=cache)
 
 
+def test_degree_one_filters_exactly_on_a_cache_filled_by_an_unplugged_model() -> None:
+    # one layer: keys and values of the past do not depend on filters
+    model = ZOO["llama"].model("sdpa")
+    model.model.layers = model.model.layers[:1]
+    ids = prompt()["input_ids"]
+    with torch.no_grad():
+        cache = model(ids[:, :-1]).past_key_values
+        gfsa.plug(model, K=None)
+        randomise(model)
+        logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(logits, model(ids, use_cache=False).logits[:, -1])
+
+
 # with a window, transformers knows the length of a static layer without reading the device
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_compiled_model_refuses_a_static_one(name: str) -> None:

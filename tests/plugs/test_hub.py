@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa.lens.sources import load_source
-from gfsa.plugs.hub.card import BEGIN, END
-from gfsa.plugs.peft_adapters import check_loaded
+from gfsa.plugs.hub import BEGIN, END
+from gfsa.plugs.saving.peft import check_loaded
 from support.hub_server import HubServer, Repository, hub_server
 from support.saved_filters import FOLDER
 from support.saved_filters import encoder as saved_encoder

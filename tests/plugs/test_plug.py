@@ -20,7 +20,7 @@ import gfsa
 from gfsa.adapters.transformers import mask_hooks
 from gfsa.cli import build as build_cli
 from gfsa.plugs import FilterNotCalledError
-from gfsa.plugs.call_check import TrainingCheck
+from gfsa.plugs.checks.called import TrainingCheck
 from gfsa.plugs.preview import build, describe
 from support.tiny import TinyEncoder
 from support.zoo import ZOO
@@ -422,7 +422,7 @@ def test_rates_of_parameter_groups_are_checked(name: str, value: Any) -> None:
     """An optimizer of torch checks the rates that it is given itself, not those of its groups."""
     model = TinyEncoder()
     gfsa.plug(model)
-    with pytest.raises(ValueError, match=rf"^{name} must be a finite number, zero or more, got"):
+    with pytest.raises(ValueError, match=rf"^{name} must be a finite number of at least 0, got"):
         gfsa.parameter_groups(model, **{"lr": 1e-3, name: value})
 
 
@@ -450,6 +450,8 @@ def test_a_cast_after_plug_says_what_is_lost() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.eval().half()
+    with pytest.warns(UserWarning, match=r"filters were cast to torch\.float16"):
+        model.train()
 
 
 def test_filters_that_cannot_learn_are_noticed() -> None:

@@ -124,6 +124,8 @@ def test_attention_without_a_number_of_heads_is_traced_once_it_is_set() -> None:
     model = nn.Sequential(OneHead())
     x = torch.randn(3, 5, 8)
     expected = model(x)
+    with pytest.raises(ValueError, match=r"module\.num_heads = <its number of heads>"):
+        gfsa.plug(model, unknown="trace")
     model[0].num_heads = 1
     gfsa.plug(model, unknown="trace")
     torch.testing.assert_close(model(x), expected)

@@ -21,7 +21,7 @@ from transformers.models.sam.modeling_sam import SamAttention
 
 import gfsa
 from gfsa.adapters.transformers.refusals import OTHER_TOKENS, QUERY_AND_KEY
-from gfsa.plugs.cross_attention import REASON
+from gfsa.plugs.checks.proof import REASON
 from gfsa.plugs.registry import OLDEST_TRANSFORMERS
 from support.random_filters import randomise
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator
 from gfsa.plugs.adapter import Adapter, SwapClass
-from gfsa.plugs.cross_attention import REASON
+from gfsa.plugs.checks.proof import REASON
 
 try:
     from diffusers.models.transformers.transformer_flux import FluxAttention

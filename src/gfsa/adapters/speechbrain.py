@@ -16,7 +16,7 @@ from gfsa.filters import GraphFilter
 from gfsa.operators import DenseOperator
 from gfsa.operators.base import at_least_float32
 from gfsa.plugs.adapter import Adapter, SwapClass, names_in_forward
-from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design, require_same_tokens
+from gfsa.plugs.checks.proof import REASON, Owners, crosses_by_design, require_same_tokens
 from gfsa.plugs.tracing.adapter import KNOWN_TRACER
 
 

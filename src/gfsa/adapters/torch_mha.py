@@ -18,10 +18,9 @@ from torch.nn import functional as F
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator
-from gfsa.operators.checks import check_kinds
-from gfsa.operators.exporting import is_exporting
+from gfsa.operators.call import check_kinds, is_exporting
 from gfsa.plugs.adapter import Adapter, SwapClass
-from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design, require_same_tokens
+from gfsa.plugs.checks.proof import REASON, Owners, crosses_by_design, require_same_tokens
 
 
 class FilteredMultiheadAttention(nn.MultiheadAttention):

@@ -13,9 +13,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from gfsa.engines.kinds import kind_named
 from gfsa.filters import GraphFilter
 from gfsa.filters.sharding import heads_of_process, keep_heads
+from gfsa.filters.spec import kind_named
 from gfsa.operators import Operator
 from gfsa.operators.base import repeat_heads
 from gfsa.plugs.adapter import CHILD

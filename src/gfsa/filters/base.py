@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gfsa.filters.checks import (
+from gfsa.filters.depth import FirstValues
+from gfsa.filters.sharding import local_rows, sharded_like
+from gfsa.filters.spec import (
     as_number,
     check_finite,
     check_multiplier,
@@ -25,14 +27,10 @@ from gfsa.filters.checks import (
     check_positive_int,
     check_shapes,
     check_size,
-    per_head,
-)
-from gfsa.filters.depth import FirstValues
-from gfsa.filters.sharding import local_rows, sharded_like
-from gfsa.filters.spec import (
     is_same_filter,
     kind_of,
     note_kind,
+    per_head,
     read_description,
     write_description,
 )
@@ -42,16 +40,6 @@ from gfsa.operators.call import DropoutPlace, check_dropout_place
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-def _depth(cls: type, name: str) -> int:
-    """How far up the class hierarchy the definition of a method is."""
-    return next(depth for depth, base in enumerate(cls.__mro__) if name in vars(base))
-
-
-def _own_coefficients(self: GraphFilter) -> Tensor:
-    """``polynomial_coefficients`` of a filter that overrides ``coefficients``."""
-    return self.coefficients()
 
 
 class GraphFilter(nn.Module):
@@ -76,7 +64,7 @@ class GraphFilter(nn.Module):
             learning rate for the filter without parameter groups.
 
     Raises:
-        TypeError: if ``base``, ``basis`` or ``theta`` is no tensor.
+        TypeError: if ``base``, ``basis`` or ``theta`` is not a tensor.
         ValueError: if shapes do not fit together, or a number is out of its range.
     """
 
@@ -160,9 +148,6 @@ class GraphFilter(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         note_kind(cls)
-        # of the two methods the one that is overridden last in the class hierarchy holds
-        if _depth(cls, "coefficients") < _depth(cls, "polynomial_coefficients"):
-            cls.polynomial_coefficients = _own_coefficients  # type: ignore[method-assign]
 
     def coefficients(self) -> Tensor:
         r"""The coefficients of A⁰ … A^degree of each head, differentiable in θ.
@@ -174,10 +159,19 @@ class GraphFilter(nn.Module):
         Returns:
             ``(heads, degree+1)`` in float32 (float64 in a float64 model).
         """
-        return value_of(GraphFilter.polynomial_coefficients(self))
+        return value_of(self._affine())
 
     def polynomial_coefficients(self) -> Tensor | Coefficients:
-        """The coefficients as an operator takes them: with θ, so that a kernel can compute them."""
+        """The coefficients as an operator takes them.
+
+        They come with θ, so that a kernel can compute them. A subclass that overrides
+        :meth:`coefficients` is applied with what that returns.
+        """
+        if type(self).coefficients is GraphFilter.coefficients:
+            return self._affine()
+        return self.coefficients()
+
+    def _affine(self) -> Tensor | Coefficients:
         theta, base = self.theta, self.base
         powers = self._exact_basis.shape[-2]
         if theta is None or not powers:
@@ -251,7 +245,7 @@ class GraphFilter(nn.Module):
     def _refuse_terms(self, term: str) -> None:
         if not self.is_polynomial:
             raise ValueError(
-                f"{type(self).__name__} is no polynomial of A and would ignore {term} term; use "
+                f"{type(self).__name__} is not a polynomial of A and would ignore {term} term; use "
                 "one of the filters of gfsa"
             )
 
@@ -395,16 +389,21 @@ class GraphFilter(nn.Module):
         had_no_values = self.theta is not None and self.theta.device.type == "meta"
         # what has no values cannot be moved
         self._fill_constants()
-        before = None if self.theta is None else self.theta.dtype
         super()._apply(fn, recurse)
-        if self.theta is not None and self.training and self.theta.requires_grad:
-            _warn_of_cast(before, self.theta.dtype)
+        if self.training:
+            _warn_of_half(self.theta)
         dtype = torch.float64 if self.base.dtype == torch.float64 else torch.float32
         self._place_constants(self.base.device, dtype)
         if had_no_values:
             # to_empty() leaves memory as it was found
             self.reset_parameters()
         return self
+
+    def train(self, mode: bool = True) -> Self:
+        # a model that from_pretrained returns is cast in evaluation mode, and trained later
+        if mode and not self.training:
+            _warn_of_half(self.theta)
+        return super().train(mode)
 
     def _place_constants(self, device: torch.device, dtype: torch.dtype) -> None:
         # inference tensors cannot be used in training, which may follow
@@ -426,7 +425,7 @@ class GraphFilter(nn.Module):
         """Torch asks each module of a model for it before torch.jit.script compiles the model."""
         raise TypeError(
             f"torch.jit.script cannot compile {type(self).__name__}: a filter takes an attention "
-            "operator, which is no tensor. Use torch.export or torch.jit.trace, or "
+            "operator, which is not a tensor. Use torch.export or torch.jit.trace, or "
             "gfsa.unplug(model)"
         )
 
@@ -507,17 +506,17 @@ def monomial(k: int, degree: int) -> Tensor:
     return polynomial(*(float(power == k) for power in range(degree + 1)))
 
 
-def _warn_of_cast(before: torch.dtype | None, after: torch.dtype) -> None:
+def _warn_of_half(theta: Tensor | None) -> None:
     """Say that half precision loses what a filter learns.
 
     The cast is not refused: FSDP 2 needs parameters of one dtype, and DeepSpeed casts a model
     itself, beside float32 copies that it trains.
     """
-    if before in (torch.float32, torch.float64) and after in (torch.float16, torch.bfloat16):
+    if theta is not None and theta.requires_grad and theta.element_size() < 4:
         warnings.warn(
-            f"filters were cast to {after}, in which small steps of their numbers are lost unless "
-            "the optimizer keeps float32 copies. Cast the model first and plug it then: filters "
-            "stay in float32",
+            f"filters were cast to {theta.dtype}, in which small steps of their numbers are lost "
+            "unless the optimizer keeps float32 copies. Cast the model first and plug it then: "
+            "filters stay in float32",
             stacklevel=2,
         )
 

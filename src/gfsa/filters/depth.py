@@ -7,7 +7,8 @@ ResFormer, arXiv 2410.17897). r is learned per head and starts at 0, so the mode
 until it learns. Heads that share a key head use the mean of their r.
 
 ``V⁰`` belongs to one forward of one thread: the first filter keeps it in a :class:`FirstValues`
-that the filters of a stack share, the others read it, the last one lets go of it.
+that the filters of a stack share, the others read it, the last one lets go of it. So does the next
+forward of the module around the stack: LayerDrop or an error may have left out the last layer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class _Current(threading.local):
@@ -49,10 +50,14 @@ class FirstValues:
     def __reduce__(self) -> tuple[type[FirstValues], tuple[()]]:
         return FirstValues, ()
 
-    def keep(self, v: Tensor) -> None:
+    def keep(self, v: Tensor | None) -> None:
         """Called by the first layer of a forward."""
         if not _is_recomputed():
             self.current.values = v
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Before a forward of the module around the stack."""
+        self.keep(None)
 
     def add(self, v: Tensor, r: Tensor, layer: int, is_last: bool) -> Tensor:
         """``v + r·V⁰``, called by the layers above.
@@ -68,8 +73,8 @@ class FirstValues:
         if first is None:
             raise ValueError(
                 "the depth term needs the values of the first filtered layer, which has not run in "
-                "this forward and thread: run the whole model, do not split it into pipeline "
-                "stages, and plug without depth=True to run single layers"
+                "this forward and thread: run the whole model, without LayerDrop, pipeline stages "
+                "or checkpointing around compiled layers, or plug without depth=True"
             )
         if first.shape != v.shape:
             raise ValueError(
@@ -124,7 +129,8 @@ class FirstValues:
 
 
 def _some_of(v: Tensor) -> Tensor:
-    return v.detach()[..., -1, 0].clone()
+    # of every token: those of a last document or window are the same in other forwards
+    return v.detach()[..., 0].clone()
 
 
 def _is_recomputed() -> bool:

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from gfsa.kernels import tuned
 from gfsa.operators.base import Coefficients
-from gfsa.operators.call import AttentionCall
-from gfsa.operators.exporting import is_exporting
+from gfsa.operators.call import AttentionCall, is_exporting
 from gfsa.operators.visibility import refusal_of_spans
 
 Backend = Literal["auto", "dense", "sdpa", "fused"]

@@ -75,8 +75,8 @@ def read_data(name: str, samples: int, column: str = "") -> Data:
         return Data(name, "images", images[:samples])
     if not path.is_file():
         raise ValueError(
-            f"--data {name!r} is no file, no folder, and not 'random'; pass a text file, a folder "
-            "of images, or a .safetensors file with the model's arguments"
+            f"--data {name!r} is neither a file nor a folder nor 'random'; pass a text file, a "
+            "folder of images, or a .safetensors file with the model's arguments"
         )
     if ending == ".safetensors":
         tensors = _read_tensors(path)
@@ -97,8 +97,8 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is no text in UTF-8 ({error.reason}, byte {error.start}); pass a text file, a "
-            "folder of images, or a .safetensors file with the model's arguments"
+            f"{path} is not text in UTF-8 ({error.reason}, byte {error.start}); pass a text file, "
+            "a folder of images, or a .safetensors file with the model's arguments"
         ) from error
 
 

@@ -9,21 +9,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gfsa.kernels import routes
-from gfsa.operators.autocast import autocast, no_autocast
 from gfsa.operators.base import PLAIN, Coefficients, Operator, value_of, worth_taking_apart
 from gfsa.operators.call import (
     AttentionCall,
     DecisionCache,
     DropoutPlace,
     Signature,
-    check_dropout_place,
-)
-from gfsa.operators.checks import (
+    autocast,
     check_call,
     check_coefficients,
+    check_dropout_place,
     check_kinds,
     check_options,
     in_full_precision,
+    no_autocast,
 )
 from gfsa.operators.dense import DenseOperator
 from gfsa.operators.sdpa import SDPAOperator

@@ -139,6 +139,9 @@ class Operator(ABC):
     #: whether the tokens that come with it have been through a filter's ``mix_values`` already
     values_are_mixed = False
 
+    #: whether the operator holds its matrix, so that :meth:`dense` costs nothing
+    holds_matrix = False
+
     @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
         """``A·x`` for tokens ``x`` of shape ``(..., H, N, D)``."""
@@ -180,6 +183,13 @@ class Operator(ABC):
         None if this operator cannot be split by head; every head then does every pass.
         """
         return None
+
+    def whole(self) -> Operator:
+        """The map of all tokens: of an operator that decodes with a cache, the one inside it.
+
+        It can be applied to other tokens, which do not enter the cache.
+        """
+        return self
 
     def visibility(self) -> Visibility | None:
         """Which keys each query may attend to, as the operator's masks say; None if unknown."""

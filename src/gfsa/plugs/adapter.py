@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from gfsa.plugs.cross_attention import Owners
+from gfsa.plugs.checks.proof import Owners
 
 if TYPE_CHECKING:
     from gfsa.plugs.saving.renames import Renaming
@@ -147,7 +147,7 @@ class SwapClass(Adapter):
         return self._refuses(name, module) if self._refuses else None
 
     def _refusal_of_subclass(self, cls: type[nn.Module]) -> str:
-        """Why a class that the filtered one is no subclass of cannot be swapped for it."""
+        """Why this class cannot be swapped for the filtered one, which does not inherit from it."""
         filtered = self.filtered.__name__
         if any(getattr(base, "forward", None) is cls.forward for base in self.filtered.__mro__[1:]):
             return (

@@ -36,8 +36,8 @@ def register_adapter(cls: type[nn.Module], adapter: Adapter) -> None:
             :class:`gfsa.plugs.Adapter`.
 
     Raises:
-        TypeError: if ``cls`` is no ``nn.Module`` class, ``adapter`` no adapter, or the class of a
-            ``SwapClass`` no subclass of ``cls``.
+        TypeError: if ``cls`` is not an ``nn.Module`` class, ``adapter`` is not an adapter, or the
+            class of a ``SwapClass`` is not a subclass of ``cls``.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"expected an nn.Module class, got {cls!r}")

@@ -44,10 +44,10 @@ from gfsa.adapters.transformers.refusals import (
     renamings_of,
 )
 from gfsa.operators import AttentionOperator, Coefficients, DenseOperator, Operator
-from gfsa.operators.autocast import no_autocast
 from gfsa.operators.base import repeat_heads, value_of
+from gfsa.operators.call import no_autocast
 from gfsa.plugs.adapter import CHILD, HEADS, Adapter, heads_of
-from gfsa.plugs.cross_attention import (
+from gfsa.plugs.checks.proof import (
     REASON,
     Owners,
     crosses_by_design,

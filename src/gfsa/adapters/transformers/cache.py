@@ -47,7 +47,7 @@ from gfsa.adapters.transformers.past_check import (
 from gfsa.adapters.transformers.refusals import name_of
 from gfsa.operators import AttentionOperator, Coefficients, Operator, SDPAOperator, Visibility
 from gfsa.operators.base import combine, own_share, value_of
-from gfsa.operators.exporting import is_exporting
+from gfsa.operators.call import is_exporting
 
 # the methods of a cache layer, besides those that fill it, that companions repeat
 _REPEATED = (
@@ -157,6 +157,9 @@ class CachedOperator(Operator):
             return matrix
         tokens, mixed = self.powers(v, 1)
         return matrix - (own_share(exclusive, mixed, tokens) * own).to(matrix.dtype)
+
+    def whole(self) -> Operator:
+        return self.rows
 
     def visibility(self) -> Visibility | None:
         return self.rows.visibility()

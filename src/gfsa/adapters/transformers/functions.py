@@ -37,7 +37,7 @@ from gfsa.operators import (
 from gfsa.operators.base import repeat_heads, take_heads
 from gfsa.operators.call import DropoutPlace
 from gfsa.operators.sdpa import powers_with_one_mask
-from gfsa.plugs.cross_attention import has_no_values
+from gfsa.plugs.checks.proof import has_no_values
 
 OperatorMaker = Callable[..., tuple[Operator, Tensor]]
 
@@ -258,6 +258,8 @@ def _eager_operator(
 
 class _EagerOperator(Operator):
     """A map computed by the model itself, together with its product with the values."""
+
+    holds_matrix = True
 
     def __init__(self, weights: Tensor, value: Tensor, product: Tensor) -> None:
         self.weights = weights

@@ -30,7 +30,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import PreTrainedModel
 
 from gfsa.adapters.transformers.masks import NAME, DescribedMask
-from gfsa.operators.by_rows import rows_at_once
+from gfsa.operators.blocked import rows_at_once
 from gfsa.plugs.tracing.candidates import looks_like_attention
 
 _HANDLES = "_gfsa_mask_handles"

@@ -32,9 +32,8 @@ from transformers.masking_utils import (
 )
 
 from gfsa.operators import Visibility
-from gfsa.operators.by_rows import apply_by_rows
-from gfsa.operators.call import TORCH_ATTENTION
-from gfsa.operators.exporting import is_exporting
+from gfsa.operators.blocked import apply_by_rows
+from gfsa.operators.call import TORCH_ATTENTION, is_exporting
 
 NAME = "gfsa|sdpa"
 """The name under which the mask function is registered, that of the filtered attention."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from gfsa.plugs.cross_attention import OTHER_SEQUENCE, REASON
+from gfsa.plugs.checks.proof import OTHER_SEQUENCE, REASON
 from gfsa.plugs.saving.renames import Renaming
 from gfsa.plugs.tracing.candidates import refusal_of_pooling
 

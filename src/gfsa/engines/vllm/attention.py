@@ -41,7 +41,7 @@ class ServedFilter(nn.Module):
 
     def __init__(self, filter: GraphFilter, heads: tuple[int, int], layer: str) -> None:
         super().__init__()
-        # not a child: its numbers are no parameters of vLLM's model
+        # not a child: its numbers are not parameters of vLLM's model
         self.__dict__["filter"] = filter
         self.heads = heads
         self.layer = layer

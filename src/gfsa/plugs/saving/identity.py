@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.partitioned import is_partitioned, shape_of
+from gfsa.plugs.distributed import is_partitioned, shape_of
 
 _WRAPPERS_ANYWHERE = (
     "_orig_mod",

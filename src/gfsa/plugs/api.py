@@ -12,23 +12,26 @@ from torch import nn
 from gfsa.filters import GFSA, GraphFilter
 from gfsa.filters.gfsa import Power
 from gfsa.operators.call import DropoutPlace, check_dropout_place
-from gfsa.plugs.attach import install, stacks_of, uninstall
-from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
-from gfsa.plugs.parallel import refuse_distributed
-from gfsa.plugs.presets import preset_for
+from gfsa.plugs.checks.proof import token_mixers
+from gfsa.plugs.checks.trial import UNREACHED, try_forward
+from gfsa.plugs.distributed import refuse_distributed
+from gfsa.plugs.install import install, stacks_of, uninstall
 from gfsa.plugs.registry import Unknown, example_inputs, is_traced_after_trial
-from gfsa.plugs.report import ROOT, PlugReport, listed_reasons
-from gfsa.plugs.rollback import CHANGING
 from gfsa.plugs.sites import (
+    NOT_SELECTED,
+    ROOT,
+    Layers,
+    PlugReport,
     Site,
     accepting_sites,
     check_model,
+    listed_reasons,
     plugged_sites,
     refuse_wrapped,
+    select_layers,
     sites,
 )
-from gfsa.plugs.token_mixers import token_mixers
-from gfsa.plugs.trial import UNREACHED, try_forward
+from gfsa.plugs.transaction import CHANGING
 
 FilterFactory = Callable[[int], GraphFilter]
 
@@ -111,7 +114,7 @@ def plug(
         not attention (Mamba, gated delta networks, Fourier transforms …) are among the skipped.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``, ``filter`` no function that returns a
+        TypeError: if ``model`` is not an ``nn.Module``, ``filter`` is not a function that returns a
             :class:`gfsa.GraphFilter`, or an argument is unknown.
         ValueError: if nothing can be plugged, a layer is plugged already, the model is
             distributed over processes already, or an argument is invalid.
@@ -140,6 +143,8 @@ def plug(
     given = {name: value for name, value in arguments.items() if value is not UNSET}
     _check_degree(degree, given)
     if preset is not None:
+        from gfsa.plugs.published import preset_for
+
         given = {**preset_for(model, preset), **given}
     if degree is not None:
         given["K"] = None if degree == 1 else given.get("K", 3)
@@ -217,7 +222,7 @@ def unplug(model: nn.Module) -> None:
         model: a plugged model; it is changed in place.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``.
+        TypeError: if ``model`` is not an ``nn.Module``.
         ValueError: if the model has no filters, or another library (peft) wraps them.
 
     Examples:
@@ -246,8 +251,8 @@ def plan_filters(
         factory: number of heads → a new filter.
 
     Returns:
-        The selected sites with their filters, for :func:`gfsa.plugs.attach.install`, and the report
-        of what that will do.
+        The selected sites with their filters, for :func:`install`, and the report of what
+        that will do.
     """
     accepting = accepting_sites(model, found)
     selected = select_layers({name: site.module for name, site in accepting.items()}, layers)

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter
-from gfsa.plugs.crossing import leaves_of
-from gfsa.plugs.partitioned import is_partitioned
+from gfsa.plugs.checks.proof import leaves_of
+from gfsa.plugs.distributed import is_partitioned
 
 Event = Literal["reached", "ran", "called", "ended"]
 

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from gfsa.filters.spec import EXTRA, MOST_DEGREE, read_description
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.hub.download import Download, download_filters
-from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.saving.checkpoint import FORMAT, check_restorable, load, restore
-from gfsa.plugs.saving.files import FILE, MOST_BYTES, other_loader
+from gfsa.plugs.saving.files import FILE, MOST_BYTES, Download, download_filters, other_loader
 from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.sites import check_model, filters_of, plugged_sites
+from gfsa.plugs.transaction import all_or_nothing
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -66,7 +65,7 @@ def load_peft(
         The ``PeftModel``.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``.
+        TypeError: if ``model`` is not an ``nn.Module``.
         ImportError: if peft is not installed.
         ValueError: if ``model`` is a ``PeftModel`` already, the adapter has no filters, or they do
             not fit the model.
@@ -132,7 +131,7 @@ def _without_warning() -> Iterator[None]:
 
 
 def _reset(model: nn.Module) -> None:
-    """Set θ = 0, with which a filter is ordinary attention but for its fixed numbers."""
+    """Set θ = 0: the filter is then ordinary attention, except for its fixed numbers."""
     with torch.no_grad():
         for filter in filters_of(model).values():
             if filter.theta is not None:

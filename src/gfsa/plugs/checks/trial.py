@@ -8,9 +8,8 @@ buffers, training modes, gradients and random generators.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.operators import DenseOperator
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.attach import install, uninstall
-from gfsa.plugs.call_check import FilterNotCalledError
-from gfsa.plugs.crossing import layers_that_cross, refusal_of_crossing
+from gfsa.plugs.checks.called import FilterNotCalledError
+from gfsa.plugs.checks.proof import REASON, layers_that_cross
+from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import is_registered
-from gfsa.plugs.rollback import unchanged
-from gfsa.plugs.running import call
+from gfsa.plugs.running import call, same_random_numbers
 from gfsa.plugs.sites import Site
+from gfsa.plugs.transaction import unchanged
 
 BYPASSED = "in the trial forward it, or the block around it, ran without calling its filter"
 UNREACHED = "not reached by the trial forward"
@@ -107,7 +106,7 @@ def _attempt(
     """Run the model with installed filters; a layer that fails is refused."""
     watch = _Watch(model, planned)
     try:
-        with _same_random_numbers(model):
+        with same_random_numbers(_tensors_of(model)):
             call(model, inputs)
     except torch.OutOfMemoryError:
         raise
@@ -139,9 +138,17 @@ def _crossing(
         for name, (site, filter) in planned.items()
         if is_registered(site.adapter)
     }
-    with _same_random_numbers(model):
+    if not own:
+        return {}
+    with same_random_numbers(_tensors_of(model)):
         crossing = layers_that_cross(own, lambda: call(model, inputs))
-    return {name: refusal_of_crossing(name) for name in own if name in crossing}
+    return {
+        name: f"{REASON}. In the trial forward it projects them from different arguments. If these "
+        "hold the same tokens, as two norms of one x do, plug this layer on its own, without "
+        f"inputs=: gfsa.plug(model, ..., layers=lambda name, module: name == {name!r})"
+        for name in own
+        if name in crossing
+    }
 
 
 def _starts_as_attention(filter: GraphFilter) -> bool:
@@ -189,7 +196,7 @@ class _Plain:
     def _run(self) -> Outputs:
         watch = _Watch(self.model, self.planned)
         try:
-            with _same_random_numbers(self.model):
+            with same_random_numbers(_tensors_of(self.model)):
                 call(self.model, self.inputs)
         finally:
             watch.remove()
@@ -244,6 +251,10 @@ def _change(plain: Tensor, x: Tensor, tolerance: float) -> str:
     if change <= tolerance * largest:
         return ""
     return f"changes by {change:.2g} (its largest entry is {largest:.2g}) with its filter"
+
+
+def _tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
+    return (*model.parameters(), *model.buffers())
 
 
 def _device_type(model: nn.Module) -> str:
@@ -305,30 +316,6 @@ class _Watch:
 def _attached(site: Site) -> Site:
     """The site as it is with its filter."""
     return Site(site.name, site.module, site.adapter, site.module.get_submodule(CHILD))
-
-
-@contextmanager
-def _same_random_numbers(model: nn.Module) -> Iterator[None]:
-    """The generators of torch, Python and numpy are afterwards as they were before."""
-    import numpy
-
-    tensors = (*model.parameters(), *model.buffers())
-    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
-    kinds = {device.type for device in devices} or {"cuda"}
-    python, arrays = random.getstate(), numpy.random.get_state()
-    try:
-        with ExitStack() as stack:
-            for kind in kinds:
-                if kind == "mps":
-                    # one device, whose generator takes no number
-                    stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
-                    continue
-                numbers = sorted({d.index or 0 for d in devices if d.type == kind})
-                stack.enter_context(torch.random.fork_rng(numbers, device_type=kind))
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(arrays)
 
 
 @contextmanager

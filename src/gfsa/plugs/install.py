@@ -13,10 +13,10 @@ from torch import nn
 from gfsa.filters import GraphFilter
 from gfsa.filters.depth import FirstValues
 from gfsa.plugs.adapter import CHILD, has_bound_forward
-from gfsa.plugs.call_check import stop_checking, stop_watching_training, watch_forwards
-from gfsa.plugs.cross_attention import forget_tokens
-from gfsa.plugs.rollback import all_or_nothing
+from gfsa.plugs.checks.called import stop_checking, stop_watching_training, watch_forwards
+from gfsa.plugs.checks.proof import forget_tokens
 from gfsa.plugs.sites import ADAPTER, Site, plugged_sites
+from gfsa.plugs.transaction import all_or_nothing
 
 
 def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> None:
@@ -33,7 +33,7 @@ def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> No
                     "one thread"
                 )
             attach(site, filter)
-        connect_depth(plugged_sites(model).values())
+        connect_depth(model)
         notify_adapters(model, [site for site, _ in planned])
         watch_forwards(model, {site.name: (site.module, filter) for site, filter in planned})
 
@@ -57,12 +57,12 @@ def stacks_of(names: Iterable[str]) -> dict[str, list[str]]:
     return stacks
 
 
-def connect_depth(plugged: Iterable[Site]) -> None:
+def connect_depth(model: nn.Module) -> None:
     """Let the filters of each stack that have a depth term share the first layer's values.
 
     A stack that is connected keeps its first layer when filters are added to it, as the lens does.
     """
-    by_name = {site.name: site.filter for site in plugged}
+    by_name = {name: site.filter for name, site in plugged_sites(model).items()}
     if not any(filter.has_depth for filter in by_name.values()):
         return
     for names in stacks_of(by_name).values():
@@ -78,9 +78,23 @@ def connect_depth(plugged: Iterable[Site]) -> None:
                 )
         if readers:
             values = first.first_values or FirstValues()
+            if first.first_values is None:
+                _around(model, names).register_forward_pre_hook(values)
             for place, filter in enumerate((first, *readers)):
                 filter.first_values, filter.place = values, place
                 filter.reads_last = filter is readers[-1]
+
+
+def _around(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """The innermost module with a forward that contains these layers."""
+    path = names[0]
+    while path:
+        path = path.rpartition(".")[0]
+        module = model.get_submodule(path)
+        contains = all(name.startswith(f"{path}.") for name in names)
+        if contains and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return module
+    return model
 
 
 def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:
@@ -92,6 +106,9 @@ def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:
         for module in model.modules():
             if not any(isinstance(inner, GraphFilter) for inner in module.modules()):
                 stop_watching_training(module)
+                hooks = module._forward_pre_hooks
+                for key in [key for key, hook in hooks.items() if isinstance(hook, FirstValues)]:
+                    del hooks[key]
         notify_adapters(model, plugged)
 
 

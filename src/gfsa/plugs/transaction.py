@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from gfsa.plugs.call_check import checks_of
+from gfsa.plugs.checks.called import checks_of
 
 # parameters, buffers, children and hooks: what torch keeps in containers of a module
 _CONTAINERS = [name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set))]

@@ -6,6 +6,7 @@ import copy
 import importlib
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -280,6 +281,28 @@ class TestDepthTerm:
         y = layer_by_layer(model, tokens().requires_grad_(), reentrant=True)
         with pytest.raises(ValueError, match="use_reentrant=False"):
             y.sum().backward()
+
+    def test_each_thread_has_its_own_values(self) -> None:
+        model = stack()
+        with_depth(model)
+        inputs = [tokens(seed) for seed in range(4)]
+        expected = [model(x) for x in inputs]
+        together = threading.Barrier(len(inputs))
+        got: dict[int, Tensor] = {}
+
+        def run(number: int) -> None:
+            x = inputs[number]
+            for layer in model.layers:
+                together.wait(timeout=60)
+                x = layer(x)
+            got[number] = x
+
+        threads = [threading.Thread(target=run, args=(n,)) for n in range(len(inputs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(torch.equal(got[n], y) for n, y in enumerate(expected))
 
     def test_a_dropped_first_layer_leaves_no_values_of_an_earlier_forward(self) -> None:
         model, x = stack(), tokens()

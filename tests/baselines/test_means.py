@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
-from gfsa.operators import FunctionOperator, Visibility
+from gfsa.operators import Visibility
 from gfsa_experiments.baselines.means import (
     CHUNK,
     mean_matrix,
     mean_of_visible,
-    seen_by_tokens,
     sum_by_chunks,
 )
-from gfsa_experiments.baselines.methods import AttnScale, FeatScale
 
 
 @pytest.mark.parametrize("tokens", [1, CHUNK, CHUNK + 1, 3 * CHUNK, CHUNK**2 + 5])
@@ -28,20 +24,6 @@ def test_chunks_are_the_whole(tokens: int) -> None:
     torch.testing.assert_close(got, expected)
     gradients = [torch.autograd.grad((y * weight).sum(), x)[0] for y in (got, expected)]
     torch.testing.assert_close(*gradients)
-
-
-def test_one_compiled_code_for_many_lengths() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda x: mean_of_visible(Visibility(causal=True), x, x.shape[-2]),
-        backend="aot_eager",
-        dynamic=True,
-    )
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for tokens in (300, 1000, 777):
-            x = torch.randn(1, 2, tokens, 3, dtype=torch.float64)
-            expected = x.cumsum(-2) / torch.arange(1, tokens + 1)[:, None]
-            torch.testing.assert_close(compiled(x), expected)
 
 
 def test_counts_are_integers() -> None:
@@ -77,64 +59,3 @@ def test_mean_is_the_dense_one(padding: bool, queries: int, compiled: bool) -> N
     if padding and queries == tokens:
         assert (got[2, :, : tokens // 3] == 0).all()
         assert (got[3] == 0).all()
-
-
-# a method under a visibility, and what it is called with
-Call = tuple[Callable[[Tensor], Tensor], Tensor]
-
-
-def attnscale(visible: Visibility) -> Call:
-    """Values and a stand-in for the mixed ones as a layer of GPT-2 has them, with λ per head."""
-    method = AttnScale(4)
-    qkv = torch.randn(2, 256, 3, 4, 64, dtype=torch.bfloat16, requires_grad=True)
-
-    def call(qkv: Tensor) -> Tensor:
-        mixed, _, v = qkv.transpose(1, 3).unbind(2)
-        operator = FunctionOperator(lambda x: mixed)
-        operator.visibility = lambda: visible  # type: ignore[method-assign]
-        return method(operator, v)
-
-    return call, qkv
-
-
-def featscale(visible: Visibility) -> Call:
-    method = FeatScale(256)
-    x = torch.randn(2, 256, 256, dtype=torch.bfloat16, requires_grad=True)
-    return lambda x: method(x, visible), x
-
-
-@pytest.mark.parametrize("method", [attnscale, featscale])
-def test_without_padding_only_tokens_are_scanned(
-    method: Callable[[Visibility], Call],
-) -> None:
-    """How many tokens a query sees is its place: no scan of a constant."""
-    call, x = method(Visibility(causal=True))
-    graphs = []
-
-    def keep(graph: torch.fx.GraphModule, examples: list[Tensor]) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    torch._dynamo.reset()
-    torch.compile(call, backend=keep, fullgraph=True)(x)
-    (graph,) = graphs
-    scans = [node for node in graph.graph.nodes if "cumsum" in str(node.target)]
-    assert len(scans) == 2
-    for scan in scans:
-        shape = scan.meta["example_value"].shape
-        assert shape.numel() >= x.shape[0] * 256
-        assert shape[-2] <= CHUNK
-
-
-def test_tokens_see_what_some_head_sees() -> None:
-    pairs = torch.rand(2, 3, 5, 5) < 0.5
-    together = seen_by_tokens(Visibility(pairs=pairs))
-    assert together.pairs is not None
-    assert torch.equal(together.pairs, pairs.any(1, keepdim=True))
-    keys = pairs[:, :, 0]
-    together = seen_by_tokens(Visibility(keys, causal=True))
-    assert together.causal
-    assert together.keys is not None
-    assert torch.equal(together.keys, keys.any(1, keepdim=True))
-    shared = Visibility(keys[:, :1])
-    assert seen_by_tokens(shared) is shared

@@ -121,7 +121,7 @@ def test_filters(folder):
         (("--contrast", "gfsa"), "--contrast takes 'A - B', two lines of a table or of a family"),
         (("--contrast", "gfsa - plain", "--method", "gfsa"), "leave out --method"),
         (("--contrast", "gfsa - plain", "--recipe", "image"), "no task has both lines"),
-        (("--show", "all"), "--show takes verdicts, domains, costs, tables, tuning, forest, got"),
+        (("--show", "all"), "--show takes verdicts, domains, costs, tables, tuning, forest"),
         (("--family", "nope", "--contrast", "gfsa - plain"), "there is no family 'nope'"),
         (("--family", "nope", "--recipe", "glue"), "leave out --recipe, --task and --method"),
         (("--contrast", "gfsa - nope"), "no task has both lines of 'gfsa - nope'"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gfsa_experiments.results.pages import Block
     from gfsa_experiments.results.tables import ResultTable, Runs
 
-PARTS = ("verdicts", "domains", "costs", "tables", "tuning", "forest")
+PARTS = ("verdicts", "domains", "costs", "tables", "tuning", "forest", "scores")
 FOREST = "forest.svg"
 
 
@@ -224,6 +224,8 @@ def blocks_of(found: Folder, asked: Asked) -> list[Block]:
         return [block for judged in families for block in report.family_section(*judged)]
     if asked.show == "verdicts":
         return report.verdicts(found.families(asked))
+    if asked.show == "scores":
+        return report.score_blocks(found.families(asked))
     if asked.show == "domains":
         return report.domain_blocks(found.chosen(asked))
     if asked.show == "costs":

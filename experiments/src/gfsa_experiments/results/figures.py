@@ -44,7 +44,7 @@ def marks(tables: Sequence[ResultTable], judged: Sequence[Judged] = ()) -> list[
     """Families that are complete first, then the domains."""
     found = [
         Mark(
-            named(outcome.comparison.name),
+            named(outcome.comparison.name, family.name),
             "",
             reduction,
             verdict=outcome.verdict,

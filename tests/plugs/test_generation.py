@@ -16,8 +16,7 @@ from gfsa.adapters.transformers import past_check
 from gfsa.adapters.transformers.adapter import _Arguments, _look_at_inputs
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.operators import attention
-from support.random_filters import randomise
-from support.zoo import VOCABULARY, ZOO
+from support.zoo import VOCABULARY, ZOO, randomise
 
 transformers.logging.set_verbosity_error()
 

@@ -76,12 +76,10 @@ FRAMEWORK_MODULES = {
     "gfsa.adapters.timm": {"timm"},
     "gfsa.adapters.torchvision": {"torchvision"},
     "gfsa.adapters.transformers.adapter": {"transformers"},
-    "gfsa.adapters.transformers.cache": {"transformers"},
-    "gfsa.adapters.transformers.companions": {"transformers"},
     "gfsa.adapters.transformers.mask_hooks": {"transformers"},
     "gfsa.adapters.transformers.masks": {"transformers"},
-    "gfsa.adapters.transformers.one_launch": {"transformers"},
     "gfsa.adapters.transformers.functions": {"transformers"},
+    "gfsa.adapters.transformers.past": {"transformers"},
     "gfsa.adapters.transformers.serving": {"transformers", "typer"},
     "gfsa.titan": {"torchtitan"},
 }

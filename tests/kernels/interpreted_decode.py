@@ -20,7 +20,7 @@ from support.far_strides import PAST_INT32, spread
 
 transformers = pytest.importorskip("transformers")
 
-from gfsa.adapters.transformers import one_launch  # noqa: E402
+from gfsa.operators import past as cached  # noqa: E402
 
 assert support.triton_interpreter
 
@@ -309,7 +309,7 @@ def test_compiled_decoding_calls_one_operator_a_layer(
     ids = torch.randint(1, 32, (2, 9))
     with torch.no_grad():
         wanted = subject(ids, use_cache=False).logits[:, 5:]
-    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
+    monkeypatch.setattr(cached, "refusal_of_decoding", lambda *_: None)
     graphs: list[Any] = []
 
     def keep(graph: Any, inputs: Any) -> Any:
@@ -363,10 +363,10 @@ def test_a_static_window_before_and_after_it_is_full(
         return run(*arguments, **options)
 
     monkeypatch.setattr(kernels, "_run", counted)
-    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
+    monkeypatch.setattr(cached, "refusal_of_decoding", lambda *_: None)
     if way == "decided once":
-        monkeypatch.setattr(one_launch.attention, "host_time_counts", lambda *_: True)
-        monkeypatch.setattr(one_launch, "_PREPARED", one_launch.DecisionCache())
+        monkeypatch.setattr(cached.attention, "host_time_counts", lambda *_: True)
+        monkeypatch.setattr(cached, "_PREPARED", cached.DecisionCache())
     step = subject
     if way == "compiled":
         torch._dynamo.reset()
@@ -457,7 +457,7 @@ def test_generation_by_one_launch_a_layer_and_token(
         return counted
 
     monkeypatch.setattr(kernels, "_run", count("kernel", run))
-    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
+    monkeypatch.setattr(cached, "refusal_of_decoding", lambda *_: None)
     by_kernel = subject.generate(ids, **options)
     assert torch.equal(by_kernel.sequences, by_torch.sequences)
     for got, wanted in zip(by_kernel.scores, by_torch.scores, strict=True):
@@ -494,7 +494,7 @@ def test_layers_share_the_decision_about_a_token(
     }
     wanted = subject.generate(ids, **options)
     counts = {"decided": 0, "launched": 0}
-    serves, run = one_launch._serves, kernels._run
+    serves, run = cached._decoder, kernels._run
 
     def counted(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -503,25 +503,25 @@ def test_layers_share_the_decision_about_a_token(
 
         return call
 
-    monkeypatch.setattr(one_launch, "_serves", counted("decided", serves))
+    monkeypatch.setattr(cached, "_decoder", counted("decided", serves))
     monkeypatch.setattr(kernels, "_run", counted("launched", run))
-    monkeypatch.setattr(one_launch.attention, "host_time_counts", lambda *_: True)
-    monkeypatch.setattr(one_launch, "_PREPARED", one_launch.DecisionCache())
+    monkeypatch.setattr(cached.attention, "host_time_counts", lambda *_: True)
+    monkeypatch.setattr(cached, "_PREPARED", cached.DecisionCache())
     # torch's calls serve on a CPU, and that is remembered as well
     assert torch.equal(subject.generate(ids, **options), wanted)
     # two tokens beside the prompt's; a static cache and a full window have one length
     lengths = 2 if kind == "gpt2" else 1
     assert counts == {"decided": lengths, "launched": 0}
-    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
+    monkeypatch.setattr(cached, "refusal_of_decoding", lambda *_: None)
     assert torch.equal(subject.generate(ids, **options), wanted)
     assert counts == {"decided": lengths, "launched": 0}
-    one_launch._PREPARED.clear()
+    cached._PREPARED.clear()
     assert torch.equal(subject.generate(ids, **options), wanted)
     assert counts == {"decided": 2 * lengths, "launched": 2 * 2}
     # sequences, dtypes and switches are part of what was decided
-    monkeypatch.setattr(one_launch.routes, "DECODES_BY_KERNEL", False)
+    monkeypatch.setattr(cached.routes, "DECODES_BY_KERNEL", False)
     subject.generate(ids, **options)
-    monkeypatch.setattr(one_launch.routes, "DECODES_BY_KERNEL", True)
+    monkeypatch.setattr(cached.routes, "DECODES_BY_KERNEL", True)
     assert counts["decided"] == 3 * lengths
     past = transformers.DynamicCache(config=subject.config)
     with torch.no_grad():

@@ -84,12 +84,13 @@ FRAMEWORK_MODULES = {
     "gfsa.titan": {"torchtitan"},
 }
 
-# imports a module by its name because the name is an argument of the user, a public
-# name (gfsa) or a command (gfsa.cli)
+# imports a module by its name because the name is an argument of the user, a public name (gfsa),
+# a command (gfsa.cli) or the adapter of a library (gfsa.plugs.registry)
 BY_NAME = {
     "gfsa",
     "gfsa.cli",
     "gfsa.lens.sources",
+    "gfsa.plugs.registry",
     "gfsa_experiments.tasks",
     "gfsa_experiments.tasks.graph.own",
 }

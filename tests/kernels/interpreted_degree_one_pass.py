@@ -38,32 +38,37 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def run(problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
+def run(problem: Problem, exclusive: bool = False) -> tuple[list[Tensor], list[Tensor]]:
     """The output and the logsumexps to base 2, by the kernel and in float64."""
     q, k, v, coeffs, _ = problem.tensors()
     scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
-    coeffs = coeffs[:, :2].contiguous()
-    out, _, lse = one_pass._run(
-        q, k, v, coeffs, None, Options(scale, problem.is_causal), "one_pass", keeps=False
-    )
+    if not exclusive:
+        coeffs = coeffs[:, :2].contiguous()
+    options = Options(scale, problem.is_causal, exclusive=exclusive)
+    out, u, lse = one_pass._run(q, k, v, coeffs, None, options, "one_pass", "hopper")
     q, k, v, coeffs = (x.double() for x in (q, k, v, coeffs))
     operator = DenseOperator.from_qk(q, k, None, problem.is_causal, scale)
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
     if problem.is_causal:
         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
     exact = scores.logsumexp(-1) / math.log(2)
-    return [out, lse[:, :, 0, : q.shape[2]]], [operator.polynomial(coeffs, v), exact]
+    share = coeffs[:, 2] if exclusive else None
+    got = [out, lse[:, :, 0, : q.shape[2]], u]
+    return got, [operator.polynomial(coeffs[:, :2], v, share), exact, operator.apply(v)]
 
 
 def agrees(got: list[Tensor], expected: list[Tensor]) -> None:
     for x, y in zip(got, expected, strict=True):
-        assert x.shape == y.shape
-        assert (x.double() - y).norm() <= 2e-6 * max(y.norm(), 1e-3)
+        # A·V is kept for the exclusive term alone
+        if x.numel():
+            assert x.shape == y.shape
+            assert (x.double() - y).norm() <= 2e-6 * max(y.norm(), 1e-3)
 
 
+@pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_agrees_with_the_specification(problem: Problem) -> None:
-    agrees(*run(problem))
+def test_agrees_with_the_specification(problem: Problem, exclusive: bool) -> None:
+    agrees(*run(problem, exclusive))
 
 
 def test_one_token() -> None:
@@ -122,14 +127,16 @@ def dense_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     def backward(
         g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        _, _, _, coeffs, _, (scale, is_causal, _) = rest
+        _, u, _, coeffs, _, (scale, is_causal, _, exclusive) = rest
+        assert bool(u.numel()) == exclusive
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v, coeffs)]
             operator = DenseOperator.from_qk(*inputs[:2], None, is_causal, scale)
-            y = operator.polynomial(inputs[3], inputs[2])
+            share = inputs[3][:, 2] if exclusive else None
+            y = operator.polynomial(inputs[3][:, :2], inputs[2], share)
         dq, dk, dv, dc = torch.autograd.grad(y, inputs, g)
         like = [empty_like(x).copy_(dx) for x, dx in ((q, dq), (k, dk), (v, dv))]
-        return *like, dc[:, :2, None].contiguous()
+        return *like, dc[:, : 2 + exclusive, None].contiguous()
 
     decided = Kernels("one_pass", "hopper")
     monkeypatch.setitem(one_pass.GRADIENT, "hopper", backward)
@@ -162,10 +169,12 @@ def test_a_filter_learns() -> None:
 @pytest.mark.usefixtures("dense_gradient")
 def test_operator_registration() -> None:
     q, k, v = torch.randn(3, 1, 20, 2, 16).transpose(2, 3).unbind(0)
-    inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(2, 2))]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    arguments = (*inputs, None, True, 0.25, False)
-    torch.library.opcheck(one_pass.forward, arguments, test_utils=checks)
+    for exclusive in (False, True):
+        coeffs = torch.randn(2, 2 + exclusive)
+        inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+        arguments = (*inputs, None, True, 0.25, exclusive, "hopper")
+        torch.library.opcheck(one_pass.forward, arguments, test_utils=checks)
 
 
 @pytest.mark.usefixtures("dense_gradient")

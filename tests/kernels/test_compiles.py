@@ -176,7 +176,8 @@ def test_passes_on_other_gpus(name: str, capability: int, dim: int, causal: bool
     assert ahead in compiled.asm["ptx"]
 
 
-def test_degree_one_in_one_pass() -> None:
+@pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
+def test_degree_one_in_one_pass(exclusive: bool) -> None:
     kernel = one_pass.attend_once
     tiles = one_pass.tiles(1024, True)
     described: dict[str, Any] = dict.fromkeys(["q_in", "v_in"], "*bf16")
@@ -187,7 +188,7 @@ def test_degree_one_in_one_pass() -> None:
             described[argument] = f"tensordesc<bf16[1, 1, {rows}, 64]>"
     constants = {
         "UNITS": 8, "D": 64, "BM": tiles.rows, "BN": tiles.cols, "STAGES": tiles.stages,
-        "POWERS": 2, "CAUSAL": True, "group": 1,
+        "POWERS": 2, "CAUSAL": True, "KEEPS": exclusive, "EXCLUSIVE": exclusive, "group": 1,
     }  # fmt: skip
     compiled, usage = compile_for(HOPPER, ASTSource, kernel, described, constants, tiles.warps)
     print(usage)
@@ -200,7 +201,9 @@ def test_degree_one_in_one_pass() -> None:
 def test_around_attention_on_older_gpus(capability: int) -> None:
     kernel = elementwise.combine_degree_one
     described = {name: address() for name in kernel.arg_names if name.endswith("_rows")}
-    constants = {"BM": degree_one.ROWS, "D": 128, "POWERS": 2, "GROUP": 4}
+    constants = {
+        "BM": degree_one.ROWS, "D": 128, "POWERS": 3, "GROUP": 4, "EXCLUSIVE": True,
+    }  # fmt: skip
     target = GPUTarget("cuda", capability, 32)
     compiled, usage = compile_for(target, ASTSource, kernel, described, constants, 4)
     print(capability, usage)
@@ -209,6 +212,7 @@ def test_around_attention_on_older_gpus(capability: int) -> None:
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
 
 
+@pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
 @pytest.mark.parametrize(
     ("degree", "dim", "number", "registers", "stack"),
     [
@@ -223,7 +227,9 @@ def test_around_attention_on_older_gpus(capability: int) -> None:
         (2, 256, "fp32", 255, 0),
     ],
 )
-def test_a_decoded_token(degree: int, dim: int, number: str, registers: int, stack: int) -> None:
+def test_a_decoded_token(
+    degree: int, dim: int, number: str, registers: int, stack: int, exclusive: bool
+) -> None:
     """A program keeps its sums in registers, and works while the next keys are on their way."""
     types = {
         **dict.fromkeys(["q_in", "k_in", "v_in", "u_rows", "y_out"], f"*{number}"),
@@ -235,6 +241,7 @@ def test_a_decoded_token(degree: int, dim: int, number: str, registers: int, sta
     constants = {
         "D": dim, "WIDTH": dim, "BN": tile.keys, "LEARNED": degree + 1, "BY_HEAD": False,
         "MASK": True, "ON_DEVICE": True, "SPLITS": 16, "STAGES": tile.stages, "DEGREE": degree,
+        "EXCLUSIVE": exclusive,
     }  # fmt: skip
     kernel = decode.decode_token
     compiled, usage = compile_for(HOPPER, ASTSource, kernel, types, constants, tile.warps)
@@ -255,16 +262,20 @@ def test_a_decoded_token(degree: int, dim: int, number: str, registers: int, sta
     assert barrier > max(i for i, line in enumerate(written) if "st.global" in line)
 
 
-def test_steps_around_attention() -> None:
+@pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_steps_around_attention(dim: int, exclusive: bool) -> None:
+    shape, device = torch.Size((1, 4, 1024, dim)), torch.device("meta")
     for name, (kernel, tensors) in degree_one._KERNELS.items():
+        launch = degree_one._launch(name, shape, 1, 3, torch.bfloat16, device, exclusive)
         names = kernel.function.arg_names
         described = {
-            argument: f"tensordesc<bf16[1, 1, {degree_one.ROWS}, 128]>"
+            argument: f"tensordesc<bf16{list(launch.blocks[0])}>"
             for argument in names
             if argument.endswith("_rows")
         }
         assert len(described) == tensors
-        constants = {"BM": degree_one.ROWS, "D": 128, "POWERS": 3, "GROUP": 4}
+        constants = dict(zip(names[-len(launch.constants) :], launch.constants, strict=True))
         usage = compile_for_hopper(ASTSource, kernel.function, described, constants, 4)
         print(name, usage)
         assert "STACK:0 " in usage
@@ -384,16 +395,19 @@ def test_plan_of_a_causal_sweep() -> None:
 @pytest.mark.skipif(
     routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
 )
+@pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
 @pytest.mark.parametrize(
     ("dim", "mask", "most_stack"),
     [
         (64, problem.NO_MASK, 0),
         (64, problem.SPANS, 0),
         pytest.param(128, problem.NO_MASK, 0, marks=pytest.mark.slow),
-        pytest.param(128, problem.SPANS, 8, marks=pytest.mark.slow),
+        pytest.param(128, problem.SPANS, 16, marks=pytest.mark.slow),
     ],
 )
-def test_degree_one_in_one_causal_sweep(dim: int, mask: int, most_stack: int) -> None:
+def test_degree_one_in_one_causal_sweep(
+    dim: int, mask: int, most_stack: int, exclusive: bool
+) -> None:
     """Nothing spills in a loop, and the softmax runs beside a product."""
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -408,9 +422,11 @@ def test_degree_one_in_one_causal_sweep(dim: int, mask: int, most_stack: int) ->
         }.items()
     }
     types |= {"counter": "*i32", "mask": "*i32"}
+    natural = dim == 128 and mask == problem.NO_MASK
     constants = {
         "D": dim, "TILE": tiles.keys, "STAGES": tiles.stages, "POWERS": 3,
-        "KEEPS": dim == 128 and mask == problem.NO_MASK, "MASK": mask, "group": 1,
+        "KEEPS": natural or exclusive, "NATURAL": natural, "MASK": mask, "EXCLUSIVE": exclusive,
+        "group": 1,
     }  # fmt: skip
     compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, types, constants, 4)
     print(dim, mask, usage)
@@ -569,8 +585,9 @@ def compile_backward(
 )
 @pytest.mark.parametrize("mask", [problem.NO_MASK, problem.SPANS])
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
 @pytest.mark.parametrize("name", degree_one_path.KERNELS)
-def test_degree_one_for_hopper(name: str, dim: int, mask: int) -> None:
+def test_degree_one_for_hopper(name: str, exclusive: bool, dim: int, mask: int) -> None:
     """Nothing spills, narrow programs share a multiprocessor, and products run beside the rest."""
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -588,7 +605,7 @@ def test_degree_one_for_hopper(name: str, dim: int, mask: int) -> None:
             described[argument] = f"tensordesc<{number}{list(block)},{layout!r}>"
     constants = {
         "D": dim, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True,
-        "POWERS": 3, "MASK": mask, "group": 1,
+        "POWERS": 3, "MASK": mask, "EXCLUSIVE": exclusive, "group": 1,
     }  # fmt: skip
     described["mask"] = "*i32"
     compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, described, constants, tiles.warps)

@@ -9,17 +9,35 @@ from gfsa.kernels.long.tiles import JIT_OPTIONS
 from gfsa.kernels.tile_access import load_tile, store_tile
 
 
+@triton.jit
+def directed(v):
+    """``v`` and ``⟨v, v⟩`` of each row; 0 and 1 where that is 0 or not finite."""
+    square = tl.sum(v * v, 1)
+    has_direction = (square > 0.0) & (square < float("inf"))
+    return tl.where(has_direction[:, None], v, 0.0), tl.where(has_direction, square, 1.0)
+
+
+@triton.jit
+def own_part(u, v, share):
+    """``a·p·v`` of each row, with ``p = ⟨u, v⟩ / ⟨v, v⟩``: what the exclusive term takes out."""
+    v, square = directed(v)
+    return (share * tl.sum(u * v, 1) / square)[:, None] * v
+
+
 @triton.jit(**JIT_OPTIONS)
 def combine_degree_one(
     v_rows, u_rows, out_rows, coeffs, heads,
     BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr, GROUP: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
 ):  # fmt: skip
-    """``c0·V + c1·U``; GROUP heads of U share one of V."""
+    """``c0·V + c1·U``, EXCLUSIVE: without U's part along V; GROUP heads of U share one of V."""
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     row = tl.program_id(0) * BM
     v = load_tile(v_rows, b, h // GROUP, row, BM, D).to(tl.float32)
     u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
     out = tl.load(coeffs + h * POWERS) * v + tl.load(coeffs + h * POWERS + 1) * u
+    if EXCLUSIVE:
+        out -= own_part(u, v, tl.load(coeffs + h * POWERS + 2))
     store_tile(out_rows, out, b, h, row, BM, D)
 
 
@@ -27,8 +45,9 @@ def combine_degree_one(
 def grad_degree_one(
     g_rows, v_rows, u_rows, dv_rows, du_rows, coeffs, dc_out, heads,
     BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr, GROUP: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
 ):  # fmt: skip
-    """``c0·g``, added up over the heads that share one of V, ``c1·g``, and these rows' part of dc.
+    """dV without attention's part, summed over the heads that share V; dU; these rows' part of dc.
 
     A program takes all heads that share one of V, so that V is read once and nothing is made
     for each of them that is added up later.
@@ -38,16 +57,28 @@ def grad_degree_one(
     row = block * BM
     v = load_tile(v_rows, b, key_head, row, BM, D).to(tl.float32)
     dv = tl.zeros((BM, D), tl.float32)
+    SUMS: tl.constexpr = 3 if EXCLUSIVE else 2
+    if EXCLUSIVE:
+        own, square = directed(v)
     parts = tl.num_programs(1) // (heads // GROUP) * blocks
     for member in tl.range(0, GROUP, num_stages=2):
         h = key_head * GROUP + member
         g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
         u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
-        dc = dc_out + h * 2 * parts + b * blocks + block
+        dc = dc_out + h * SUMS * parts + b * blocks + block
         tl.store(dc, tl.sum(tl.sum(g * v, 1), 0))
         tl.store(dc + parts, tl.sum(tl.sum(g * u, 1), 0))
         dv += tl.load(coeffs + h * POWERS) * g
-        store_tile(du_rows, tl.load(coeffs + h * POWERS + 1) * g, b, h, row, BM, D)
+        du = tl.load(coeffs + h * POWERS + 1) * g
+        if EXCLUSIVE:
+            share = tl.load(coeffs + h * POWERS + 2)
+            p = tl.sum(u * own, 1) / square
+            along = tl.sum(g * own, 1)
+            tl.store(dc + 2 * parts, -tl.sum(p * along, 0))
+            weight = share * along / square
+            du -= weight[:, None] * own
+            dv -= (share * p)[:, None] * g + weight[:, None] * (u - (2.0 * p)[:, None] * own)
+        store_tile(du_rows, du, b, h, row, BM, D)
     store_tile(dv_rows, dv, b, key_head, row, BM, D)
 
 

@@ -4,6 +4,10 @@ r"""Degree 1 in one pass: ``out = c0·V + c1·A·V``, its kernel, its launches, 
 size the kernel moves 4, as attention does; around torch's attention the same filter moves more
 (``degree_one.py``).
 
+The exclusive term, the share in a third column of the coefficients, is part of both kernels; its
+formulas are in ``degree_one.py``. Its gradient needs ``A·V``, which is then written and saved in
+place of the output.
+
 **The forward** is the kernel of this file, or one causal sweep (``sweep/degree_one.py``).
 Logsumexps are to base 2. Each head has a multiple of 16 of them, so that the copy engine can read
 them; queries beyond the last one have an infinite logsumexp. Scales are positive. A program's own
@@ -34,13 +38,14 @@ from torch.autograd.function import once_differentiable
 
 from gfsa.kernels import coefficients
 from gfsa.kernels.autograd import needs_registered_operator
-from gfsa.kernels.degree_one import gradient_launch
+from gfsa.kernels.degree_one import launch_gradient
+from gfsa.kernels.elementwise import own_part
 from gfsa.kernels.hopper import degree_one_path as hopper
 from gfsa.kernels.launcher import Kernel, Launch, on_device_of
 from gfsa.kernels.layout import copyable_by_tile, empty_like, result_strides
 from gfsa.kernels.long.tiles import LOG2E
 from gfsa.kernels.problem import Options, Problem, padded, problem_of
-from gfsa.kernels.routes import Kernels, keeps_first_power, kernels_of, situation_of_kernels
+from gfsa.kernels.routes import Kernels, gradient_once, kernels_of, situation_of_kernels
 from gfsa.kernels.sweep import degree_one_path as sweep
 from gfsa.kernels.tile_access import describe, load_tile, store_tile
 from gfsa.operators.base import Coefficients
@@ -84,13 +89,13 @@ def _key_ranges(row, n, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr
 
 @triton.jit(**JIT_OPTIONS)
 def attend_once(
-    k_cols, v_cols, out_rows, q_in, v_in, lse_out, coeffs,
+    k_cols, v_cols, out_rows, u_rows, q_in, v_in, lse_out, coeffs,
     q_b, q_h, q_n, v_b, v_h, v_n,
     heads, group, n, scale, blocks, total, together, zero,
     UNITS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    POWERS: tl.constexpr, CAUSAL: tl.constexpr,
+    POWERS: tl.constexpr, CAUSAL: tl.constexpr, KEEPS: tl.constexpr, EXCLUSIVE: tl.constexpr,
 ):  # fmt: skip
-    """``out = c0·V + c1·A·V`` and the logsumexp of the scores, for BM queries."""
+    """``out = c0·V + c1·A·V`` and the logsumexp of the scores, for BM queries; KEEPS: A·V too."""
     block, bh = _own_block(blocks, total, together, CAUSAL)
     b, h = bh // heads, bh % heads
     key_head = h // group
@@ -121,7 +126,14 @@ def attend_once(
     # would occupy registers in the loop
     row += zero
     v = load_tile((v_in, v_b, v_h, v_n, n, UNITS), b, key_head, row, BM, D).to(tl.float32)
-    store_tile(out_rows, c0 * v + acc * (c1 / norm)[:, None], b, h, row, BM, D)
+    if EXCLUSIVE:
+        acc = acc / norm[:, None]
+        if KEEPS:
+            store_tile(u_rows, acc, b, h, row, BM, D)
+        out = c0 * v + c1 * acc - own_part(acc, v, tl.load(coeffs + h * POWERS + 2))
+    else:
+        out = c0 * v + acc * (c1 / norm)[:, None]
+    store_tile(out_rows, out, b, h, row, BM, D)
 
 
 @triton.jit
@@ -187,13 +199,13 @@ def attend(
     mask: None,
     options: Options,
     lse: Tensor,
-    u: None = None,
+    u: Tensor | None = None,
 ) -> Tensor:
-    """The filter, without a mask; ``lse`` is written, and there is no U to be kept."""
+    """The filter, without a mask; ``lse`` is written, and ``u`` if it is given."""
     problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
     out = empty_like(q)
-    launch = _launch(problem, powers, _strides(q, v))
-    launch((k, v, out), q, v, lse, coeffs)
+    launch = _launch(problem, powers, _strides(q, v), u is not None)
+    launch((k, v, out, out if u is None else u), q, v, lse, coeffs)
     return out
 
 
@@ -207,9 +219,9 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(problem: Problem, powers: int, strides: tuple[int, ...]) -> Launch:
+def _launch(problem: Problem, powers: int, strides: tuple[int, ...], keeps: bool) -> Launch:
     """The kernel over the rows of one problem, ``strides`` as by :func:`_strides`."""
-    scale, is_causal, _ = problem.options
+    scale, is_causal, _, exclusive = problem.options
     cut = tiles(problem.length, is_causal)
     blocks, total = -(-problem.length // cut.rows), problem.batch * problem.heads
     width = padded(problem.head_dim)
@@ -217,7 +229,7 @@ def _launch(problem: Problem, powers: int, strides: tuple[int, ...]) -> Launch:
         _KERNEL,
         (blocks * total, 1, 1),
         (*problem.variant, cut.warps, *(stride >= 2**31 for stride in strides)),
-        [(1, 1, cut.cols, width), (1, 1, cut.cols, width), (1, 1, cut.rows, width)],
+        [*[(1, 1, cut.cols, width)] * 2, *[(1, 1, cut.rows, width)] * 2],
         (
             *strides,
             problem.heads,
@@ -237,6 +249,8 @@ def _launch(problem: Problem, powers: int, strides: tuple[int, ...]) -> Launch:
             cut.stages,
             powers,
             is_causal,
+            keeps,
+            exclusive,
         ),
         num_warps=cut.warps,
     )
@@ -263,16 +277,14 @@ def gradient_by_cudnn(
     mask: None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, and partial sums of the coefficients' ``(H, 2, any number)``.
+    """Gradients of q, k and v, and partial sums of the coefficients' ``(H, 2 or 3, any number)``.
 
     Args:
         lse: natural logsumexps, ``(B, H, N)``.
     """
-    launch = gradient_launch(u, v, coeffs.shape[1])
     # in the layout that attention's output has for such queries
     dv, du = empty_like(v), torch.empty_like(q)
-    parts = coeffs.new_empty(u.shape[1], 2, u.shape[0] * launch.grid[0])
-    launch((g, v, u, dv, du), coeffs, parts)
+    parts = launch_gradient(g, v, u, dv, du, coeffs, options.exclusive)
     u = laid_out(u, du.stride())
     dq, dk, first = attention_gradient(du, q, k, v, u, lse, options)
     torch.add(first, dv, out=dv)
@@ -331,8 +343,8 @@ def filter_once(
 
     Args:
         q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``.
-        coeffs: ``(H, 2)``, float32; or a filter's coefficients, in eager mode only and if
-            :func:`~gfsa.kernels.coefficients.takes` accepts them.
+        coeffs: ``(H, 2)``, float32, with an exclusive term ``(H, 3)``; or a filter's coefficients,
+            in eager mode only and if :func:`~gfsa.kernels.coefficients.takes` accepts them.
         mask: spans with causality, see :func:`~gfsa.kernels.problem.are_spans`; or None.
         kernels: the routes of this call, if they are decided already.
     """
@@ -342,17 +354,15 @@ def filter_once(
     else:
         numbers = coeffs
     if learned is None and needs_registered_operator(q):
-        keeps = keeps_first_power(situation_of_kernels(q, mask, *options, degree=1))
-        return forward(q, k, v, numbers, mask, options.is_causal, options.scale, keeps)[0]
+        gradient = gradient_once(situation_of_kernels(q, mask, *options, degree=1))
+        scale, is_causal, _, exclusive = options
+        return forward(q, k, v, numbers, mask, is_causal, scale, exclusive, gradient)[0]
     if kernels is None:
         kernels = kernels_for(q, mask, options)
-    # without a gradient to come, A·V is neither written nor kept
-    keeps = kernels.gradient == "cudnn"
     if torch.is_grad_enabled():
-        settings = (learned, options, kernels.forward, keeps)
-        return _FilterOnce.apply(q, k, v, numbers, mask, settings)
+        return _FilterOnce.apply(q, k, v, numbers, mask, (learned, options, kernels))
     values = numbers if learned is None else coefficients.evaluate(learned)
-    return _run(q, k, v, values, mask, options, kernels.forward, keeps)[0]
+    return _run(q, k, v, values, mask, options, kernels.forward, "none")[0]
 
 
 def _run(
@@ -363,35 +373,36 @@ def _run(
     mask: Tensor | None,
     options: Options,
     route: str,
-    keeps: bool,
+    gradient: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(out, U, LSE)``: the filter, ``A·V``, and each row's logsumexp.
-
-    Args:
-        keeps: for cuDNN's gradient: U is saved and logsumexps are natural, ``(B, H, N)``. Without
-            it U is empty, and logsumexps are to base 2, ``(B, H, 1, N or more)``.
-    """
+    """``(out, U, LSE)``: the filter, and for its gradient ``A·V`` and each row's logsumexp."""
     q, k, v = copyable_by_tile(q), copyable_by_tile(k), copyable_by_tile(v)
-    u = empty_like(q) if keeps else q.new_empty(0)
-    lse = q.new_empty(statistics_shape(q, keeps), dtype=torch.float32)
+    u, lse = _kept(q, options.exclusive, gradient)
     with on_device_of(q):
-        kept = u if keeps else None
+        kept = u if u.numel() else None
         out = FORWARD[route](q, k, v, coeffs.contiguous(), mask, options, lse, kept)
     return out, u, lse
+
+
+def _kept(q: Tensor, exclusive: bool, gradient: str) -> tuple[Tensor, Tensor]:
+    """Room for U, empty if the gradient does without it, and for logsumexps.
+
+    Logsumexps are natural for cuDNN, ``(B, H, N)``, and to base 2, ``(B, H, 1, N or more)``, for
+    other kernels.
+    """
+    batch, heads, length, _ = q.shape
+    keeps = gradient == "cudnn" or (exclusive and gradient != "none")
+    shape: tuple[int, ...] = (batch, heads, 1, (length + 15) // 16 * 16)
+    if gradient == "cudnn":
+        shape = batch, heads, length
+    u = empty_like(q) if keeps else q.new_empty(0)
+    return u, q.new_empty(shape, dtype=torch.float32)
 
 
 def kernels_for(q: Tensor, mask: Tensor | None, options: Options) -> Kernels:
     """The routes of a call in one pass; the kernel of this file beyond what was measured."""
     found = kernels_of(situation_of_kernels(q, mask, *options, degree=1))
     return found if found.forward in FORWARD else Kernels("one_pass", "hopper")
-
-
-def statistics_shape(q: Tensor, keeps: bool) -> tuple[int, ...]:
-    """The shape of logsumexps."""
-    batch, heads, length, _ = q.shape
-    if keeps:
-        return batch, heads, length
-    return batch, heads, 1, (length + 15) // 16 * 16
 
 
 def _run_backward(
@@ -401,9 +412,9 @@ def _run_backward(
     q, k, v, out = [copyable_by_tile(x) for x in saved[:4]]
     u, lse, coeffs, mask = saved[4:]
     lse, coeffs, g = _copyable_numbers(lse), coeffs.contiguous(), copyable_by_tile(g)
-    gradient = "hopper"
+    gradient = "cudnn" if lse.dim() == 3 else "hopper"
     if u.numel():
-        u, gradient = copyable_by_tile(u), "cudnn"
+        u = copyable_by_tile(u)
     with on_device_of(q):
         found: tuple[Tensor, Tensor, Tensor, Tensor] = GRADIENT[gradient](
             g, q, k, v, out, u, lse, coeffs, mask, options
@@ -431,15 +442,15 @@ class _FilterOnce(torch.autograd.Function):
         v: Tensor,
         numbers: Tensor,
         mask: Tensor | None,
-        settings: tuple[Coefficients | None, Options, str, bool],
+        settings: tuple[Coefficients | None, Options, Kernels],
     ) -> Tensor:
         # settings are one argument: autograd inspects each of them
-        learned, options, route, keeps = settings
+        learned, options, kernels = settings
         coeffs = numbers if learned is None else coefficients.evaluate(learned)
         ctx.basis = None if learned is None else learned.basis
         ctx.options = options
-        out, u, lse = _run(q, k, v, coeffs, mask, options, route, keeps)
-        ctx.save_for_backward(q, k, v, out, u, lse, coeffs, mask)
+        out, u, lse = _run(q, k, v, coeffs, mask, options, *kernels[:2])
+        ctx.save_for_backward(q, k, v, u if options.exclusive else out, u, lse, coeffs, mask)
         return out
 
     @staticmethod
@@ -458,12 +469,13 @@ def forward(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
-    keeps: bool,
+    exclusive: bool,
+    gradient: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The registered operator: ``(out, U, LSE)``."""
-    options = Options(scale, is_causal)
+    options = Options(scale, is_causal, exclusive=exclusive)
     route = kernels_for(q, mask, options).forward
-    return _run(q, k, v, coeffs, mask, options, route, keeps)
+    return _run(q, k, v, coeffs, mask, options, route, gradient)
 
 
 @torch.library.custom_op("gfsa::filter_once_backward", mutates_args=())
@@ -479,25 +491,25 @@ def backward(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
+    exclusive: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the coefficients."""
     saved = (q, k, v, out, u, lse, coeffs, mask)
-    dq, dk, dv, parts = _run_backward(g, saved, Options(scale, is_causal))
+    options = Options(scale, is_causal, exclusive=exclusive)
+    dq, dk, dv, parts = _run_backward(g, saved, options)
     return dq, dk, dv, coefficients.total(parts)
 
 
 @forward.register_fake
 def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    keeps = rest[-1]
-    u = empty_like(q) if keeps else q.new_empty(0)
-    lse = q.new_empty(statistics_shape(q, keeps), dtype=torch.float32)
-    return empty_like(q), u, lse
+    return empty_like(q), *_kept(q, *rest[-2:])
 
 
 @backward.register_fake
 def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    coeffs = rest[3]
-    return empty_like(q), empty_like(k), empty_like(v), coeffs.new_empty(coeffs.shape[0], 2)
+    coeffs, exclusive = rest[3], rest[-1]
+    dc = coeffs.new_empty(coeffs.shape[0], 2 + exclusive)
+    return empty_like(q), empty_like(k), empty_like(v), dc
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -505,14 +517,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     out, u, lse = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(u, lse)
-    ctx.save_for_backward(q, k, v, out, u, lse, coeffs, mask)
+    exclusive = ctx.options[-1]
+    ctx.save_for_backward(q, k, v, u if exclusive else out, u, lse, coeffs, mask)
 
 
 def _differentiate(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if g is None:
-        return (None,) * 8
+        return (None,) * 9
     gradients = backward(g, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, None, None, None, None)
+    return (*gradients, *(None,) * 5)
 
 
 forward.register_autograd(_differentiate, setup_context=_save)

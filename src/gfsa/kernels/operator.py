@@ -70,11 +70,11 @@ class FusedOperator(Operator):
     def polynomial(
         self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
     ) -> Tensor:
-        assert exclusive is None, "routes.decide sends it to torch's attention"
         q, k = self.call.q, self.call.k
         if isinstance(coeffs, Coefficients):
-            if needs_registered_operator(q) or not coefficients.takes(coeffs):
-                return self.polynomial(coeffs.value(), v)
+            taken = exclusive is None and coefficients.takes(coeffs)
+            if needs_registered_operator(q) or not taken:
+                return self.polynomial(coeffs.value(), v, exclusive)
             powers = coeffs.base.shape[1]
         else:
             if coeffs.dim() == 1:
@@ -82,11 +82,15 @@ class FusedOperator(Operator):
             if coeffs.dtype != torch.float32:
                 coeffs = coeffs.float()
             powers = coeffs.shape[1]
-        operation, kernels = self._decided(powers - 1)
+            if exclusive is not None:
+                share = exclusive.float().expand(q.shape[1])
+                coeffs = torch.cat((coeffs, share[:, None]), 1)
+        options = self.options._replace(exclusive=exclusive is not None)
+        operation, kernels = self._decided(powers - 1, options)
         if operation == "once":
-            return filter_once(q, k, v, coeffs, self.mask, self.options, kernels)
+            return filter_once(q, k, v, coeffs, self.mask, options, kernels)
         if operation == "around":
-            return combine_degree_one(v, self.apply(v), coeffs)
+            return combine_degree_one(v, self.apply(v), coeffs, options.exclusive)
         if powers == 2 and not isinstance(coeffs, Coefficients):
             coeffs = torch.nn.functional.pad(coeffs, (0, 1))
         seed = None
@@ -95,18 +99,16 @@ class FusedOperator(Operator):
             seed = torch.randint(2**32, (1,), device=q.device)
         return filter_attention(q, k, v, coeffs, self.mask, seed, self.options, kernels)
 
-    def _decided(self, degree: int) -> tuple[str, Kernels | None]:
+    def _decided(self, degree: int, options: Options) -> tuple[str, Kernels | None]:
         """The operation, and its kernels unless the operation chooses them when it runs."""
         decision = self.decision
-        if needs_registered_operator(self.call.q):
+        q, mask = self.call.q, self.mask
+        if needs_registered_operator(q):
             if degree == 2:
                 return "filter", None
-            asked = situation_of_kernels(self.call.q, self.mask, *self.options, degree)
-            return operation_of(asked), None
+            return operation_of(situation_of_kernels(q, mask, *options, degree)), None
         if decision is None:
-            kernels = kernels_of(
-                situation_of_kernels(self.call.q, self.mask, *self.options, degree)
-            )
+            kernels = kernels_of(situation_of_kernels(q, mask, *options, degree))
         else:
             kernels = Kernels(decision.route, decision.gradient)
         return OPERATION[kernels.forward], kernels

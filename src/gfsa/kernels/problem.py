@@ -21,6 +21,8 @@ class Options(NamedTuple):
     scale: float
     is_causal: bool = False
     dropout_p: float = 0.0
+    exclusive: bool = False
+    """Whether the last column of the coefficients is the share of the exclusive term."""
 
 
 class Saved(NamedTuple):

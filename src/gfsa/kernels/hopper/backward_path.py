@@ -185,7 +185,7 @@ def _launches(problem: Problem, with_queries: bool) -> dict[str, Launch]:
 def _launch(name: str, problem: Problem, *constants: bool) -> Launch:
     """A kernel with the constants that all have, then its own."""
     kernel = _kernels().by_name[name]
-    scale, is_causal, _ = problem.options
+    scale, is_causal, _, _ = problem.options
     mask_b, mask_h, _, mask_j = problem.mask_strides
     width = width_of(problem)
     tiles = TILES[name][width]

@@ -31,17 +31,23 @@ def backward(
     mask: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, and partial sums of the coefficients' ``(H, 2, any number)``."""
+    """Gradients of q, k and v, and partial sums of the coefficients' ``(H, 2 or 3, any number)``.
+
+    Args:
+        u: ``A·V``, needed for the exclusive term; in its place otherwise, ``out`` is read.
+    """
     problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
     spans, _ = pointers(mask, None, unused=q)
     delta, dq = torch.empty_like(lse), empty_like(q)
     queries = _launch("grad_queries_one", problem, powers)
-    queries((k, v, q, g, v, out, dq), delta, lse, coeffs, spans)
+    du, mixed = (empty_like(g), u) if options.exclusive else (g, out)
+    queries((k, v, q, g, v, mixed, dq, du), delta, lse, coeffs, spans)
     # a row of k and v for each query head; heads that share keys are added up below
     dk, dv = (empty_like(x if problem.group == 1 else q) for x in (k, v))
     keys = _launch("grad_keys_one", problem, powers)
-    parts = coeffs.new_empty(problem.heads, 2, problem.batch * keys.grid[0])
-    keys((q, g, lse, delta, k, v, g, dk, dv), parts, coeffs, spans)
+    sums = 2 + options.exclusive
+    parts = coeffs.new_empty(problem.heads, sums, problem.batch * keys.grid[0])
+    keys((q, du, lse, delta, k, v, g, mixed, dk, dv), parts, coeffs, spans)
     return dq, sum_groups(dk, k), sum_groups(dv, v), parts
 
 
@@ -56,7 +62,7 @@ def _kernel(name: str) -> Kernel:
 @functools.lru_cache(maxsize=1024)
 def _launch(name: str, problem: Problem, powers: int) -> Launch:
     kernel = _kernel(name)
-    scale, is_causal, _ = problem.options
+    scale, is_causal, _, exclusive = problem.options
     arguments: Any = inspect.signature(kernel.function.fn).parameters
     return Launch(
         kernel,
@@ -64,6 +70,6 @@ def _launch(name: str, problem: Problem, powers: int) -> Launch:
         problem.variant,
         [block for argument in arguments if (block := block_of(argument, TILES, problem.head_dim))],
         (problem.heads, problem.group, problem.length, scale, problem.mask_strides[0]),
-        (problem.head_dim, TILES.rows, TILES.cols, is_causal, powers, problem.mask_kind),
+        (problem.head_dim, TILES.rows, TILES.cols, is_causal, powers, problem.mask_kind, exclusive),
         num_warps=TILES.warps,
     )

@@ -110,7 +110,7 @@ def _launches(problem: Problem) -> dict[str, Launch]:
 
 def _launch(name: str, problem: Problem) -> Launch:
     kernel = _KERNELS[name]
-    scale, is_causal, dropout_p = problem.options
+    scale, is_causal, dropout_p, _ = problem.options
     packed = problem.mask_kind == SPANS
     cut = tiles(name, problem.head_dim, problem.length, is_causal, dropout_p > 0, packed)
     width = padded(problem.head_dim)

@@ -124,14 +124,14 @@ def backward_launch(problem: Problem) -> Launch:
 
 def _numbers(problem: Problem) -> tuple[Any, ...]:
     """The kernels' number arguments from ``heads`` to ``dropout_p``."""
-    scale, _, dropout_p = problem.options
+    scale, _, dropout_p, _ = problem.options
     mask_b, _, mask_i, mask_j = problem.mask_strides
     return problem.heads, problem.group, problem.length, scale, mask_b, mask_i, mask_j, dropout_p
 
 
 def _constants(problem: Problem) -> tuple[Any, ...]:
     """The kernels' last constants: CAUSAL, MASK and DROPOUT."""
-    _, is_causal, dropout_p = problem.options
+    _, is_causal, dropout_p, _ = problem.options
     return is_causal, problem.mask_kind, dropout_p > 0.0
 
 

@@ -189,3 +189,11 @@ def widened(x):
     return gl.inline_asm_elementwise(
         _widening(x.dtype), "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
     )
+
+
+@gluon.jit
+def directed(v):
+    """``v`` and ``⟨v, v⟩`` of each row; 0 and 1 where that is 0 or not finite."""
+    square = gl.sum(v * v, 1)
+    has_direction = (square > 0.0) & (square < float("inf"))
+    return gl.where(has_direction[:, None], v, 0.0), gl.where(has_direction, square, 1.0)

@@ -1,5 +1,7 @@
 r"""``out = c0·V + c1·A·V`` under a causal mask: attention with the combination at its end.
 
+The exclusive term (EXCLUSIVE; see ``degree_one.py``) is two sums of each row at that end.
+
 A program has two warpgroups of 64 queries each, as in ``forward.py``; the products of one run while
 the other is at its softmax. One more warp loads tiles. Blocks are drawn in order, the longest ones
 first, so that programs end at the same time.
@@ -23,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gfsa.kernels.short.tiles import LOG2E, product_layout
+from gfsa.kernels.short.tiles import LOG2E, directed, product_layout
 from gfsa.kernels.sweep.forward import (
     COMPUTE_REGISTERS,
     COPY_REGISTERS,
@@ -179,7 +181,8 @@ def _attend_half(
     queries, keys, values, made, items, u_io, out_io, lse_out, coeffs, mask,
     total, heads, n, scale, blocks, span, mask_b,
     W: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
-    POWERS: gl.constexpr, KEEPS: gl.constexpr, MASK: gl.constexpr,
+    POWERS: gl.constexpr, KEEPS: gl.constexpr, NATURAL: gl.constexpr, MASK: gl.constexpr,
+    EXCLUSIVE: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W's queries of each item: the first or the second 64."""
     qs, qfull, qempty = queries
@@ -305,7 +308,7 @@ def _attend_half(
         inverse = gl.convert_layout(1.0 / last_norm, gl.SliceLayout(1, O))
         rows = row + gl.arange(0, HALF, layout=LAST_ROWS)
         lse = last_top + gl.log2(last_norm)
-        if KEEPS:
+        if NATURAL:
             lse = lse / LOG2E
             gl.store(lse_out + bh.to(gl.int64) * n + rows, lse, mask=rows < n)
         else:
@@ -319,7 +322,12 @@ def _attend_half(
         gl.thread_barrier()
         if KEEPS:
             _tile(made, 2 + W, HALF, D).store(once.to(dt))
-        y = c1 * once + c0 * v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
+        own = v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
+        y = c1 * once + c0 * own
+        if EXCLUSIVE:
+            own, square = directed(own)
+            share = gl.load(coeffs + h * POWERS + 2)
+            y -= (share * gl.sum(once * own, 1) / square)[:, None] * own
         _tile(made, W, HALF, D).store(y.to(dt))
         fence_async_shared()
         gl.thread_barrier()
@@ -349,13 +357,13 @@ def attend_sweep(
     q_in, k_in, v_in, u_io, out_io, lse_out, coeffs, counter, mask,
     total, heads, group, n, scale, blocks, span, mask_b,
     D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, POWERS: gl.constexpr,
-    KEEPS: gl.constexpr, MASK: gl.constexpr,
+    KEEPS: gl.constexpr, NATURAL: gl.constexpr, MASK: gl.constexpr, EXCLUSIVE: gl.constexpr,
 ):  # fmt: skip
     """``total`` heads of ``blocks`` blocks; ``counter`` is zero.
 
     TILE: 64 or 128 keys. STAGES: tiles of keys and values that are on the chip at a time. KEEPS:
-    ``A·V`` is stored too, and logsumexps are natural, as cuDNN's gradient takes them; without it
-    they are to base 2, as ``one_pass.py`` describes them. MASK: none, or ``mask`` are
+    ``A·V`` is stored too. NATURAL: logsumexps are natural, as cuDNN's gradient takes them; without
+    it they are to base 2, as ``one_pass.py`` describes them. MASK: none, or ``mask`` are
     spans, see :func:`gfsa.kernels.problem.are_spans`.
     """
     dt: gl.constexpr = q_in.dtype
@@ -399,12 +407,12 @@ def attend_sweep(
             (_attend_half, (
                 queries, keys, values, made, items, u_io, out_io, lse_out, coeffs, mask,
                 total, heads, n, scale, blocks, span, mask_b,
-                FIRST, TILE, STAGES, D, POWERS, KEEPS, MASK,
+                FIRST, TILE, STAGES, D, POWERS, KEEPS, NATURAL, MASK, EXCLUSIVE,
             )),
             (_attend_half, (
                 queries, keys, values, made, items, u_io, out_io, lse_out, coeffs, mask,
                 total, heads, n, scale, blocks, span, mask_b,
-                SECOND, TILE, STAGES, D, POWERS, KEEPS, MASK,
+                SECOND, TILE, STAGES, D, POWERS, KEEPS, NATURAL, MASK, EXCLUSIVE,
             )),
             (_load_tokens, (
                 q_in, k_in, v_in, queries, keys, values, items, counter, mask,

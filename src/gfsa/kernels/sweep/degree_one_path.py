@@ -42,7 +42,7 @@ def forward(
     lse: Tensor,
     u: Tensor | None,
 ) -> Tensor:
-    """The filter; ``lse`` and ``u`` are written, as the kernel's KEEPS says, if ``u`` is given.
+    """The filter; ``lse`` is written, natural if it is ``(B, H, N)``, and ``u`` if it is given.
 
     Args:
         mask: spans at most, see :func:`~gfsa.kernels.problem.are_spans`.
@@ -51,7 +51,7 @@ def forward(
     spans, _ = pointers(mask, None, unused=q)
     out = empty_like(q)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    launch = _launch(problem, coeffs.shape[1], u is not None)
+    launch = _launch(problem, coeffs.shape[1], u is not None, lse.dim() == 3)
     launch((q, k, v, out if u is None else u, out), lse, coeffs, counter, spans)
     return out
 
@@ -63,7 +63,7 @@ def heads_at_a_time(problem: Problem) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(problem: Problem, powers: int, keeps: bool) -> Launch:
+def _launch(problem: Problem, powers: int, keeps: bool, natural: bool) -> Launch:
     heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
     dim = problem.head_dim
     rows, keys = (1, 1, HALF, dim), (1, 1, TILES.keys, dim)
@@ -82,7 +82,10 @@ def _launch(problem: Problem, powers: int, keeps: bool) -> Launch:
             heads_at_a_time(problem),
             problem.mask_strides[0],
         ),
-        (dim, TILES.keys, TILES.stages, powers, keeps, problem.mask_kind),
+        (
+            *(dim, TILES.keys, TILES.stages, powers, keeps, natural, problem.mask_kind),
+            problem.options.exclusive,
+        ),
         num_warps=4,
     )
 

@@ -103,8 +103,6 @@ class CachedOperator(Operator):
     def polynomial(
         self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
     ) -> Tensor:
-        if exclusive is not None:
-            return super().polynomial(coeffs, v, exclusive)
         # not by isinstance, which is slow here
         numbers: Any = coeffs.base if type(coeffs) is Coefficients else coeffs
         degree = numbers.shape[-1] - 1
@@ -113,13 +111,15 @@ class CachedOperator(Operator):
             # a filter of degree 1 needs no powers of the tokens before
             if degree == 1 or companion is not None:
                 y = decode_in_one_launch(
-                    self.rows.given, self.layer, self.owner, companion, coeffs, v
+                    self.rows.given, self.layer, self.owner, companion, coeffs, v, exclusive
                 )
                 if y is not None:
                     return y
         elif degree == 1 and not torch.compiler.is_compiling():
             # for the tokens after a prompt: a compiled step finds them, and cannot make them
             counters_beside(self.layer, v.shape[0] * self.heads, v.device)
+        if exclusive is not None:
+            return super().polynomial(coeffs, v, exclusive)
         coeffs = value_of(coeffs)
         powers = self.powers(v, degree)
         # for one token the cost is in kernel launches, not in arithmetic

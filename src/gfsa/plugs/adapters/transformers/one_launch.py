@@ -41,6 +41,7 @@ def decode_in_one_launch(
     companion: Any,
     coeffs: Tensor | Coefficients,
     v: Tensor,
+    exclusive: Tensor | None = None,
 ) -> Tensor | None:
     """The filtered new token, ``(B, H, 1, D)``; its power, if any, is written into the companion.
 
@@ -52,11 +53,14 @@ def decode_in_one_launch(
         owner: the index of the module that attends to it.
         companion: the powers ``A·v`` of the tokens before; None for a filter of degree 1.
         v: all values.
+        exclusive: the share of the exclusive term.
     """
     q, k = call.q, call.k
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     from_front = type(layer) is not DynamicLayer and fills_from_the_front(layer)
-    signature = _signature(call, layer, from_front, companion, coeffs, v)
+    signature = None
+    if exclusive is None:
+        signature = _signature(call, layer, from_front, companion, coeffs, v)
     prepared = None if signature is None else _PREPARED.get(signature)
     if prepared is False:
         return None
@@ -69,7 +73,7 @@ def decode_in_one_launch(
             y = prepared(q, k, v, u, coeffs, call.attn_mask, None, scale)
             return y
     if prepared is None:
-        if not _serves(call, companion, coeffs, v):
+        if not _serves(call, companion, coeffs, v, exclusive):
             if signature is not None:
                 _PREPARED.remember(signature, False)
             return None
@@ -84,7 +88,9 @@ def decode_in_one_launch(
         u = room_for_one(companion, q, layer)
         counters = companion.counters if type(companion) in STATIC else None
     length = layer.cumulative_length if from_front else None
-    y = prepared(q, k, v, u, coeffs, call.attn_mask, length, scale, counters)
+    given = (q, k, v, u, coeffs, call.attn_mask, length, scale, counters)
+    # only what is prepared does without the exclusive term
+    y = prepared(*given) if exclusive is None else prepared(*given, exclusive)
     return y
 
 
@@ -131,9 +137,15 @@ def _signature(
     )
 
 
-def _serves(call: AttentionCall, companion: Any, coeffs: Tensor | Coefficients, v: Tensor) -> bool:
+def _serves(
+    call: AttentionCall,
+    companion: Any,
+    coeffs: Tensor | Coefficients,
+    v: Tensor,
+    exclusive: Tensor | None,
+) -> bool:
     """Whether the kernel for a decoded token serves the call."""
-    if refusal_of_decoding(call, v, coeffs) or call.reason_for_torch_alone():
+    if refusal_of_decoding(call, v, coeffs, exclusive) or call.reason_for_torch_alone():
         return False
     if companion is not None and not has_rows_like(companion, call.q):
         return False

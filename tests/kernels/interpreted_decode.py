@@ -38,6 +38,7 @@ def problem(
 
 
 @pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize(
     ("batch", "heads", "group", "length", "dim", "masked"),
     [(2, 4, 1, 70, 16, False), (2, 4, 2, 129, 24, True), (1, 2, 2, 1, 8, False)],
@@ -54,6 +55,7 @@ def test_the_new_row_of_the_dense_filter(
     static: bool,
     splits: int,
     degree: int,
+    exclusive: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By one program a head, and by four, of which some have no keys."""
@@ -61,7 +63,12 @@ def test_the_new_row_of_the_dense_filter(
     monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
     q, k, v, coeffs, keys = problem(batch, heads, group, length, dim, masked, degree)
     exact = DenseOperator.from_qk(q.double(), k.double(), keys, is_causal=True)
-    wanted = exact.polynomial(coeffs.double(), v.double())[:, :, -1:]
+    share = torch.randn(heads) if exclusive else None
+    if exclusive:
+        # a token without a direction of its own
+        v[0, 0, -1] = 0.0
+    taken = None if share is None else share.double()
+    wanted = exact.polynomial(coeffs.double(), v.double(), taken)[:, :, -1:]
     powers = exact.apply(v.double())
     # U of the new token is not there yet
     u = powers.float().clone()
@@ -73,7 +80,8 @@ def test_the_new_row_of_the_dense_filter(
         mask = F.pad(keys, (0, 5)) if masked else None
         count = torch.tensor(length)
     given = u if degree == 2 else None
-    y = kernels.decode(q[:, :, -1:], k, v, given, coeffs, mask, count, dim**-0.5)
+    options = (mask, count, dim**-0.5, None, share)
+    y = kernels.decode(q[:, :, -1:], k, v, given, coeffs, *options)
     torch.testing.assert_close(y.double(), wanted, atol=5e-6, rtol=5e-6)
     if degree == 1:
         return

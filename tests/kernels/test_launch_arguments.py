@@ -187,13 +187,14 @@ def test_the_gradient_for_hopper(
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("kind", ["causal", "spans"])
-def test_degree_one(launched: list[Any], kind: str, dim: int) -> None:
-    mask, options = seen_by(kind), Options(SCALE, True)
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_degree_one(launched: list[Any], kind: str, dim: int, exclusive: bool) -> None:
+    mask, options = seen_by(kind), Options(SCALE, True, exclusive=exclusive)
     q, g, k, v = (tokens(heads, dim) for heads in (HEADS, HEADS, 2, 2))
-    coeffs = torch.zeros(HEADS, 2)
-    out, u, lse = one_pass._run(q, k, v, coeffs, mask, options, "one_sweep", keeps=False)
-    assert not u.numel()
-    saved = (q, k, v, out, u, lse, coeffs, mask)
+    coeffs = torch.zeros(HEADS, 2 + exclusive)
+    out, u, lse = one_pass._run(q, k, v, coeffs, mask, options, "one_sweep", "hopper")
+    assert bool(u.numel()) == exclusive
+    saved = (q, k, v, u if exclusive else out, u, lse, coeffs, mask)
     dq, dk, dv, _ = one_pass._run_backward(g, saved, options)
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
     by_name = {launch.kernel.function.fn.__name__: given for launch, given in launched}
@@ -203,7 +204,12 @@ def test_degree_one(launched: list[Any], kind: str, dim: int) -> None:
     attend, queries, keys = [*by_name.values()][:3]
     assert (attend["out_io"] is out, attend["lse_out"] is lse) == (True, True)
     assert queries["delta_out"] is keys["delta_cols"]
+    # dU, which one kernel writes, is what the other reads in place of g
+    assert queries["du_rows"] is keys["g_cols"]
+    assert (keys["g_cols"] is g, keys["u_rows"] is u) == (not exclusive, exclusive)
+    assert keys["g_rows"] is queries["g_rows"] is g
     for given in (attend, queries, keys):
+        assert given["EXCLUSIVE"] == exclusive
         assert given["MASK"] == (0 if mask is None else 3)
         assert given["mask_b"] == (0 if mask is None else 2 * TOKENS)
-        assert given["POWERS"] == 2
+        assert given["POWERS"] == 2 + exclusive

@@ -457,7 +457,8 @@ class _FilterOnce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         dq, dk, dv, parts = _run_backward(g, ctx.saved_tensors, ctx.options)
-        return dq, dk, dv, coefficients.gradient(parts, ctx.basis), None, None
+        dc = coefficients.gradient(parts, ctx.basis) if ctx.needs_input_grad[3] else None
+        return dq, dk, dv, dc, None, None
 
 
 @torch.library.custom_op("gfsa::filter_once", mutates_args=())

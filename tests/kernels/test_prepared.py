@@ -303,7 +303,7 @@ def test_the_kernel_gets_what_decode_gives_it(
         del arguments[RESULT]
     assert found == wanted
     assert found[3] == STREAM
-    assert found[-1] == degree
+    assert found[-2:] == [degree, False]
     assert results[0].shape == results[1].shape == (2, 4, 1, 8)
 
 

@@ -63,7 +63,7 @@ def filter_attention(
     # the registered operator costs several times the kernels' own launches on short sequences;
     # only the compiler and modes that record what runs need it
     if learned is None and needs_registered_operator(q):
-        scale, is_causal, dropout_p = options
+        scale, is_causal, dropout_p, _ = options
         return forward(q, k, v, numbers, mask, seed, dropout_p, is_causal, scale)[0]
     if torch.is_grad_enabled():
         settings = (learned, options, kernels or kernels_for(q, mask, options))

@@ -224,6 +224,8 @@ def _attend_half(
             full -= begin
         c0 = gl.load(coeffs + h * POWERS)
         c1 = gl.load(coeffs + h * POWERS + 1)
+        if EXCLUSIVE:
+            share = gl.load(coeffs + h * POWERS + 2)
         once = gl.full([HALF, D], 0.0, gl.float32, O)
         mbarrier.wait(qfull.index(W), phase)
         q = _tile(qs, W, HALF, D)
@@ -326,7 +328,6 @@ def _attend_half(
         y = c1 * once + c0 * own
         if EXCLUSIVE:
             own, square = directed(own)
-            share = gl.load(coeffs + h * POWERS + 2)
             y -= (share * gl.sum(once * own, 1) / square)[:, None] * own
         _tile(made, W, HALF, D).store(y.to(dt))
         fence_async_shared()

@@ -39,7 +39,7 @@ from torch.autograd.function import once_differentiable
 from gfsa.kernels import coefficients
 from gfsa.kernels.autograd import needs_registered_operator
 from gfsa.kernels.degree_one import launch_gradient
-from gfsa.kernels.elementwise import own_part
+from gfsa.kernels.elementwise import own_share
 from gfsa.kernels.hopper import degree_one_path as hopper
 from gfsa.kernels.launcher import Kernel, Launch, on_device_of
 from gfsa.kernels.layout import copyable_by_tile, empty_like, result_strides
@@ -132,7 +132,7 @@ def attend_once(
         acc = acc * (1.0 / norm)[:, None]
         if KEEPS:
             store_tile(u_rows, acc, b, h, row, BM, D)
-        out = c0 * v + c1 * acc - own_part(acc, v, share)
+        out = (c0 - own_share(acc, v, share))[:, None] * v + c1 * acc
     else:
         out = c0 * v + acc * (c1 / norm)[:, None]
     store_tile(out_rows, out, b, h, row, BM, D)

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gfsa.kernels.short.tiles import LOG2E, directed, product_layout
+from gfsa.kernels.short.tiles import LOG2E, own_share, product_layout
 from gfsa.kernels.sweep.forward import (
     COMPUTE_REGISTERS,
     COPY_REGISTERS,
@@ -325,10 +325,10 @@ def _attend_half(
         if KEEPS:
             _tile(made, 2 + W, HALF, D).store(once.to(dt))
         own = v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
-        y = c1 * once + c0 * own
         if EXCLUSIVE:
-            own, square = directed(own)
-            y -= (share * gl.sum(once * own, 1) / square)[:, None] * own
+            y = c1 * once + (c0 - own_share(once, own, share))[:, None] * own
+        else:
+            y = c1 * once + c0 * own
         _tile(made, W, HALF, D).store(y.to(dt))
         fence_async_shared()
         gl.thread_barrier()

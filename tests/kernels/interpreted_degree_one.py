@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import gfsa
 from gfsa.kernels import degree_one, routes
 from gfsa.kernels.degree_one import combine_degree_one
-from gfsa.kernels.operator import FusedOperator
+from gfsa.kernels.op import FusedOperator
 from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator
 from support.fused_cases import NAMES, Problem, error
 

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import gfsa
-from gfsa.kernels import one_pass, tile_access
-from gfsa.kernels.layout import copyable_by_tile, empty_like
+from gfsa.kernels import launching, one_pass
+from gfsa.kernels.launching import Options, copyable_by_tile, empty_like
 from gfsa.kernels.one_pass import Tiles, filter_once
-from gfsa.kernels.problem import Options
 from gfsa.kernels.routes import Kernels
 from gfsa.operators import DenseOperator
 from support.fused_cases import Problem, error
@@ -95,7 +94,7 @@ def test_tiles_of_any_size(is_causal: bool) -> None:
 def test_on_a_gpu_without_a_copy_engine(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     """By addresses instead of descriptors the kernels give the same bits."""
     expected, _ = run(problem)
-    monkeypatch.setattr(tile_access, "has_copy_engine", lambda x: False)
+    monkeypatch.setattr(launching, "has_copy_engine", lambda x: False)
     torch.manual_seed(0)
     for x, y in zip(run(problem)[0], expected, strict=True):
         assert torch.equal(x, y)

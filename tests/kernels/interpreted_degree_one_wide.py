@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 import support.cudnn_on_cpu
 from gfsa.kernels import one_pass
-from gfsa.kernels.problem import Options
+from gfsa.kernels.launching import Options
 from gfsa.operators import DenseOperator
 from support.fused_cases import NAMES, Problem
 

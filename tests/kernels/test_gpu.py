@@ -16,13 +16,13 @@ pytest.importorskip("triton")
 import gfsa
 from gfsa.functional import graph_filter_attention
 from gfsa.kernels import (
-    autograd,
     degree_one,
     one_pass,
+    op,
     routes,
 )
-from gfsa.kernels.autograd import filter_attention, kernels_for, run_backward, run_forward
-from gfsa.kernels.problem import Options, Saved
+from gfsa.kernels.launching import Options, Saved
+from gfsa.kernels.op import filter_attention, kernels_for, run_backward, run_forward
 from gfsa.operators import AttentionOperator, DenseOperator
 from support.far_strides import spread
 from support.fused_cases import NAMES, Problem, attention_errors, error, run
@@ -572,7 +572,7 @@ def test_operator_registration(length: int) -> None:
     mask = torch.rand(2, 1, 1, length, device="cuda") < 0.8
     seed = torch.tensor([3], device="cuda")
     for extra in ((None, None, 0.0), (mask, seed, 0.1)):
-        torch.library.opcheck(autograd.forward, (*inputs, *extra, True, 0.125))
+        torch.library.opcheck(op.forward, (*inputs, *extra, True, 0.125))
 
 
 @pytest.mark.parametrize("length", [100, 300])

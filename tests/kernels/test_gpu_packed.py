@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 from gfsa.filters import GFSA
 from gfsa.functional import graph_filter_attention
 from gfsa.kernels import one_pass
-from gfsa.kernels.problem import Options
+from gfsa.kernels import one_pass as sweep_once
+from gfsa.kernels.launching import Options
 from gfsa.kernels.routes import Backend
-from gfsa.kernels.sweep import degree_one_path as sweep_once
 from gfsa.operators import AttentionOperator, Visibility
 from support.fused_cases import NAMES, error
 from support.grids import launched_grids
@@ -74,7 +74,7 @@ REPEATED += [dataclasses.replace(packed, degree=1) for packed in REPEATED]
 
 @pytest.mark.parametrize("packed", REPEATED, ids=str)
 def test_the_same_bits_again(packed: Packed) -> None:
-    """Also of launches that bypass Triton's launcher, from the second call on."""
+    """Also of launches that bypass Triton's launching, from the second call on."""
     results = []
     for _ in range(3):
         torch.manual_seed(2)
@@ -217,12 +217,12 @@ def test_degree_one_by_any_number_of_programs(
     spans, options = packed.visible().spans(packed.length, q.device), Options(0.1, True)
     with torch.no_grad():
         expected = one_pass.filter_once(q, k, v, coeffs, spans, options)
-        sweep_once._launch.cache_clear()
+        sweep_once._sweep_launch.cache_clear()
         monkeypatch.setattr(sweep_once, "multiprocessors", lambda device: programs)
-        monkeypatch.setattr(sweep_once, "heads_at_a_time", lambda problem: span)
+        monkeypatch.setattr(sweep_once, "_heads_at_a_time", lambda problem: span)
         grids = launched_grids(monkeypatch)
         got = one_pass.filter_once(q, k, v, coeffs, spans, options)
-    sweep_once._launch.cache_clear()
+    sweep_once._sweep_launch.cache_clear()
     # a grid is never larger than there are blocks
     assert grids[-1] == programs
     assert torch.equal(got, expected)

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from gfsa.kernels.problem import NO_MASK, SPANS
+from gfsa.kernels.launching import NO_MASK, SPANS
 from gfsa.operators import AttentionCall, DenseOperator, Visibility
 from support import gluon_on_cpu
 from support.gluon_on_cpu import Descriptor, Number, Numbers, Pointer
@@ -23,7 +23,7 @@ DIM, SCALE = 16, 0.3
 
 @pytest.fixture
 def kernels() -> Iterator[Any]:
-    names = ("short.tiles", "hopper.tiles", "hopper.degree_one")
+    names = ("gluon_short", "gluon_hopper", "gluon_hopper_once")
     with gluon_on_cpu.on_cpu(*(f"{ROOM}.{name}" for name in names)) as modules:
         yield modules[-1]
 

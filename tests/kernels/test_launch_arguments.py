@@ -11,13 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from gfsa.kernels import one_pass, routes
-from gfsa.kernels.hopper import backward_path as hopper
-from gfsa.kernels.hopper import degree_one_path as hopper_once
-from gfsa.kernels.launcher import Launch
-from gfsa.kernels.problem import Options, Saved
-from gfsa.kernels.sweep import degree_one_path as sweep_once
-from gfsa.kernels.sweep import launch as sweep
+from gfsa.kernels import hopper, one_pass, routes, sweep
+from gfsa.kernels import one_pass as hopper_once
+from gfsa.kernels import one_pass as sweep_once
+from gfsa.kernels.launching import Launch, Options, Saved
 from gfsa.operators import Visibility
 
 if routes.TRITON != routes.MEASURED_TRITON:
@@ -46,8 +43,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Launch, dic
     for module in (sweep, sweep_once):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     caches = (
-        *(sweep._launch, sweep._plan, sweep_once._launch),
-        *(hopper._launches, hopper_once._launch),
+        *(sweep._launch, sweep._plan, sweep_once._sweep_launch),
+        *(hopper._launches, hopper_once._hopper_launch),
     )
     for cache in caches:
         cache.cache_clear()
@@ -120,7 +117,7 @@ def test_a_program_for_each_multiprocessor_or_block(
         sweep.forward(q, k, v, torch.zeros(6, 3), None, None, options)
     else:
         lse = torch.empty(q.shape[:3])
-        sweep_once.forward(q, k, v, torch.zeros(6, 2), None, options, lse, None)
+        sweep_once.attend_by_sweep(q, k, v, torch.zeros(6, 2), None, options, lse, None)
     ((launch, _),) = launched
     assert launch.grid == (programs, 1, 1)
 

@@ -11,21 +11,19 @@ import torch
 
 pytest.importorskip("triton")
 
-from gfsa.kernels.problem import NO_MASK, SPANS
+from gfsa.kernels.launching import NO_MASK, SPANS
 from gfsa.operators import Visibility
 from support import gluon_on_cpu
 from support.gluon_on_cpu import Descriptor, Number, Pointer
 from support.packed_cases import packed
 
-ROOM = "gfsa.kernels.sweep"
+ROOM = "gfsa.kernels"
 
 
 @pytest.fixture
 def kernel() -> Iterator[Any]:
-    names = ("order", "copies", "forward", "degree_one")
-    with gluon_on_cpu.on_cpu(
-        "gfsa.kernels.short.tiles", *(f"{ROOM}.{name}" for name in names)
-    ) as modules:
+    names = ("gluon_short", "gluon_sweep", "gluon_sweep_once")
+    with gluon_on_cpu.on_cpu(*(f"{ROOM}.{name}" for name in names)) as modules:
         yield modules[-1].attend_sweep
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from gfsa.kernels.launcher import Launch
+from gfsa.kernels.launching import Launch
 from gfsa.kernels.routes import Decision
 from gfsa.operators import AttentionOperator, DenseOperator, Visibility
 from support.fused_cases import error
@@ -24,14 +24,14 @@ FORWARD = {
     "two_pass": {"attend", "combine"},
     "one_sweep": {"attend_sweep"},
     "one_pass": {"attend_once"},
-    "around_torch": {"combine_degree_one"},
+    "around_torch": {"combine_around"},
 }
 GRADIENT = {
     "none": set(),
     "short": {"grad_short"},
     "two_pass": {"grad_first_pass", "grad_keys", "grad_queries"},
-    "around_torch": {"grad_degree_one"},
-    "cudnn": {"grad_degree_one"},
+    "around_torch": {"grad_around"},
+    "cudnn": {"grad_around"},
 }
 HOPPER_GRADIENT = {
     1: {"grad_queries_one", "grad_keys_one"},

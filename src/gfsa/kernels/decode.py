@@ -34,16 +34,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from gfsa.kernels.autograd import needs_registered_operator
-from gfsa.kernels.launcher import (
+from gfsa.kernels.launching import (
     Direct,
     Kernel,
     Launch,
     launch_on_device_of,
     multiprocessors,
+    needs_registered_operator,
     on_device_of,
+    padded,
 )
-from gfsa.kernels.problem import padded
 from gfsa.operators.base import PLAIN, Coefficients, value_of
 
 STEP = tl.constexpr(8)

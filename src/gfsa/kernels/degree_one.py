@@ -21,16 +21,104 @@ import functools
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gfsa.kernels import coefficients, elementwise
-from gfsa.kernels.autograd import needs_registered_operator
-from gfsa.kernels.launcher import Kernel, Launch, on_device_of
-from gfsa.kernels.layout import copyable_by_tile, empty_like
-from gfsa.kernels.problem import padded
-from gfsa.kernels.tile_access import describe
+from gfsa.kernels import coefficients
+from gfsa.kernels.launching import (
+    JIT_OPTIONS,
+    Kernel,
+    Launch,
+    copyable_by_tile,
+    describe,
+    empty_like,
+    load_tile,
+    needs_registered_operator,
+    on_device_of,
+    padded,
+    store_tile,
+)
 from gfsa.operators.base import Coefficients
+
+
+@triton.jit
+def directed(v):
+    """``v`` and ``⟨v, v⟩`` of each row; 0 and 1 where that is 0 or not finite."""
+    square = tl.sum(v * v, 1)
+    has_direction = (square > 0.0) & (square < float("inf"))
+    return tl.where(has_direction[:, None], v, 0.0), tl.where(has_direction, square, 1.0)
+
+
+@triton.jit
+def own_share(u, v, share):
+    """``a·p`` of each row, ``p = ⟨u, v⟩ / ⟨v, v⟩``; 0 where the square of v is 0 or not finite."""
+    square = tl.sum(v * v, 1)
+    has_direction = (square > 0.0) & (square < float("inf"))
+    return tl.where(has_direction, share * tl.sum(u * v, 1) / square, 0.0)
+
+
+@triton.jit(**JIT_OPTIONS)
+def combine_around(
+    v_rows, u_rows, out_rows, coeffs, heads,
+    BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr, GROUP: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
+):  # fmt: skip
+    """``c0·V + c1·U``, EXCLUSIVE: without U's part along V; GROUP heads of U share one of V."""
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    row = tl.program_id(0) * BM
+    v = load_tile(v_rows, b, h // GROUP, row, BM, D).to(tl.float32)
+    u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
+    c0, c1 = tl.load(coeffs + h * POWERS), tl.load(coeffs + h * POWERS + 1)
+    if EXCLUSIVE:
+        own = own_share(u, v, tl.load(coeffs + h * POWERS + 2))
+        out = (c0 - own)[:, None] * v + c1 * u
+    else:
+        out = c0 * v + c1 * u
+    store_tile(out_rows, out, b, h, row, BM, D)
+
+
+@triton.jit(**JIT_OPTIONS)
+def grad_around(
+    g_rows, v_rows, u_rows, dv_rows, du_rows, coeffs, dc_out, heads,
+    BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr, GROUP: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
+):  # fmt: skip
+    """dV without attention's part, summed over the heads that share V; dU; these rows' part of dc.
+
+    A program takes all heads that share one of V, so that V is read once and nothing is made
+    for each of them that is added up later.
+    """
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    b, key_head = tl.program_id(1) // (heads // GROUP), tl.program_id(1) % (heads // GROUP)
+    row = block * BM
+    v = load_tile(v_rows, b, key_head, row, BM, D).to(tl.float32)
+    dv = tl.zeros((BM, D), tl.float32)
+    SUMS: tl.constexpr = 3 if EXCLUSIVE else 2
+    if EXCLUSIVE:
+        own, square = directed(v)
+    parts = tl.num_programs(1) // (heads // GROUP) * blocks
+    for member in tl.range(0, GROUP, num_stages=2):
+        h = key_head * GROUP + member
+        g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
+        u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
+        dc = dc_out + h * SUMS * parts + b * blocks + block
+        tl.store(dc, tl.sum(tl.sum(g * v, 1), 0))
+        tl.store(dc + parts, tl.sum(tl.sum(g * u, 1), 0))
+        dv += tl.load(coeffs + h * POWERS) * g
+        du = tl.load(coeffs + h * POWERS + 1) * g
+        if EXCLUSIVE:
+            share = tl.load(coeffs + h * POWERS + 2)
+            p = tl.sum(u * own, 1) / square
+            along = tl.sum(g * own, 1)
+            tl.store(dc + 2 * parts, -tl.sum(p * along, 0))
+            weight = share * along / square
+            du -= weight[:, None] * own
+            dv -= (share * p)[:, None] * g + weight[:, None] * (u - (2.0 * p)[:, None] * own)
+        store_tile(du_rows, du, b, h, row, BM, D)
+    store_tile(dv_rows, dv, b, key_head, row, BM, D)
+
 
 ROWS = 64
 # the gradient of heads that share V keeps tiles of V and dV in registers, the exclusive term V
@@ -63,7 +151,7 @@ def _run(v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool) -> Tensor:
     v, u, coeffs = copyable_by_tile(v), copyable_by_tile(u), coeffs.contiguous()
     out = empty_like(u)
     launch = _launch(
-        *("combine_degree_one", u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, exclusive)
+        *("combine_around", u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, exclusive)
     )
     with on_device_of(u):
         launch((v, u, out), coeffs)
@@ -87,7 +175,7 @@ def launch_gradient(
 ) -> Tensor:
     """Write ``dv`` and ``du``; returns partial sums of the coefficients' gradients."""
     launch = _launch(
-        *("grad_degree_one", u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, exclusive)
+        *("grad_around", u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, exclusive)
     )
     parts = coeffs.new_empty(u.shape[1], 2 + exclusive, u.shape[0] * launch.grid[0])
     launch((g, v, u, dv, du), coeffs, parts)
@@ -163,8 +251,8 @@ forward.register_autograd(_differentiate, setup_context=_save)
 
 # kernels, and how many tensors each of them takes
 _KERNELS = {
-    "combine_degree_one": (Kernel(elementwise.combine_degree_one, describe), 3),
-    "grad_degree_one": (Kernel(elementwise.grad_degree_one, describe), 5),
+    "combine_around": (Kernel(combine_around, describe), 3),
+    "grad_around": (Kernel(grad_around, describe), 5),
 }
 
 
@@ -181,7 +269,7 @@ def _launch(
     kernel, tensors = _KERNELS[name]
     batch, heads, length, head_dim = shape
     width, group = padded(head_dim), heads // key_heads
-    is_gradient = name == "grad_degree_one"
+    is_gradient = name == "grad_around"
     rows = GROUPED_ROWS if exclusive or (is_gradient and group > 1) else ROWS
     # as many numbers in registers whatever the head dim
     rows = rows * 128 // max(width, 128)

@@ -8,13 +8,13 @@ The exclusive term, the share in a third column of the coefficients, is part of 
 formulas are in ``degree_one.py``. Its gradient needs ``A·V``, which is then written and saved in
 place of the output.
 
-**The forward** is the kernel of this file, or one causal sweep (``sweep/degree_one.py``).
+**The forward** is the kernel of this file, or one causal sweep (``gluon_sweep_once.py``).
 Logsumexps are to base 2. Each head has a multiple of 16 of them, so that the copy engine can read
 them; queries beyond the last one have an infinite logsumexp. Scales are positive. A program's own
 rows are read by their addresses, ``…_in`` with strides, and a row of UNITS times 16 bytes: the copy
 engine's loads outside of a loop would wait for one another.
 
-**The gradient** is that of ``hopper/degree_one.py``. For wide heads of long causal rows it is
+**The gradient** is that of ``gluon_hopper_once.py``. For wide heads of long causal rows it is
 cuDNN's, whose five products, and what is done around them, take less time than seven of own
 kernels:
 
@@ -28,6 +28,7 @@ One kernel before it computes dU, c0·g and the coefficients' gradients from g, 
 # no postponed annotations here: the operator's schema is read from them
 
 import functools
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -36,18 +37,30 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gfsa.kernels import coefficients
-from gfsa.kernels.autograd import needs_registered_operator
-from gfsa.kernels.degree_one import launch_gradient
-from gfsa.kernels.elementwise import own_share
-from gfsa.kernels.hopper import degree_one_path as hopper
-from gfsa.kernels.launcher import Kernel, Launch, on_device_of
-from gfsa.kernels.layout import copyable_by_tile, empty_like, result_strides
-from gfsa.kernels.long.tiles import LOG2E
-from gfsa.kernels.problem import Options, Problem, padded, problem_of
+from gfsa.kernels import coefficients, hopper
+from gfsa.kernels.degree_one import launch_gradient, own_share
+from gfsa.kernels.launching import (
+    LOG2E,
+    Kernel,
+    Launch,
+    Options,
+    Problem,
+    copyable_by_tile,
+    describe,
+    describe_tiles,
+    empty_like,
+    load_tile,
+    multiprocessors,
+    needs_registered_operator,
+    on_device_of,
+    padded,
+    pointers,
+    problem_of,
+    result_strides,
+    store_tile,
+    sum_groups,
+)
 from gfsa.kernels.routes import Kernels, gradient_once, kernels_of, situation_of_kernels
-from gfsa.kernels.sweep import degree_one_path as sweep
-from gfsa.kernels.tile_access import describe, load_tile, store_tile
 from gfsa.operators.base import Coefficients
 
 JIT_OPTIONS = {
@@ -267,6 +280,162 @@ def _heads_together(problem: Problem) -> int:
     return min(problem.batch * problem.heads, max(1, CACHED_BYTES // head_bytes))
 
 
+# queries of a block, and of one of its two warpgroups, as in the kernel
+ROWS = 128
+HALF = 64
+
+
+class SweepTiles(NamedTuple):
+    """How the kernel cuts the keys."""
+
+    keys: int
+    stages: int
+    """Tiles of keys, and of values, that are on the chip at a time."""
+
+
+# at every head dim: the fastest measured on an H200 (results/kernels.md)
+SWEEP_TILES = SweepTiles(128, 2)
+
+
+def attend_by_sweep(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    options: Options,
+    lse: Tensor,
+    u: Tensor | None,
+) -> Tensor:
+    """The filter; ``lse`` is written, natural if it is ``(B, H, N)``, and ``u`` if it is given.
+
+    Args:
+        mask: spans at most, see :func:`~gfsa.kernels.launching.are_spans`.
+    """
+    problem = problem_of(q, k, mask, options)
+    spans, _ = pointers(mask, None, unused=q)
+    out = empty_like(q)
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    launch = _sweep_launch(problem, coeffs.shape[1], u is not None, lse.dim() == 3)
+    launch((q, k, v, out if u is None else u, out), lse, coeffs, counter, spans)
+    return out
+
+
+def _heads_at_a_time(problem: Problem) -> int:
+    head_bytes = 2 * problem.length * problem.head_dim * problem.dtype.itemsize
+    cached = max(1, CACHED_BYTES // head_bytes) * problem.group
+    return min(problem.batch * problem.heads, cached)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sweep_launch(problem: Problem, powers: int, keeps: bool, natural: bool) -> Launch:
+    heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
+    dim = problem.head_dim
+    rows, keys = (1, 1, HALF, dim), (1, 1, SWEEP_TILES.keys, dim)
+    return Launch(
+        sweep_kernel(),
+        (min(heads * blocks, multiprocessors(problem.device)), 1, 1),
+        problem.variant,
+        [rows, keys, keys, rows, rows],
+        (
+            heads,
+            problem.heads,
+            problem.group,
+            problem.length,
+            problem.options.scale,
+            blocks,
+            _heads_at_a_time(problem),
+            problem.mask_strides[0],
+        ),
+        (
+            *(dim, SWEEP_TILES.keys, SWEEP_TILES.stages, powers, keeps, natural, problem.mask_kind),
+            problem.options.exclusive,
+        ),
+        num_warps=4,
+    )
+
+
+@functools.cache
+def sweep_kernel() -> Kernel:
+    """The kernel; Gluon is imported when it is first used."""
+    from gfsa.kernels.gluon_sweep_once import attend_sweep
+
+    return Kernel(attend_sweep, describe_tiles())
+
+
+HOPPER_KERNELS = ("grad_queries_one", "grad_keys_one")
+# at every head dim: with twice as many rows both kernels take longer (results/kernels.md)
+HOPPER_TILES = hopper.Tiles(64, 64)
+
+
+def gradient_by_hopper(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    u: Tensor,
+    lse: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, and partial sums of the coefficients' ``(H, 2 or 3, any number)``.
+
+    Args:
+        u: ``A·V``, needed for the exclusive term; in its place otherwise, ``out`` is read.
+    """
+    problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
+    spans, _ = pointers(mask, None, unused=q)
+    delta, dq = torch.empty_like(lse), empty_like(q)
+    queries = _hopper_launch("grad_queries_one", problem, powers)
+    du, mixed = (empty_like(g), u) if options.exclusive else (g, out)
+    queries((k, v, q, g, v, mixed, dq, du), delta, lse, coeffs, spans)
+    # a row of k and v for each query head; heads that share keys are added up below
+    dk, dv = (empty_like(x if problem.group == 1 else q) for x in (k, v))
+    keys = _hopper_launch("grad_keys_one", problem, powers)
+    sums = 2 + options.exclusive
+    parts = coeffs.new_empty(problem.heads, sums, problem.batch * keys.grid[0])
+    keys((q, du, lse, delta, k, v, g, mixed, dk, dv), parts, coeffs, spans)
+    return dq, sum_groups(dk, k), sum_groups(dv, v), parts
+
+
+@functools.cache
+def hopper_kernel(name: str) -> Kernel:
+    """A kernel by its name; Gluon is imported when one is first used."""
+    from gfsa.kernels import gluon_hopper_once
+
+    return Kernel(getattr(gluon_hopper_once, name), describe_tiles())
+
+
+@functools.lru_cache(maxsize=1024)
+def _hopper_launch(name: str, problem: Problem, powers: int) -> Launch:
+    kernel = hopper_kernel(name)
+    scale, is_causal, _, exclusive = problem.options
+    arguments: Any = inspect.signature(kernel.function.fn).parameters
+    return Launch(
+        kernel,
+        (-(-problem.length // HOPPER_TILES.rows), problem.batch * problem.heads, 1),
+        problem.variant,
+        [
+            block
+            for argument in arguments
+            if (block := hopper.block_of(argument, HOPPER_TILES, problem.head_dim))
+        ],
+        (problem.heads, problem.group, problem.length, scale, problem.mask_strides[0]),
+        (
+            problem.head_dim,
+            HOPPER_TILES.rows,
+            HOPPER_TILES.cols,
+            is_causal,
+            powers,
+            problem.mask_kind,
+            exclusive,
+        ),
+        num_warps=HOPPER_TILES.warps,
+    )
+
+
 def gradient_by_cudnn(
     g: Tensor,
     q: Tensor,
@@ -328,8 +497,8 @@ def attention_gradient(
 
 
 # the functions of the routes' names
-FORWARD: dict[str, Any] = {"one_sweep": sweep.forward, "one_pass": attend}
-GRADIENT: dict[str, Any] = {"hopper": hopper.backward, "cudnn": gradient_by_cudnn}
+FORWARD: dict[str, Any] = {"one_sweep": attend_by_sweep, "one_pass": attend}
+GRADIENT: dict[str, Any] = {"hopper": gradient_by_hopper, "cudnn": gradient_by_cudnn}
 
 
 def filter_once(
@@ -347,7 +516,7 @@ def filter_once(
         q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``.
         coeffs: ``(H, 2)``, float32, with an exclusive term ``(H, 3)``; or a filter's coefficients,
             in eager mode only and if :func:`~gfsa.kernels.coefficients.takes` accepts them.
-        mask: spans with causality, see :func:`~gfsa.kernels.problem.are_spans`; or None.
+        mask: spans with causality, see :func:`~gfsa.kernels.launching.are_spans`; or None.
         kernels: the routes of this call, if they are decided already.
     """
     learned: Coefficients | None = None

@@ -112,7 +112,7 @@ PAIRS = "pairs"
 OTHER_PAIRS = "other pairs"
 """Any other bool mask over queries and keys."""
 SPANS = "spans"
-"""Causal windows and documents, see :func:`gfsa.kernels.problem.are_spans`."""
+"""Causal windows and documents, see :func:`gfsa.kernels.launching.are_spans`."""
 ADDITIVE = "additive"
 UNDESCRIBED = "not spans"
 """A visibility that spans do not describe."""
@@ -298,7 +298,7 @@ def situation_of_kernels(
     """The situation of a call that the kernels take, by what they are given.
 
     Args:
-        mask: bool; or spans, see :func:`gfsa.kernels.problem.are_spans`.
+        mask: bool; or spans, see :func:`gfsa.kernels.launching.are_spans`.
     """
     batch, heads, tokens, head_dim = q.shape
     return Situation(

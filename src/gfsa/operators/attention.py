@@ -188,7 +188,7 @@ class AttentionOperator(Operator):
         if decision.route == "sdpa":
             return SDPAOperator(self.call)
         # triton is imported where its kernels run
-        from gfsa.kernels.operator import FusedOperator
+        from gfsa.kernels.op import FusedOperator
 
         return FusedOperator(self.call.with_key_mask(), decision)
 

@@ -1,6 +1,6 @@
 r"""Backward kernels of degree 1 for Hopper, with the formulas of ``one_pass.py``.
 
-As those of degree 2 (``queries.py``, ``keys.py``) they compute exponentials while the next products
+As those of degree 2 (``gluon_hopper.py``) they compute exponentials while the next products
 run, with three programs or more on a multiprocessor, two at a head dim of 128. Seven products:
 three for dQ, four for dK and dV.
 
@@ -12,7 +12,7 @@ place of c1·g. The kernel of dQ computes it from rows that it reads anyway, and
 kernel of dK and dV, which adds the rest of dV to its own rows at its end. Both read A·V of their
 rows in place of the output.
 
-With spans (documents, windows; see :func:`gfsa.kernels.problem.are_spans`) a loop begins at
+With spans (documents, windows; see :func:`gfsa.kernels.launching.are_spans`) a loop begins at
 the first key that the block's first query sees, or ends at the last query that its last key is seen
 by.
 """
@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gfsa.kernels.hopper.tiles import (
+from gfsa.kernels.gluon_hopper import (
     LOG2E,
     SPANS,
     barriers,
@@ -40,7 +40,7 @@ from gfsa.kernels.hopper.tiles import (
     tile_of,
     vector_of,
 )
-from gfsa.kernels.short.tiles import directed, product_layout
+from gfsa.kernels.gluon_short import directed, product_layout
 
 # compiled code must not depend on these numbers, nor on the alignment of these tensors
 JIT_OPTIONS = {

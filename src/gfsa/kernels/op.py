@@ -10,24 +10,38 @@ Every route has a forward that gives and saves the same tensors, so any gradient
 """
 
 # no postponed annotations here: the operator's schema is read from them
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from gfsa.kernels import coefficients
-from gfsa.kernels.hopper import backward_path as hopper
-from gfsa.kernels.launcher import on_device_of
-from gfsa.kernels.layout import copyable_by_tile, empty_like
-from gfsa.kernels.long import launch as two_pass
-from gfsa.kernels.problem import Options, Saved
-from gfsa.kernels.routes import Kernels, kernels_of, situation_of_kernels
-from gfsa.kernels.short import launch as short
-from gfsa.kernels.short.prepared import prepared_for
-from gfsa.kernels.sweep import launch as sweep
-from gfsa.operators.base import PLAIN, Coefficients
+from gfsa.kernels import coefficients, hopper, short, sweep, two_pass
+from gfsa.kernels.degree_one import combine_degree_one
+from gfsa.kernels.launching import (
+    Options,
+    Saved,
+    copyable_by_tile,
+    empty_like,
+    needs_registered_operator,
+    on_device_of,
+)
+from gfsa.kernels.one_pass import filter_once
+from gfsa.kernels.routes import (
+    OPERATION,
+    Decision,
+    Kernels,
+    kernels_of,
+    operation_of,
+    situation_of_kernels,
+    with_contiguous_rows,
+)
+from gfsa.kernels.short import prepared_for
+from gfsa.operators.base import Coefficients, Operator
+from gfsa.operators.call import AttentionCall
+from gfsa.operators.sdpa import SDPAOperator
+from gfsa.operators.visibility import Visibility
 
 # the functions of the routes' names
 FORWARD = {"short": short.forward, "sweep": sweep.forward, "two_pass": two_pass.forward}
@@ -51,7 +65,7 @@ def filter_attention(
         coeffs: ``(H, 3)``, float32; or a filter's coefficients, in eager mode only and if
             :func:`~gfsa.kernels.coefficients.takes` accepts them.
         mask: bool, broadcastable to ``(B, H, N, N)``, True takes part; or spans with causality,
-            see :func:`~gfsa.kernels.problem.are_spans`.
+            see :func:`~gfsa.kernels.launching.are_spans`.
         seed: int64, one number, needed with dropout.
         kernels: the routes of this call, if they are decided already.
     """
@@ -75,11 +89,6 @@ def filter_attention(
 def kernels_for(q: Tensor, mask: Tensor | None, options: Options) -> Kernels:
     """The routes of a call."""
     return kernels_of(situation_of_kernels(q, mask, *options, degree=2))
-
-
-def needs_registered_operator(q: Tensor) -> bool:
-    """Whether a compiler, a tensor subclass or a dispatch mode has to see the operator."""
-    return torch.compiler.is_compiling() or type(q) not in PLAIN or is_in_torch_dispatch_mode()
 
 
 def _run(
@@ -248,3 +257,93 @@ def _differentiate(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, 
 
 
 forward.register_autograd(_differentiate, setup_context=_save)
+
+
+class FusedOperator(Operator):
+    r"""``c0·V + c1·A·V + c2·A·(A·V)`` by the library's own GPU kernels, forward and backward.
+
+    The second pass reuses the first one's logsumexp and combines the powers. No n×n tensor is
+    made; besides what attention saves for its backward pass, ``A·V`` is saved.
+
+    Which kernels run is decided in ``routes.py``. A filter of degree 1 is one pass with the
+    combination at its end, which saves nothing more than attention, or the kernels of degree 2 with
+    c2 = 0, or torch's attention with one launch each way around it.
+
+    Single passes, :meth:`apply` and :meth:`powers`, are torch's own attention.
+
+    Args:
+        decision: the decision about this call, if it is made already.
+    """
+
+    def __init__(self, call: AttentionCall, decision: Decision | None = None) -> None:
+        q, mask, scale = call.q, call.attn_mask, call.scale
+        self.call = call
+        self.decision = decision
+        is_causal = call.is_causal
+        if call.visible is not None:
+            # routes lets causal windows and documents through alone
+            mask, is_causal = call.visible.spans(q.shape[-2], q.device), True
+        elif mask is not None:
+            mask = with_contiguous_rows(mask, q.shape[-2])
+        self.mask = mask
+        # kernels are compiled for floats: an int would be compiled in, and serve other scales too
+        self.options = Options(
+            1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+            is_causal,
+            float(call.dropout_p),
+        )
+
+    def apply(self, x: Tensor) -> Tensor:
+        return SDPAOperator(self.call).apply(x)
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        return SDPAOperator(self.call).powers(v, degree)
+
+    def polynomial(
+        self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
+    ) -> Tensor:
+        q, k = self.call.q, self.call.k
+        if isinstance(coeffs, Coefficients):
+            taken = exclusive is None and coefficients.takes(coeffs)
+            if needs_registered_operator(q) or not taken:
+                return self.polynomial(coeffs.value(), v, exclusive)
+            powers = coeffs.base.shape[1]
+        else:
+            if coeffs.dim() == 1:
+                coeffs = coeffs.expand(q.shape[1], -1)
+            if coeffs.dtype != torch.float32:
+                coeffs = coeffs.float()
+            powers = coeffs.shape[1]
+            if exclusive is not None:
+                share = exclusive.float().expand(q.shape[1])
+                coeffs = torch.cat((coeffs, share[:, None]), 1)
+        options = self.options._replace(exclusive=exclusive is not None)
+        operation, kernels = self._decided(powers - 1, options)
+        if operation == "once":
+            return filter_once(q, k, v, coeffs, self.mask, options, kernels)
+        if operation == "around":
+            return combine_degree_one(v, self.apply(v), coeffs, options.exclusive)
+        if powers == 2 and not isinstance(coeffs, Coefficients):
+            coeffs = torch.nn.functional.pad(coeffs, (0, 1))
+        seed = None
+        if self.options.dropout_p:
+            # drawn on the device, so that each replay of a captured graph draws a new one
+            seed = torch.randint(2**32, (1,), device=q.device)
+        return filter_attention(q, k, v, coeffs, self.mask, seed, self.options, kernels)
+
+    def _decided(self, degree: int, options: Options) -> tuple[str, Kernels | None]:
+        """The operation, and its kernels unless the operation chooses them when it runs."""
+        decision = self.decision
+        q, mask = self.call.q, self.mask
+        if needs_registered_operator(q):
+            if degree == 2:
+                return "filter", None
+            return operation_of(situation_of_kernels(q, mask, *options, degree)), None
+        if decision is None:
+            kernels = kernels_of(situation_of_kernels(q, mask, *options, degree))
+        else:
+            kernels = Kernels(decision.route, decision.gradient)
+        return OPERATION[kernels.forward], kernels
+
+    def visibility(self) -> Visibility:
+        return Visibility.from_call(self.call)

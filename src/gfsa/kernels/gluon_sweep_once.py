@@ -2,13 +2,14 @@ r"""``out = c0·V + c1·A·V`` under a causal mask: attention with the combinati
 
 The exclusive term (EXCLUSIVE; see ``degree_one.py``) is two sums of each row at that end.
 
-A program has two warpgroups of 64 queries each, as in ``forward.py``; the products of one run while
-the other is at its softmax. One more warp loads tiles. Blocks are drawn in order, the longest ones
-first, so that programs end at the same time.
+A program has two warpgroups of 64 queries each, as in ``gluon_sweep.py``; the products of one run
+while the other is at its softmax. One more warp loads tiles. Blocks are drawn in order, the longest
+ones first, so that programs end at the same time.
 
 With spans (documents, windows) a block begins at the first tile that its first query sees, and
-tiles before the diagonal are masked as in ``forward.py``. Blocks need nothing of each other, so no
-plan cuts rows at documents: the warp that draws a block reads what it sees, and tells the others.
+tiles before the diagonal are masked as in ``gluon_sweep.py``. Blocks need nothing of each other, so
+no plan cuts rows at documents: the warp that draws a block reads what it sees, and tells the
+others.
 """
 
 # ruff: noqa: SIM102 - Gluon compiles a subset of Python
@@ -25,10 +26,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gfsa.kernels.short.tiles import LOG2E, own_share, product_layout
-from gfsa.kernels.sweep.forward import (
+from gfsa.kernels.gluon_short import LOG2E, own_share, product_layout
+from gfsa.kernels.gluon_sweep import (
     COMPUTE_REGISTERS,
     COPY_REGISTERS,
+    DRAWN,
+    HALF,
+    ROWS,
+    SPANS,
     UNSEEN,
     _first_keys,
     _first_softmax,
@@ -36,12 +41,6 @@ from gfsa.kernels.sweep.forward import (
     _scores,
     _softmax,
     _unhidden,
-)
-from gfsa.kernels.sweep.order import (
-    DRAWN,
-    HALF,
-    ROWS,
-    SPANS,
     done_with,
     draw,
     following,
@@ -72,7 +71,7 @@ def _tile(room, slot, TOKENS: gl.constexpr, D: gl.constexpr):
 def _seen(spans, row, n, TILE: gl.constexpr):
     """``(first tile, masked until, latest first key)`` of the warpgroup whose queries begin at row.
 
-    As in ``plan.py``: first keys do not decrease from query to query. Tiles are masked that begin
+    As in ``sweep.py``: first keys do not decrease from query to query. Tiles are masked that begin
     before the latest first key of the queries that see a key before the tile on their diagonal.
     """
     # a warpgroup beyond the last query sees what that one does
@@ -365,7 +364,7 @@ def attend_sweep(
     TILE: 64 or 128 keys. STAGES: tiles of keys and values that are on the chip at a time. KEEPS:
     ``A·V`` is stored too. NATURAL: logsumexps are natural, as cuDNN's gradient takes them; without
     it they are to base 2, as ``one_pass.py`` describes them. MASK: none, or ``mask`` are
-    spans, see :func:`gfsa.kernels.problem.are_spans`.
+    spans, see :func:`gfsa.kernels.launching.are_spans`.
     """
     dt: gl.constexpr = q_in.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()

@@ -7,7 +7,6 @@ import support.triton_interpreter  # isort:skip  (before anything imports triton
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import gfsa
-from gfsa.kernels import launching, one_pass
-from gfsa.kernels.launching import Options, copyable_by_tile, empty_like
-from gfsa.kernels.one_pass import Tiles, filter_once
+from gfsa.kernels import launching, one_pass, op
+from gfsa.kernels.launching import Options, Saved, copyable_by_tile, empty_like
+from gfsa.kernels.one_pass import Tiles
+from gfsa.kernels.op import filter_attention, run_forward
 from gfsa.kernels.routes import Kernels
 from gfsa.operators import DenseOperator
 from support.fused_cases import Problem, error
@@ -44,7 +44,7 @@ def run(problem: Problem, exclusive: bool = False) -> tuple[list[Tensor], list[T
     if not exclusive:
         coeffs = coeffs[:, :2].contiguous()
     options = Options(scale, problem.is_causal, exclusive=exclusive)
-    out, u, lse = one_pass._run(q, k, v, coeffs, None, options, "one_pass", "hopper")
+    out, u, lse = run_forward("one_pass", q, k, v, coeffs, None, None, options, "hopper")
     q, k, v, coeffs = (x.double() for x in (q, k, v, coeffs))
     operator = DenseOperator.from_qk(q, k, None, problem.is_causal, scale)
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
@@ -124,9 +124,10 @@ def dense_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient, whose kernels no interpreter runs, by the specification."""
 
     def backward(
-        g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+        g: Tensor, saved: Saved, options: Options
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        _, u, _, coeffs, _, (scale, is_causal, _, exclusive) = rest
+        q, k, v, u, _, _, coeffs, _, _ = saved
+        scale, is_causal, _, exclusive = options
         assert bool(u.numel()) == exclusive
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v, coeffs)]
@@ -138,8 +139,8 @@ def dense_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
         return *like, dc[:, : 2 + exclusive, None].contiguous()
 
     decided = Kernels("one_pass", "hopper")
-    monkeypatch.setitem(one_pass.GRADIENT, "hopper", backward)
-    monkeypatch.setattr(one_pass, "kernels_of", lambda situation: decided)
+    monkeypatch.setitem(op.GRADIENT, "hopper once", backward)
+    monkeypatch.setattr(op, "kernels_of", lambda situation: decided)
 
 
 @pytest.mark.usefixtures("dense_gradient")
@@ -151,7 +152,9 @@ def test_a_filter_learns() -> None:
     options = Options(0.25, is_causal=True)
 
     def eager(q: Tensor, k: Tensor, v: Tensor, theta: Tensor) -> Tensor:
-        return filter_once(q, k, v, layer.polynomial_coefficients(), None, options)
+        return filter_attention(
+            q, k, v, layer.polynomial_coefficients(), None, None, options, once=True
+        )
 
     def dense(q: Tensor, k: Tensor, v: Tensor, theta: Tensor) -> Tensor:
         return layer(DenseOperator.from_qk(q, k, None, True, 0.25), v)
@@ -172,14 +175,14 @@ def test_operator_registration() -> None:
     for exclusive in (False, True):
         coeffs = torch.randn(2, 2 + exclusive)
         inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
-        arguments = (*inputs, None, True, 0.25, exclusive, "hopper")
-        torch.library.opcheck(one_pass.forward, arguments, test_utils=checks)
+        arguments = (*inputs, None, None, 0.25, True, 0.0, exclusive, True, "hopper")
+        torch.library.opcheck(op.forward, arguments, test_utils=checks)
 
 
 @pytest.mark.usefixtures("dense_gradient")
 def test_no_second_derivative_in_silence() -> None:
     inputs = [x.requires_grad_() for x in (*torch.randn(3, 1, 1, 16, 16), torch.rand(1, 2))]
-    out = filter_once(*inputs, None, Options(0.25))
+    out = filter_attention(*inputs, None, None, Options(0.25), once=True)
     (dq,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(dq.sum(), inputs[:1])

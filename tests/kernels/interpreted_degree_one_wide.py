@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import support.cudnn_on_cpu
-from gfsa.kernels import one_pass
-from gfsa.kernels.launching import Options
+from gfsa.kernels import one_pass, op
+from gfsa.kernels.launching import Options, Saved
 from gfsa.operators import DenseOperator
 from support.fused_cases import NAMES, Problem
 
@@ -58,7 +58,7 @@ def test_the_gradient(problem: Problem, powers: int, exclusive: bool) -> None:
     expected = exact(problem, [q, k, v, coeffs[:, : 2 + exclusive]], g, exclusive)
     u, lse = attend(q, k, v, options)
     numbers = coeffs[:, :powers].contiguous()
-    *got, parts = one_pass.gradient_by_cudnn(g, q, k, v, g, u, lse, numbers, None, options)
+    *got, parts = one_pass.gradient_by_cudnn(g, Saved(q, k, v, u, g, lse, numbers), options)
     for name, x, y in zip(NAMES[1:], [*got, parts.sum(2)], expected[1:], strict=True):
         assert x.shape == y.shape, name
         assert (x.double() - y).norm() <= 2e-6 * y.norm(), name
@@ -70,10 +70,11 @@ def test_gradients_lie_as_the_compiler_expects(projected: bool) -> None:
     problem = Problem(1, 4, 20, 128, key_heads=2, projected=projected, is_causal=True)
     q, k, v, coeffs, g = problem.tensors()
     u, lse = attend(q, k, v, Options(0.1, True))
-    saved = (q, k, v, g, u, lse, coeffs[:, :2].contiguous(), None, True, 0.1, False)
+    saved = (q, k, v, u, g, lse, coeffs[:, :2].contiguous(), None, None)
+    options = (0.1, True, 0.0, False, True, "cudnn")
 
     def work() -> list[tuple[int, ...]]:
-        return [x.stride() for x in one_pass.backward(g, *saved)]
+        return [x.stride() for x in op.backward(g, *saved, *options)]
 
     found = work()
     with FakeTensorMode(allow_non_fake_inputs=True):

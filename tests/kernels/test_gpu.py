@@ -17,7 +17,6 @@ import gfsa
 from gfsa.functional import graph_filter_attention
 from gfsa.kernels import (
     degree_one,
-    one_pass,
     op,
     routes,
 )
@@ -319,8 +318,8 @@ def test_degree_one_pass_registration() -> None:
     for exclusive in (False, True):
         coeffs = torch.randn(4, 2 + exclusive, device="cuda")
         inputs = [x.requires_grad_() for x in (*tokens, coeffs)]
-        given = (*inputs, None, True, 0.125, exclusive, "hopper")
-        torch.library.opcheck(one_pass.forward, given)
+        given = (*inputs, None, None, 0.125, True, 0.0, exclusive, True, "hopper")
+        torch.library.opcheck(op.forward, given)
 
 
 def test_degree_one_pass_registration_with_cudnns_gradient() -> None:
@@ -330,8 +329,8 @@ def test_degree_one_pass_registration_with_cudnns_gradient() -> None:
     inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(8, 2, device="cuda"))]
     # cuDNN adds up in any order: gradients are compared elsewhere
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    given = (*inputs, None, True, 0.09, False, "cudnn")
-    torch.library.opcheck(one_pass.forward, given, test_utils=checks)
+    given = (*inputs, None, None, 0.09, True, 0.0, False, True, "cudnn")
+    torch.library.opcheck(op.forward, given, test_utils=checks)
 
 
 def test_degree_one_keeps_nothing_without_a_gradient() -> None:
@@ -339,9 +338,9 @@ def test_degree_one_keeps_nothing_without_a_gradient() -> None:
     q, k, v, coeffs, _ = Problem(1, 4, 5000, 128, 2, dtype=BF16, device="cuda").tensors()
     numbers = coeffs[:, :2].contiguous().requires_grad_()
     options = Options(0.09, is_causal=True)
-    kept = one_pass.filter_once(q, k, v, numbers, None, options)
+    kept = filter_attention(q, k, v, numbers, None, None, options, once=True)
     with torch.no_grad():
-        alone = one_pass.filter_once(q, k, v, numbers, None, options)
+        alone = filter_attention(q, k, v, numbers, None, None, options, once=True)
     assert torch.equal(kept, alone)
 
 
@@ -362,7 +361,7 @@ def test_degree_one_in_a_sea_of_nan(length: int, exclusive: bool) -> None:
         numbers = coeffs[:, : 2 + exclusive]
         inputs = [x.detach().requires_grad_() for x in (q_, k_, v_, numbers)]
         options = Options(0.125, is_causal=True, exclusive=exclusive)
-        out = one_pass.filter_once(*inputs, None, options)
+        out = filter_attention(*inputs, None, None, options, once=True)
         results.append([out, *torch.autograd.grad(out, inputs, g_)])
     for name, x, y in zip(NAMES, *results, strict=True):
         assert torch.isfinite(x).all(), name
@@ -421,7 +420,7 @@ def test_the_exclusive_term_gives_the_same_bits_again() -> None:
     options = Options(0.125, is_causal=True, exclusive=True)
     results = []
     for _ in range(3):
-        out = one_pass.filter_once(*inputs, None, options)
+        out = filter_attention(*inputs, None, None, options, once=True)
         results.append([out, *torch.autograd.grad(out, inputs, g)])
     for again in results[1:]:
         for name, x, y in zip(NAMES, results[0], again, strict=True):
@@ -571,8 +570,9 @@ def test_operator_registration(length: int) -> None:
     inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(4, 3, device="cuda"))]
     mask = torch.rand(2, 1, 1, length, device="cuda") < 0.8
     seed = torch.tensor([3], device="cuda")
-    for extra in ((None, None, 0.0), (mask, seed, 0.1)):
-        torch.library.opcheck(op.forward, (*inputs, *extra, True, 0.125))
+    for mask_, seed_, dropout_p in ((None, None, 0.0), (mask, seed, 0.1)):
+        given = (*inputs, mask_, seed_, 0.125, True, dropout_p, False, False, "")
+        torch.library.opcheck(op.forward, given)
 
 
 @pytest.mark.parametrize("length", [100, 300])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from gfsa.kernels import hopper, one_pass, routes, sweep
+from gfsa.kernels import hopper, op, routes, sweep
 from gfsa.kernels import one_pass as hopper_once
 from gfsa.kernels import one_pass as sweep_once
 from gfsa.kernels.launching import Launch, Options, Saved
@@ -189,10 +189,10 @@ def test_degree_one(launched: list[Any], kind: str, dim: int, exclusive: bool) -
     mask, options = seen_by(kind), Options(SCALE, True, exclusive=exclusive)
     q, g, k, v = (tokens(heads, dim) for heads in (HEADS, HEADS, 2, 2))
     coeffs = torch.zeros(HEADS, 2 + exclusive)
-    out, u, lse = one_pass._run(q, k, v, coeffs, mask, options, "one_sweep", "hopper")
+    out, u, lse = op.run_forward("one_sweep", q, k, v, coeffs, mask, None, options, "hopper")
     assert bool(u.numel()) == exclusive
-    saved = (q, k, v, u if exclusive else out, u, lse, coeffs, mask)
-    dq, dk, dv, _ = one_pass._run_backward(g, saved, options)
+    saved = Saved(q, k, v, u, u if exclusive else out, lse, coeffs, mask)
+    dq, dk, dv, _ = op.run_backward("hopper", g, saved, options)
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
     by_name = {launch.kernel.function.fn.__name__: given for launch, given in launched}
     assert [*by_name][:3] == ["attend_sweep", "grad_queries_one", "grad_keys_one"]

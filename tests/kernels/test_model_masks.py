@@ -128,7 +128,7 @@ def test_packed_rows_of_a_decoder_reach_the_kernels_as_spans(
     assert masks[1] is masks[0]
 
 
-@pytest.mark.parametrize(("K", "name"), [(3, "filter_attention"), (None, "filter_once")])
+@pytest.mark.parametrize(("K", "name"), [(3, "filter_attention"), (None, "filter_attention")])
 def test_a_compiled_window_is_in_the_kernels(
     K: int | None, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-r"""Degree 1 in one pass: ``out = c0·V + c1·A·V``, its kernel, its launches, and the torch operator.
+r"""Degree 1 in one pass: ``out = c0·V + c1·A·V``, its kernels and their launches.
 
 ``A·V`` is neither written nor saved: what the filter adds is on chip already. In tensors of V's
 size the kernel moves 4, as attention does; around torch's attention the same filter moves more
@@ -25,7 +25,7 @@ kernels:
 One kernel before it computes dU, c0·g and the coefficients' gradients from g, U and V.
 """
 
-# no postponed annotations here: the operator's schema is read from them
+from __future__ import annotations
 
 import functools
 import inspect
@@ -35,9 +35,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from gfsa.kernels import coefficients, hopper
+from gfsa.kernels import hopper
 from gfsa.kernels.degree_one import launch_gradient, own_share
 from gfsa.kernels.launching import (
     LOG2E,
@@ -45,14 +44,12 @@ from gfsa.kernels.launching import (
     Launch,
     Options,
     Problem,
-    copyable_by_tile,
+    Saved,
     describe,
     describe_tiles,
     empty_like,
     load_tile,
     multiprocessors,
-    needs_registered_operator,
-    on_device_of,
     padded,
     pointers,
     problem_of,
@@ -60,8 +57,6 @@ from gfsa.kernels.launching import (
     store_tile,
     sum_groups,
 )
-from gfsa.kernels.routes import Kernels, gradient_once, kernels_of, situation_of_kernels
-from gfsa.operators.base import Coefficients
 
 JIT_OPTIONS = {
     "do_not_specialize": [
@@ -369,22 +364,11 @@ HOPPER_TILES = hopper.Tiles(64, 64)
 
 
 def gradient_by_hopper(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    u: Tensor,
-    lse: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    options: Options,
+    g: Tensor, saved: Saved, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, and partial sums of the coefficients' ``(H, 2 or 3, any number)``.
-
-    Args:
-        u: ``A·V``, needed for the exclusive term; in its place otherwise, ``out`` is read.
-    """
+    """As every gradient of ``op.py``; the exclusive term needs U, otherwise ``out`` is read."""
+    q, k, v, u, out, lse, coeffs, mask, _ = saved
+    lse = hopper.copyable_by_row(lse)
     problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
     spans, _ = pointers(mask, None, unused=q)
     delta, dq = torch.empty_like(lse), empty_like(q)
@@ -437,22 +421,10 @@ def _hopper_launch(name: str, problem: Problem, powers: int) -> Launch:
 
 
 def gradient_by_cudnn(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    u: Tensor,
-    lse: Tensor,
-    coeffs: Tensor,
-    mask: None,
-    options: Options,
+    g: Tensor, saved: Saved, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, and partial sums of the coefficients' ``(H, 2 or 3, any number)``.
-
-    Args:
-        lse: natural logsumexps, ``(B, H, N)``.
-    """
+    """As every gradient of ``op.py``, without a mask."""
+    q, k, v, u, _, lse, coeffs, _, _ = saved
     # in the layout that attention's output has for such queries
     dv, du = empty_like(v), torch.empty_like(q)
     parts = launch_gradient(g, v, u, dv, du, coeffs, options.exclusive)
@@ -496,66 +468,7 @@ def attention_gradient(
     return gradients
 
 
-# the functions of the routes' names
-FORWARD: dict[str, Any] = {"one_sweep": attend_by_sweep, "one_pass": attend}
-GRADIENT: dict[str, Any] = {"hopper": gradient_by_hopper, "cudnn": gradient_by_cudnn}
-
-
-def filter_once(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor | Coefficients,
-    mask: Tensor | None,
-    options: Options,
-    kernels: Kernels | None = None,
-) -> Tensor:
-    """``c0·V + c1·A·V`` in one pass.
-
-    Args:
-        q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``.
-        coeffs: ``(H, 2)``, float32, with an exclusive term ``(H, 3)``; or a filter's coefficients,
-            in eager mode only and if :func:`~gfsa.kernels.coefficients.takes` accepts them.
-        mask: spans with causality, see :func:`~gfsa.kernels.launching.are_spans`; or None.
-        kernels: the routes of this call, if they are decided already.
-    """
-    learned: Coefficients | None = None
-    if isinstance(coeffs, Coefficients):
-        learned, numbers = coeffs, coeffs.theta
-    else:
-        numbers = coeffs
-    if learned is None and needs_registered_operator(q):
-        gradient = gradient_once(situation_of_kernels(q, mask, *options, degree=1))
-        scale, is_causal, _, exclusive = options
-        return forward(q, k, v, numbers, mask, is_causal, scale, exclusive, gradient)[0]
-    if kernels is None:
-        kernels = kernels_for(q, mask, options)
-    if torch.is_grad_enabled():
-        return _FilterOnce.apply(q, k, v, numbers, mask, (learned, options, kernels))
-    values = numbers if learned is None else coefficients.evaluate(learned)
-    return _run(q, k, v, values, mask, options, kernels.forward, "none")[0]
-
-
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    options: Options,
-    route: str,
-    gradient: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(out, U, LSE)``: the filter, and for its gradient ``A·V`` and each row's logsumexp."""
-    q, k, v = copyable_by_tile(q), copyable_by_tile(k), copyable_by_tile(v)
-    u, lse = _kept(q, options.exclusive, gradient)
-    with on_device_of(q):
-        kept = u if u.numel() else None
-        out = FORWARD[route](q, k, v, coeffs.contiguous(), mask, options, lse, kept)
-    return out, u, lse
-
-
-def _kept(q: Tensor, exclusive: bool, gradient: str) -> tuple[Tensor, Tensor]:
+def kept(q: Tensor, exclusive: bool, gradient: str) -> tuple[Tensor, Tensor]:
     """Room for U, empty if the gradient does without it, and for logsumexps.
 
     Logsumexps are natural for cuDNN, ``(B, H, N)``, and to base 2, ``(B, H, 1, N or more)``, for
@@ -568,136 +481,3 @@ def _kept(q: Tensor, exclusive: bool, gradient: str) -> tuple[Tensor, Tensor]:
         shape = batch, heads, length
     u = empty_like(q) if keeps else q.new_empty(0)
     return u, q.new_empty(shape, dtype=torch.float32)
-
-
-def kernels_for(q: Tensor, mask: Tensor | None, options: Options) -> Kernels:
-    """The routes of a call in one pass; the kernel of this file beyond what was measured."""
-    found = kernels_of(situation_of_kernels(q, mask, *options, degree=1))
-    return found if found.forward in FORWARD else Kernels("one_pass", "hopper")
-
-
-def _run_backward(
-    g: Tensor, saved: tuple[Any, ...], options: Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    # hooks on saved tensors may return them in another layout
-    q, k, v, out = [copyable_by_tile(x) for x in saved[:4]]
-    u, lse, coeffs, mask = saved[4:]
-    lse, coeffs, g = _copyable_numbers(lse), coeffs.contiguous(), copyable_by_tile(g)
-    gradient = "cudnn" if lse.dim() == 3 else "hopper"
-    if u.numel():
-        u = copyable_by_tile(u)
-    with on_device_of(q):
-        found: tuple[Tensor, Tensor, Tensor, Tensor] = GRADIENT[gradient](
-            g, q, k, v, out, u, lse, coeffs, mask, options
-        )
-    return found
-
-
-def _copyable_numbers(x: Tensor) -> Tensor:
-    """Logsumexps, contiguous and from where the copy engine takes them."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
-
-
-class _FilterOnce(torch.autograd.Function):
-    """The filter for autograd in eager mode, bypassing torch's dispatcher.
-
-    ``numbers`` are the tensor we differentiate: the coefficients, or θ if they are learned.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        numbers: Tensor,
-        mask: Tensor | None,
-        settings: tuple[Coefficients | None, Options, Kernels],
-    ) -> Tensor:
-        # settings are one argument: autograd inspects each of them
-        learned, options, kernels = settings
-        coeffs = numbers if learned is None else coefficients.evaluate(learned)
-        ctx.basis = None if learned is None else learned.basis
-        ctx.options = options
-        out, u, lse = _run(q, k, v, coeffs, mask, options, *kernels[:2])
-        ctx.save_for_backward(q, k, v, u if options.exclusive else out, u, lse, coeffs, mask)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        dq, dk, dv, parts = _run_backward(g, ctx.saved_tensors, ctx.options)
-        dc = coefficients.gradient(parts, ctx.basis) if ctx.needs_input_grad[3] else None
-        return dq, dk, dv, dc, None, None
-
-
-@torch.library.custom_op("gfsa::filter_once", mutates_args=())
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    exclusive: bool,
-    gradient: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The registered operator: ``(out, U, LSE)``."""
-    options = Options(scale, is_causal, exclusive=exclusive)
-    route = kernels_for(q, mask, options).forward
-    return _run(q, k, v, coeffs, mask, options, route, gradient)
-
-
-@torch.library.custom_op("gfsa::filter_once_backward", mutates_args=())
-def backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    u: Tensor,
-    lse: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    exclusive: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the coefficients."""
-    saved = (q, k, v, out, u, lse, coeffs, mask)
-    options = Options(scale, is_causal, exclusive=exclusive)
-    dq, dk, dv, parts = _run_backward(g, saved, options)
-    return dq, dk, dv, coefficients.total(parts)
-
-
-@forward.register_fake
-def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_like(q), *_kept(q, *rest[-2:])
-
-
-@backward.register_fake
-def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    coeffs, exclusive = rest[3], rest[-1]
-    dc = coeffs.new_empty(coeffs.shape[0], 2 + exclusive)
-    return empty_like(q), empty_like(k), empty_like(v), dc
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, coeffs, mask, *ctx.options, _ = inputs
-    out, u, lse = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(u, lse)
-    exclusive = ctx.options[-1]
-    ctx.save_for_backward(q, k, v, u if exclusive else out, u, lse, coeffs, mask)
-
-
-def _differentiate(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if g is None:
-        return (None,) * 9
-    gradients = backward(g, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, *(None,) * 5)
-
-
-forward.register_autograd(_differentiate, setup_context=_save)

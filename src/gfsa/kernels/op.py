@@ -1,12 +1,15 @@
-"""The filter of degree 2 as a torch operator, for autograd, ``torch.compile`` and CUDA graphs.
+"""The filter as one torch operator, for autograd, ``torch.compile`` and CUDA graphs.
 
-Every route has a forward that gives and saves the same tensors, so any gradient may follow it:
+Degrees 1 and 2 and the exclusive term are arguments of it. Each route (``routes.py``) has
 
-- ``forward(q, k, v, coeffs, mask, seed, options) → (out, U, LSE)``: the filter, ``A·V``, and each
-  row's natural logsumexp ``(B, H, N)``. Tokens and masks are as in :func:`filter_attention`,
-  ``coeffs`` are contiguous.
-- ``backward(g, saved, options) → (dq, dk, dv, dc)``, with the coefficients' gradient as partial
-  sums ``(H, 3, any number)``.
+- a forward, ``(q, k, v, coeffs, mask, seed, options) → (out, U, LSE)``: the filter, ``A·V``, and
+  each row's natural logsumexp ``(B, H, N)``. Degree 1 in one pass (``one_pass.py``) saves U only if
+  its gradient needs it, and logsumexps as that takes them.
+- a gradient, ``(g, saved, options) → (dq, dk, dv, dc)``, with the coefficients' gradient as partial
+  sums ``(H, columns, any number)``.
+
+Filters around torch's attention have an operator of their own (``degree_one.py``): torch
+differentiates its attention itself.
 """
 
 # no postponed annotations here: the operator's schema is read from them
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gfsa.kernels import coefficients, hopper, short, sweep, two_pass
+from gfsa.kernels import coefficients, hopper, one_pass, short, sweep, two_pass
 from gfsa.kernels.degree_one import combine_degree_one
 from gfsa.kernels.launching import (
     Options,
@@ -27,11 +30,11 @@ from gfsa.kernels.launching import (
     needs_registered_operator,
     on_device_of,
 )
-from gfsa.kernels.one_pass import filter_once
 from gfsa.kernels.routes import (
     OPERATION,
     Decision,
     Kernels,
+    gradient_once,
     kernels_of,
     operation_of,
     situation_of_kernels,
@@ -44,8 +47,21 @@ from gfsa.operators.sdpa import SDPAOperator
 from gfsa.operators.visibility import Visibility
 
 # the functions of the routes' names
-FORWARD = {"short": short.forward, "sweep": sweep.forward, "two_pass": two_pass.forward}
-GRADIENT = {"short": short.backward, "hopper": hopper.backward, "two_pass": two_pass.backward}
+FORWARD: dict[str, Any] = {
+    "short": short.forward,
+    "sweep": sweep.forward,
+    "two_pass": two_pass.forward,
+    "one_sweep": one_pass.attend_by_sweep,
+    "one_pass": one_pass.attend,
+}
+GRADIENT: dict[str, Any] = {
+    "short": short.backward,
+    "hopper": hopper.backward,
+    "two_pass": two_pass.backward,
+    "hopper once": one_pass.gradient_by_hopper,
+    "cudnn": one_pass.gradient_by_cudnn,
+}
+ONCE = ("one_sweep", "one_pass")
 
 
 def filter_attention(
@@ -57,6 +73,7 @@ def filter_attention(
     seed: Tensor | None,
     options: Options,
     kernels: Kernels | None = None,
+    once: bool = False,
 ) -> Tensor:
     """``c0·V + c1·A·V + c2·A²·V`` by the fused kernels.
 
@@ -68,6 +85,8 @@ def filter_attention(
             see :func:`~gfsa.kernels.launching.are_spans`.
         seed: int64, one number, needed with dropout.
         kernels: the routes of this call, if they are decided already.
+        once: degree 1 in one pass: ``coeffs`` are ``(H, 2)``, with an exclusive term ``(H, 3)``,
+            and a mask can only be spans.
     """
     learned: Coefficients | None = None
     if isinstance(coeffs, Coefficients):
@@ -77,18 +96,25 @@ def filter_attention(
     # the registered operator costs several times the kernels' own launches on short sequences;
     # only the compiler and modes that record what runs need it
     if learned is None and needs_registered_operator(q):
-        scale, is_causal, dropout_p, _ = options
-        return forward(q, k, v, numbers, mask, seed, dropout_p, is_causal, scale)[0]
+        gradient = ""
+        if once:
+            gradient = gradient_once(situation_of_kernels(q, mask, *options, degree=1))
+        return forward(q, k, v, numbers, mask, seed, *options, once, gradient)[0]
+    if kernels is None:
+        kernels = kernels_for(q, mask, options, once)
     if torch.is_grad_enabled():
-        settings = (learned, options, kernels or kernels_for(q, mask, options))
-        return _Filter.apply(q, k, v, numbers, mask, seed, settings)
+        return _Filter.apply(q, k, v, numbers, mask, seed, (learned, options, kernels))
     values = numbers if learned is None else coefficients.evaluate(learned)
-    return _run(q, k, v, values, mask, seed, options, kernels)[0]
+    return _run(q, k, v, values, mask, seed, options, kernels._replace(gradient="none"))[0]
 
 
-def kernels_for(q: Tensor, mask: Tensor | None, options: Options) -> Kernels:
-    """The routes of a call."""
-    return kernels_of(situation_of_kernels(q, mask, *options, degree=2))
+def kernels_for(
+    q: Tensor, mask: Tensor | None, options: Options, once: bool = False, grad: bool | None = None
+) -> Kernels:
+    """The routes of a call; in one pass, the kernel of any length beyond what was measured."""
+    situation = situation_of_kernels(q, mask, *options, degree=1 if once else 2)
+    found = kernels_of(situation if grad is None else situation._replace(grad=grad))
+    return found if not once or found.forward in ONCE else Kernels("one_pass", "hopper")
 
 
 def _run(
@@ -99,14 +125,14 @@ def _run(
     mask: Tensor | None,
     seed: Tensor | None,
     options: Options,
-    kernels: Kernels | None = None,
+    kernels: Kernels,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(out, U, LSE)``."""
-    route = (kernels or kernels_for(q, mask, options)).forward
+    route = kernels.forward
     prepared = prepared_for(q, k, v, mask, options) if route == "short" else None
     if prepared is not None:
         return prepared.forward(q, k, v, coeffs.contiguous(), mask, seed)
-    return run_forward(route, q, k, v, coeffs, mask, seed, options)
+    return run_forward(route, q, k, v, coeffs, mask, seed, options, kernels.gradient)
 
 
 def run_forward(
@@ -118,23 +144,36 @@ def run_forward(
     mask: Tensor | None,
     seed: Tensor | None,
     options: Options,
+    gradient: str = "none",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A route's forward on tensors of any layout, on their device."""
-    q, k, v = copyable_by_tile(q), copyable_by_tile(k), copyable_by_tile(v)
+    q, k, v, coeffs = *map(copyable_by_tile, (q, k, v)), coeffs.contiguous()
     with on_device_of(q):
-        return FORWARD[route](q, k, v, coeffs.contiguous(), mask, seed, options)
+        found: tuple[Tensor, Tensor, Tensor]
+        if route in ONCE:
+            u, lse = one_pass.kept(q, options.exclusive, gradient)
+            out = FORWARD[route](q, k, v, coeffs, mask, options, lse, u if u.numel() else None)
+            found = out, u, lse
+        else:
+            found = FORWARD[route](q, k, v, coeffs, mask, seed, options)
+    return found
 
 
 def run_backward(
     gradient: str, g: Tensor, saved: Saved, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A gradient on tensors of any layout, on their device."""
-    # hooks on saved tensors may return them in another layout
-    q, k, v, u, out = [copyable_by_tile(x) for x in saved[:5]]
+    # hooks on saved tensors may return them in another layout; U may not have been saved
+    q, k, v, u, out = [copyable_by_tile(x) if x.numel() else x for x in saved[:5]]
     lse, coeffs, mask, seed = saved[5:]
     saved = Saved(q, k, v, u, out, lse, coeffs.contiguous(), mask, seed)
+    if lse.dim() == 4:
+        gradient = "hopper once"
     with on_device_of(q):
-        return GRADIENT[gradient](copyable_by_tile(g), saved, options)
+        found: tuple[Tensor, Tensor, Tensor, Tensor] = GRADIENT[gradient](
+            copyable_by_tile(g), saved, options
+        )
+    return found
 
 
 class _Filter(torch.autograd.Function):
@@ -165,8 +204,11 @@ class _Filter(torch.autograd.Function):
             coeffs = coeffs.contiguous()
             out, u, lse = prepared.forward(q, k, v, coeffs, mask, seed)
         else:
-            out, u, lse = run_forward(kernels.forward, q, k, v, coeffs, mask, seed, options)
-        ctx.save_for_backward(q, k, v, u, out, lse, coeffs, mask, seed)
+            out, u, lse = run_forward(
+                kernels.forward, q, k, v, coeffs, mask, seed, options, kernels.gradient
+            )
+        # the gradient of the exclusive term reads A·V in place of the output
+        ctx.save_for_backward(q, k, v, u, u if options.exclusive else out, lse, coeffs, mask, seed)
         return out
 
     @staticmethod
@@ -184,7 +226,8 @@ class _Filter(torch.autograd.Function):
         if gradients is None:
             gradients = run_backward(ctx.gradient, g, saved, ctx.options)
         dq, dk, dv, parts = gradients
-        return dq, dk, dv, coefficients.gradient(parts, ctx.basis), None, None, None
+        dc = coefficients.gradient(parts, ctx.basis) if ctx.needs_input_grad[3] else None
+        return dq, dk, dv, dc, None, None, None
 
     _backward_once = staticmethod(once_differentiable(_backward))
 
@@ -197,12 +240,21 @@ def forward(
     coeffs: Tensor,
     mask: Tensor | None,
     seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
     scale: float,
+    is_causal: bool,
+    dropout_p: float,
+    exclusive: bool,
+    once: bool,
+    gradient: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The registered operator: ``(out, U, LSE)``."""
-    return _run(q, k, v, coeffs, mask, seed, Options(scale, is_causal, dropout_p))
+    """The registered operator: ``(out, U, LSE)``.
+
+    Args:
+        gradient: of degree 1 in one pass, since what is saved depends on it.
+    """
+    options = Options(scale, is_causal, dropout_p, exclusive)
+    kernels = kernels_for(q, mask, options, once)
+    return _run(q, k, v, coeffs, mask, seed, options, kernels._replace(gradient=gradient))
 
 
 @torch.library.custom_op("gfsa::filter_attention_backward", mutates_args=())
@@ -217,21 +269,27 @@ def backward(
     coeffs: Tensor,
     mask: Tensor | None,
     seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
     scale: float,
+    is_causal: bool,
+    dropout_p: float,
+    exclusive: bool,
+    once: bool,
+    gradient: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the coefficients."""
-    options = Options(scale, is_causal, dropout_p)
+    options = Options(scale, is_causal, dropout_p, exclusive)
     # autograd is off while it runs a gradient
-    situation = situation_of_kernels(q, mask, *options, degree=2)._replace(grad=True)
+    gradient = gradient or kernels_for(q, mask, options, grad=True).gradient
     saved = Saved(q, k, v, u, out, lse, coeffs, mask, seed)
-    dq, dk, dv, parts = run_backward(kernels_of(situation).gradient, g, saved, options)
+    dq, dk, dv, parts = run_backward(gradient, g, saved, options)
     return dq, dk, dv, coefficients.total(parts)
 
 
 @forward.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    exclusive, once, gradient = rest[-3:]
+    if once:
+        return empty_like(q), *one_pass.kept(q, exclusive, gradient)
     return empty_like(q), empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -246,14 +304,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     out, u, lse = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(u, lse)
-    ctx.save_for_backward(q, k, v, u, out, lse, coeffs, mask, seed)
+    exclusive = ctx.options[3]
+    ctx.save_for_backward(q, k, v, u, u if exclusive else out, lse, coeffs, mask, seed)
 
 
 def _differentiate(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if g is None:
-        return (None,) * 9
+        return (None,) * 12
     gradients = backward(g, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, None, None, None, None, None)
+    return (*gradients, *(None,) * 8)
 
 
 forward.register_autograd(_differentiate, setup_context=_save)
@@ -319,17 +378,16 @@ class FusedOperator(Operator):
                 coeffs = torch.cat((coeffs, share[:, None]), 1)
         options = self.options._replace(exclusive=exclusive is not None)
         operation, kernels = self._decided(powers - 1, options)
-        if operation == "once":
-            return filter_once(q, k, v, coeffs, self.mask, options, kernels)
         if operation == "around":
             return combine_degree_one(v, self.apply(v), coeffs, options.exclusive)
-        if powers == 2 and not isinstance(coeffs, Coefficients):
+        once = operation == "once"
+        if powers == 2 and not once and not isinstance(coeffs, Coefficients):
             coeffs = torch.nn.functional.pad(coeffs, (0, 1))
         seed = None
         if self.options.dropout_p:
             # drawn on the device, so that each replay of a captured graph draws a new one
             seed = torch.randint(2**32, (1,), device=q.device)
-        return filter_attention(q, k, v, coeffs, self.mask, seed, self.options, kernels)
+        return filter_attention(q, k, v, coeffs, self.mask, seed, options, kernels, once)
 
     def _decided(self, degree: int, options: Options) -> tuple[str, Kernels | None]:
         """The operation, and its kernels unless the operation chooses them when it runs."""

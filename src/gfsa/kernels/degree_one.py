@@ -52,11 +52,10 @@ def directed(v):
 
 
 @triton.jit
-def own_share(u, v, share):
-    """``a·p`` of each row, ``p = ⟨u, v⟩ / ⟨v, v⟩``; 0 where the square of v is 0 or not finite."""
-    square = tl.sum(v * v, 1)
-    has_direction = (square > 0.0) & (square < float("inf"))
-    return tl.where(has_direction, share * tl.sum(u * v, 1) / square, 0.0)
+def own_part(u, v, share):
+    """``a·p·v`` of each row, with ``p = ⟨u, v⟩ / ⟨v, v⟩``: what the exclusive term takes out."""
+    v, square = directed(v)
+    return (share * tl.sum(u * v, 1) / square)[:, None] * v
 
 
 @triton.jit(**JIT_OPTIONS)
@@ -70,12 +69,9 @@ def combine_around(
     row = tl.program_id(0) * BM
     v = load_tile(v_rows, b, h // GROUP, row, BM, D).to(tl.float32)
     u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
-    c0, c1 = tl.load(coeffs + h * POWERS), tl.load(coeffs + h * POWERS + 1)
+    out = tl.load(coeffs + h * POWERS) * v + tl.load(coeffs + h * POWERS + 1) * u
     if EXCLUSIVE:
-        own = own_share(u, v, tl.load(coeffs + h * POWERS + 2))
-        out = (c0 - own)[:, None] * v + c1 * u
-    else:
-        out = c0 * v + c1 * u
+        out -= own_part(u, v, tl.load(coeffs + h * POWERS + 2))
     store_tile(out_rows, out, b, h, row, BM, D)
 
 

@@ -117,8 +117,6 @@ def grad_queries_one(
     _load_keys(k_cols, v_cols, ks, vs, bars, b, key_head, start, 0, True, D, BN)
     c0 = gl.load(coeffs + h * POWERS)
     c1 = gl.load(coeffs + h * POWERS + 1)
-    if EXCLUSIVE:
-        share = gl.load(coeffs + h * POWERS + 2)
     length = (n + 15) // 16 * 16
     at = bh.to(gl.int64) * length + i
     lse = gl.load(lse_in + at, mask=i < length, other=float("inf"))
@@ -127,6 +125,7 @@ def grad_queries_one(
     mbarrier.wait(bars.index(2), 0)
     rest = tile_of(outs, BM, D).load(AL).to(gl.float32)
     if EXCLUSIVE:
+        share = gl.load(coeffs + h * POWERS + 2)
         values, square = directed(tile_of(own, BM, D).load(AL).to(gl.float32))
         du = g.load(AL).to(gl.float32)
         weight = share * gl.sum(du * values, 1) / square
@@ -238,8 +237,6 @@ def grad_keys_one(
     )
     c0 = gl.load(coeffs + h * POWERS)
     c1 = gl.load(coeffs + h * POWERS + 1)
-    if EXCLUSIVE:
-        share = gl.load(coeffs + h * POWERS + 2)
     k = tile_of(ks, BM, D)
     v = tile_of(vs, BM, D)
     mbarrier.wait(bars.index(2), 0)
@@ -293,6 +290,7 @@ def grad_keys_one(
     dc = dc_out + h * SUMS * parts + b * blocks + block
     gl.store(dc, gl.sum(gl.sum(g * values, 1), 0))
     if EXCLUSIVE:
+        share = gl.load(coeffs + h * POWERS + 2)
         u = tile_of(qs.index(1), BM, D)
         mixed = u.load(AL).to(gl.float32)
         gl.store(dc + parts, gl.sum(gl.sum(g * mixed, 1), 0))

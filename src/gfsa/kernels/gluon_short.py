@@ -210,14 +210,6 @@ def widened(x):
 
 
 @gluon.jit
-def own_share(u, v, share):
-    """``a·p`` of each row, ``p = ⟨u, v⟩ / ⟨v, v⟩``; 0 where the square of v is 0 or not finite."""
-    square = gl.sum(v * v, 1)
-    has_direction = (square > 0.0) & (square < float("inf"))
-    return gl.where(has_direction, share * gl.sum(u * v, 1) / square, 0.0)
-
-
-@gluon.jit
 def directed(v):
     """``v`` and ``⟨v, v⟩`` of each row; 0 and 1 where that is 0 or not finite."""
     square = gl.sum(v * v, 1)

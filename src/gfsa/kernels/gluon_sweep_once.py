@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gfsa.kernels.gluon_short import LOG2E, own_share, product_layout
+from gfsa.kernels.gluon_short import LOG2E, directed, product_layout
 from gfsa.kernels.gluon_sweep import (
     COMPUTE_REGISTERS,
     COPY_REGISTERS,
@@ -223,8 +223,6 @@ def _attend_half(
             full -= begin
         c0 = gl.load(coeffs + h * POWERS)
         c1 = gl.load(coeffs + h * POWERS + 1)
-        if EXCLUSIVE:
-            share = gl.load(coeffs + h * POWERS + 2)
         once = gl.full([HALF, D], 0.0, gl.float32, O)
         mbarrier.wait(qfull.index(W), phase)
         q = _tile(qs, W, HALF, D)
@@ -324,10 +322,11 @@ def _attend_half(
         if KEEPS:
             _tile(made, 2 + W, HALF, D).store(once.to(dt))
         own = v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
+        y = c1 * once + c0 * own
         if EXCLUSIVE:
-            y = c1 * once + (c0 - own_share(once, own, share))[:, None] * own
-        else:
-            y = c1 * once + c0 * own
+            own, square = directed(own)
+            share = gl.load(coeffs + h * POWERS + 2)
+            y -= (share * gl.sum(once * own, 1) / square)[:, None] * own
         _tile(made, W, HALF, D).store(y.to(dt))
         fence_async_shared()
         gl.thread_barrier()

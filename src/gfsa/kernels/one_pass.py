@@ -37,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gfsa.kernels import hopper
-from gfsa.kernels.degree_one import launch_gradient, own_share
+from gfsa.kernels.degree_one import launch_gradient, own_part
 from gfsa.kernels.launching import (
     LOG2E,
     Kernel,
@@ -130,17 +130,15 @@ def attend_once(
     tl.store(lse_out + bh.to(tl.int64) * length + i, lse, mask=i < length)
     c0 = tl.load(coeffs + h * POWERS)
     c1 = tl.load(coeffs + h * POWERS + 1)
-    if EXCLUSIVE:
-        share = tl.load(coeffs + h * POWERS + 2)
     # computed anew behind a zero that the compiler does not know: addresses that it recognised
     # would occupy registers in the loop
     row += zero
     v = load_tile((v_in, v_b, v_h, v_n, n, UNITS), b, key_head, row, BM, D).to(tl.float32)
     if EXCLUSIVE:
-        acc = acc * (1.0 / norm)[:, None]
+        acc = acc / norm[:, None]
         if KEEPS:
             store_tile(u_rows, acc, b, h, row, BM, D)
-        out = (c0 - own_share(acc, v, share))[:, None] * v + c1 * acc
+        out = c0 * v + c1 * acc - own_part(acc, v, tl.load(coeffs + h * POWERS + 2))
     else:
         out = c0 * v + acc * (c1 / norm)[:, None]
     store_tile(out_rows, out, b, h, row, BM, D)

@@ -107,8 +107,6 @@ class CachedOperator(Operator):
     def polynomial(
         self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
     ) -> Tensor:
-        if exclusive is not None:
-            return super().polynomial(coeffs, v, exclusive)
         # not by isinstance, which is slow here
         numbers: Any = coeffs.base if type(coeffs) is Coefficients else coeffs
         degree = numbers.shape[-1] - 1
@@ -116,14 +114,16 @@ class CachedOperator(Operator):
             u = self.past.power(1) if degree > 1 else None
             # a filter of degree 1 needs no powers of the tokens before
             if degree == 1 or u is not None:
-                y = _decode_in_one_launch(self.rows.given, self.past, u, coeffs, v)
+                y = _decode_in_one_launch(self.rows.given, self.past, u, coeffs, v, exclusive)
                 if y is not None:
                     return y
-        coeffs = value_of(coeffs)
-        powers = self.powers(v, degree)
         if v.is_cuda and not torch.compiler.is_compiling():
             # for the tokens after a prompt: a compiled step finds them, and cannot make them
             self.past.counters(v.shape[0] * self.heads, v.device)
+        if exclusive is not None:
+            return super().polynomial(coeffs, v, exclusive)
+        coeffs = value_of(coeffs)
+        powers = self.powers(v, degree)
         # for one token the cost is in kernel launches, not in arithmetic
         plain = type(v) is Tensor and not torch.is_grad_enabled()
         return combine(coeffs, powers, in_one_go=plain and not torch.compiler.is_compiling())
@@ -198,7 +198,12 @@ _PREPARED: DecisionCache[Any] = DecisionCache()
 
 
 def _decode_in_one_launch(
-    call: AttentionCall, past: Past, u: Tensor | None, coeffs: Tensor | Coefficients, v: Tensor
+    call: AttentionCall,
+    past: Past,
+    u: Tensor | None,
+    coeffs: Tensor | Coefficients,
+    v: Tensor,
+    exclusive: Tensor | None,
 ) -> Tensor | None:
     """The filtered new token, ``(B, H, 1, D)``, by one kernel that reads the cache once.
 
@@ -210,12 +215,15 @@ def _decode_in_one_launch(
         call: of the new token's query and all keys.
         u: ``A·v`` of the tokens before; None for a filter of degree 1.
         v: all values.
+        exclusive: the share of the exclusive term, for which nothing is prepared.
     """
     q, length = call.q, past.length_on_device
-    signature = _signature(call, length is not None, u, coeffs, v)
+    signature = None
+    if exclusive is None:
+        signature = _signature(call, length is not None, u, coeffs, v)
     prepared = None if signature is None else _PREPARED.get(signature)
     if prepared is None:
-        prepared = _decoder(call, u, coeffs, v, signature)
+        prepared = _decoder(call, u, coeffs, v, exclusive, signature)
         if signature is not None:
             _PREPARED.remember(signature, prepared)
     if prepared is False:
@@ -224,7 +232,8 @@ def _decode_in_one_launch(
         u = past.make_room(q)
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     counters = past.counters(q.shape[0] * q.shape[1], q.device)
-    y: Tensor = prepared(q, call.k, v, u, coeffs, call.attn_mask, length, scale, counters)
+    given = (q, call.k, v, u, coeffs, call.attn_mask, length, scale, counters)
+    y: Tensor = prepared(*given) if exclusive is None else prepared(*given, exclusive)
     return y
 
 
@@ -233,10 +242,11 @@ def _decoder(
     u: Tensor | None,
     coeffs: Tensor | Coefficients,
     v: Tensor,
+    exclusive: Tensor | None,
     signature: Signature | None,
 ) -> Any:
     """The function that launches the kernel, prepared for a signature; False if torch serves."""
-    if refusal_of_decoding(call, v, coeffs) or call.reason_for_torch_alone():
+    if refusal_of_decoding(call, v, coeffs, exclusive) or call.reason_for_torch_alone():
         return False
     q = call.q
     if u is not None:

@@ -9,23 +9,27 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gfsa.kernels.launcher import Block, Grid, Kernel, Launch
-from gfsa.kernels.layout import empty_like, sum_groups
-from gfsa.kernels.problem import (
+from gfsa.kernels.launching import (
     NO_MASK,
     SPANS,
+    Block,
+    Grid,
+    Kernel,
+    Launch,
     Options,
     Problem,
     Saved,
+    describe_tiles,
+    empty_like,
     padded,
     pointers,
     problem_of,
+    sum_groups,
 )
 
 
@@ -67,7 +71,7 @@ LEAST_WITH_QUERIES = 2048
 
 
 def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As every gradient of ``autograd.py``, with key masks or spans at most."""
+    """As every gradient of ``op.py``, with key masks or spans at most."""
     q, k, v, u, out, lse, coeffs, mask, _ = saved
     problem = problem_of(q, k, mask, options)
     with_queries = adds_up_queries(problem)
@@ -131,38 +135,15 @@ def as_tiles(x: Tensor) -> Tensor:
     return x.view(*x.shape[:2], 1, x.shape[2])
 
 
-def describe_tiles() -> Callable[[Tensor, Block], Any]:
-    """What makes descriptors of tokens, and of numbers in float32, as Gluon kernels take them."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    tokens = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    numbers = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
-
-    def describe(x: Tensor, block: Block) -> Any:
-        layout = numbers if x.dtype == torch.float32 else tokens
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
-
-    return describe
-
-
 class _Kernels:
     """The kernels by name; Gluon is imported when they are first used."""
 
     def __init__(self) -> None:
-        from gfsa.kernels.hopper.first_pass import grad_first_pass
-        from gfsa.kernels.hopper.keys import grad_keys
-        from gfsa.kernels.hopper.queries import grad_queries
-        from gfsa.kernels.hopper.sums import finish_queries
+        from gfsa.kernels import gluon_hopper
 
         describe = describe_tiles()
-        functions = {
-            "grad_first_pass": grad_first_pass,
-            "grad_keys": grad_keys,
-            "grad_queries": grad_queries,
-            "finish_queries": finish_queries,
-        }
-        self.by_name = {name: Kernel(function, describe) for name, function in functions.items()}
+        names = ("grad_first_pass", "grad_keys", "grad_queries", "finish_queries")
+        self.by_name = {name: Kernel(getattr(gluon_hopper, name), describe) for name in names}
 
 
 @functools.cache
@@ -185,7 +166,7 @@ def _launches(problem: Problem, with_queries: bool) -> dict[str, Launch]:
 def _launch(name: str, problem: Problem, *constants: bool) -> Launch:
     """A kernel with the constants that all have, then its own."""
     kernel = _kernels().by_name[name]
-    scale, is_causal, _ = problem.options
+    scale, is_causal, _, _ = problem.options
     mask_b, mask_h, _, mask_j = problem.mask_strides
     width = width_of(problem)
     tiles = TILES[name][width]

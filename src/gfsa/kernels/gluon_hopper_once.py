@@ -1,13 +1,18 @@
 r"""Backward kernels of degree 1 for Hopper, with the formulas of ``one_pass.py``.
 
-As those of degree 2 (``queries.py``, ``keys.py``) they compute exponentials while the next products
+As those of degree 2 (``gluon_hopper.py``) they compute exponentials while the next products
 run, with three programs or more on a multiprocessor, two at a head dim of 128. Seven products:
 three for dQ, four for dK and dV.
 
 Logsumexps are to base 2, infinite beyond the last query, and have a multiple of 16 numbers a head,
 as those of the forward pass in ``one_pass.py``. Rows beyond the last token read as zeros.
 
-With spans (documents, windows; see :func:`gfsa.kernels.problem.are_spans`) a loop begins at
+The exclusive term (EXCLUSIVE; formulas in ``degree_one.py``) changes what reaches attention: dU in
+place of c1·g. The kernel of dQ computes it from rows that it reads anyway, and stores it for the
+kernel of dK and dV, which adds the rest of dV to its own rows at its end. Both read A·V of their
+rows in place of the output.
+
+With spans (documents, windows; see :func:`gfsa.kernels.launching.are_spans`) a loop begins at
 the first key that the block's first query sees, or ends at the last query that its last key is seen
 by.
 """
@@ -26,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gfsa.kernels.hopper.tiles import (
+from gfsa.kernels.gluon_hopper import (
     LOG2E,
     SPANS,
     barriers,
@@ -35,7 +40,7 @@ from gfsa.kernels.hopper.tiles import (
     tile_of,
     vector_of,
 )
-from gfsa.kernels.short.tiles import product_layout
+from gfsa.kernels.gluon_short import directed, product_layout
 
 # compiled code must not depend on these numbers, nor on the alignment of these tensors
 JIT_OPTIONS = {
@@ -58,13 +63,16 @@ def _load_keys(
 
 @gluon.jit(**JIT_OPTIONS)
 def grad_queries_one(
-    k_cols, v_cols, q_rows, g_rows, v_rows, out_rows, dq_rows,
+    k_cols, v_cols, q_rows, g_rows, v_rows, out_rows, dq_rows, du_rows,
     delta_out, lse_in, coeffs, mask,
     heads, group, n, scale, mask_b,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
-    POWERS: gl.constexpr, MASK: gl.constexpr,
+    POWERS: gl.constexpr, MASK: gl.constexpr, EXCLUSIVE: gl.constexpr,
 ):  # fmt: skip
-    """``dQ = dS·K·scale`` for BM queries, and their δ for the gradients of the keys."""
+    """``dQ = dS·K·scale`` for BM queries, and their δ for the gradients of the keys.
+
+    EXCLUSIVE: ``out_rows`` are A·V, and dU is stored too.
+    """
     W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_rows.dtype
     SL: gl.constexpr = product_layout(W, BN)
@@ -116,12 +124,24 @@ def grad_queries_one(
     g = tile_of(gs, BM, D)
     mbarrier.wait(bars.index(2), 0)
     rest = tile_of(outs, BM, D).load(AL).to(gl.float32)
-    rest = rest - c0 * tile_of(own, BM, D).load(AL).to(gl.float32)
-    delta = gl.convert_layout(gl.sum(g.load(AL).to(gl.float32) * rest, 1), ROWS)
+    if EXCLUSIVE:
+        share = gl.load(coeffs + h * POWERS + 2)
+        values, square = directed(tile_of(own, BM, D).load(AL).to(gl.float32))
+        du = g.load(AL).to(gl.float32)
+        weight = share * gl.sum(du * values, 1) / square
+        # products take it in place of g, and δ is that of the rounded numbers
+        du = (c1 * du - weight[:, None] * values).to(dt)
+        g.store(du)
+        delta = gl.convert_layout(gl.sum(du.to(gl.float32) * rest, 1), ROWS)
+    else:
+        rest = rest - c0 * tile_of(own, BM, D).load(AL).to(gl.float32)
+        delta = gl.convert_layout(gl.sum(g.load(AL).to(gl.float32) * rest, 1), ROWS)
     gl.store(delta_out + at, delta, mask=i < length)
     # all have read their rows
     fence_async_shared()
     gl.thread_barrier()
+    if EXCLUSIVE:
+        tma.async_copy_shared_to_global(du_rows, [b, h, row, 0], gs)
     dq = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
     for step in range(steps):
@@ -150,7 +170,9 @@ def grad_queries_one(
             j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
             p = gl.where((j < n)[None, :], p, 0.0)
         da = warpgroup_mma_wait(0, deps=[da])
-        ds = p * (c1 * da - delta[:, None])
+        if not EXCLUSIVE:
+            da = c1 * da
+        ds = p * (da - delta[:, None])
         dq = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), k, dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
         gl.thread_barrier()
@@ -178,13 +200,16 @@ def _load_queries(
 
 @gluon.jit(**JIT_OPTIONS)
 def grad_keys_one(
-    q_cols, g_cols, lse_cols, delta_cols, k_rows, v_rows, g_rows, dk_rows, dv_rows,
+    q_cols, g_cols, lse_cols, delta_cols, k_rows, v_rows, g_rows, u_rows, dk_rows, dv_rows,
     dc_out, coeffs, mask,
     heads, group, n, scale, mask_b,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
-    POWERS: gl.constexpr, MASK: gl.constexpr,
+    POWERS: gl.constexpr, MASK: gl.constexpr, EXCLUSIVE: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and the coefficients' gradients of BM keys, for one query head."""
+    """dK, dV and the coefficients' gradients of BM keys, for one query head.
+
+    EXCLUSIVE: ``g_cols`` are dU, and ``u_rows``, which are not read otherwise, A·V.
+    """
     W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_cols.dtype
     SL: gl.constexpr = product_layout(W, BN)
@@ -236,15 +261,19 @@ def grad_keys_one(
         operand = gl.convert_layout(p.to(dt), PL)
         z = warpgroup_mma(operand, g, z, is_async=True)
         da = warpgroup_mma_wait(1, deps=[da])
-        ds = p * (c1 * da - vector_of(dls.index(now), BN, SL)[None, :])
+        if not EXCLUSIVE:
+            da = c1 * da
+        ds = p * (da - vector_of(dls.index(now), BN, SL)[None, :])
         dk = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), q, dk, is_async=True)
         z, dk = warpgroup_mma_wait(0, deps=[z, dk])
         gl.thread_barrier()
     # the queries' room takes g of these rows, the keys' and values' the results
     gl.static_assert(BM == BN)
     own = qs.index(0)
-    mbarrier.expect(bars.index(2), BM * D * 2)
+    mbarrier.expect(bars.index(2), (2 if EXCLUSIVE else 1) * BM * D * 2)
     tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), own)
+    if EXCLUSIVE:
+        tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), qs.index(1))
     k.store((dk * scale).to(dt))
     fence_async_shared()
     gl.thread_barrier()
@@ -255,12 +284,29 @@ def grad_keys_one(
     values = v.load(AL).to(gl.float32)
     mbarrier.wait(bars.index(2), 1)
     g = tile_of(own, BM, D).load(AL).to(gl.float32)
-    # (H, 2, B·blocks): what is added up is contiguous
+    # (H, SUMS, B·blocks): what is added up is contiguous
+    SUMS: gl.constexpr = 3 if EXCLUSIVE else 2
     parts = gl.num_programs(1) // heads * blocks
-    dc = dc_out + h * 2 * parts + b * blocks + block
+    dc = dc_out + h * SUMS * parts + b * blocks + block
     gl.store(dc, gl.sum(gl.sum(g * values, 1), 0))
-    gl.store(dc + parts, gl.sum(gl.sum(z * values, 1), 0))
-    v.store((c0 * g + c1 * z).to(dt))
+    if EXCLUSIVE:
+        share = gl.load(coeffs + h * POWERS + 2)
+        u = tile_of(qs.index(1), BM, D)
+        mixed = u.load(AL).to(gl.float32)
+        gl.store(dc + parts, gl.sum(gl.sum(g * mixed, 1), 0))
+        values, square = directed(values)
+        p = gl.sum(mixed * values, 1) / square
+        along = gl.sum(g * values, 1)
+        gl.store(dc + 2 * parts, 0.0 - gl.sum(p * along, 0))
+        weight = share * along / square
+        # read once more: there are no registers for four tiles of 128 features
+        z += (c0 - share * p)[:, None] * tile_of(own, BM, D).load(AL).to(gl.float32)
+        rest = u.load(AL).to(gl.float32) - (2.0 * p)[:, None] * v.load(AL).to(gl.float32)
+        z -= gl.where((weight != 0.0)[:, None], weight[:, None] * rest, 0.0)
+    else:
+        gl.store(dc + parts, gl.sum(gl.sum(z * values, 1), 0))
+        z = c0 * g + c1 * z
+    v.store(z.to(dt))
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(dv_rows, [b, h, row, 0], vs)

@@ -1,9 +1,12 @@
-"""Which blocks rows of documents and windows are cut into, and what each of them sees.
+"""The causal filter of degree 2 in one sweep: the plan of its blocks, and the launches.
 
-A block that two documents share waits for all keys of the first one, and each block of the second
-one sees a tile more than it needs. So rows are cut at edges, the first tokens of documents that are
-at least as long as a block; shorter ones share blocks. Between two edges a block begins every ROWS
-tokens, and rows and keys are counted from the edge before, their origin.
+Other kernels compute its gradient. The kernel itself is in ``gluon_sweep.py``.
+
+**The plan** says which blocks rows of documents and windows are cut into, and what each of them
+sees. A block that two documents share waits for all keys of the first one, and each block of the
+second one sees a tile more than it needs. So rows are cut at edges, the first tokens of documents
+that are at least as long as a block; shorter ones share blocks. Between two edges a block begins
+every ROWS tokens, and rows and keys are counted from the edge before, their origin.
 
 Programs take the blocks of a row slot by slot. A slot has the blocks that begin in one window of
 ROWS tokens: one that begins with an edge, and one that goes on from the window before. A block
@@ -13,8 +16,25 @@ from its beginning, and from an edge near its middle.
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from gfsa.kernels.launching import (
+    SPANS,
+    Kernel,
+    Launch,
+    Options,
+    Problem,
+    describe_tiles,
+    empty_like,
+    multiprocessors,
+    pointers,
+    problem_of,
+)
 
 # what is planned for a block: its origin, its number and its end, counted from there; by warpgroup
 # its first tile, before which key tiles are masked, and the latest of its queries' first keys
@@ -83,7 +103,7 @@ def plan_blocks(
     """The plan of one row, after the flags of all rows, which become zero.
 
     Args:
-        spans: see :func:`gfsa.kernels.problem.are_spans`.
+        spans: see :func:`gfsa.kernels.launching.are_spans`.
         flags: ``row_flags`` of each row and LOOKED_AT more; then for each row the plan, two blocks
             of NUMBERS for each of ``blocks + 1`` slots; then ``blocks + 2`` edges of each row.
         WINDOWS, FLAGS: how many are worked on at a time.
@@ -143,3 +163,113 @@ def plan_blocks(
         split = windows == middle
         tl.store(plan + lower * 2 * NUMBERS + END, 0, mask=split)
         tl.store(plan + (upper * 2 + 1) * NUMBERS + END, 0, mask=split)
+
+
+# queries of a block, and of one of its two warpgroups, as in the kernel
+ROWS = 128
+HALF = 64
+# flags that the kernel looks at together: it reads so many beyond the last head's
+LOOKED_AT = 32
+# windows of ROWS tokens and flags that the launch before works on at a time
+WINDOWS = 64
+FLAGS = 2048
+# by head dim: 64 keys a tile or twice as many, as registers allow, and tiles that fit on the chip
+PARTS = {64: 2, 128: 1}
+STAGES = 3
+# tokens, counted once for each head, that are worked on at a time: few stay in the GPU's cache.
+# Chosen by times on an H200 at 2,048 to 32,768 tokens
+TOKENS_AT_A_TIME = 2**17
+# documents that a row with spans is taken to have: a block reads the keys of its own
+DOCUMENTS = 4
+# bounds of the heads at a time: the fastest measured at 1,024 tokens, and what keeps programs busy
+MOST_HEADS = 128
+LEAST_HEADS = 4
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As every route of ``op.py``; spans at most, and no dropout."""
+    problem = problem_of(q, k, mask, options)
+    out, u = empty_like(q), empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
+    # a flag for each half block's U, then the number of the next item
+    numbers = heads * blocks * (ROWS // HALF) + LOOKED_AT
+    if problem.mask_kind == SPANS:
+        spans, _ = pointers(mask, None, unused=q)
+        numbers += problem.batch * planned(blocks)
+        flags = torch.empty(numbers, dtype=torch.int32, device=q.device)
+        _plan(problem)((), spans, flags)
+    else:
+        spans = q
+        flags = torch.zeros(numbers, dtype=torch.int32, device=q.device)
+    _launch(problem, out.stride()[:3])((q, k, v, u), out, u, lse, coeffs, flags, spans)
+    return out, u, lse
+
+
+def planned(blocks: int) -> int:
+    """The numbers of a sequence's plan and its edges."""
+    return (blocks + 1) * 2 * NUMBERS.value + blocks + 2
+
+
+def heads_at_a_time(length: int, mask_kind: int) -> int:
+    tokens = TOKENS_AT_A_TIME * (DOCUMENTS if mask_kind == SPANS else 1)
+    return max(LEAST_HEADS, min(MOST_HEADS, tokens // length))
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(problem: Problem, out_strides: tuple[int, int, int]) -> Launch:
+    heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
+    return Launch(
+        kernel(),
+        (min(heads * blocks, multiprocessors(problem.device)), 1, 1),
+        (*problem.variant, max(out_strides) >= 2**31),
+        [(1, 1, HALF, problem.head_dim)] * 4,
+        (
+            heads,
+            problem.heads,
+            problem.group,
+            problem.length,
+            problem.options.scale,
+            blocks,
+            min(heads_at_a_time(problem.length, problem.mask_kind), heads),
+            *out_strides,
+            problem.mask_strides[0],
+        ),
+        (problem.head_dim, PARTS[problem.head_dim], STAGES, problem.mask_kind),
+        num_warps=4,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(problem: Problem) -> Launch:
+    """The launch before the sweep: the plan, and flags that are zero."""
+    blocks = -(-problem.length // ROWS)
+    flags = problem.heads * blocks * (ROWS // HALF)
+    return Launch(
+        _PLAN,
+        (problem.batch, 1, 1),
+        (problem.device,),
+        (),
+        (problem.length, blocks, flags, problem.mask_strides[0]),
+        (ROWS, HALF, PARTS[problem.head_dim] * HALF, LOOKED_AT, WINDOWS, FLAGS),
+        num_warps=8,
+    )
+
+
+@functools.cache
+def kernel() -> Kernel:
+    """The kernel; Gluon is imported when it is first used."""
+    from gfsa.kernels.gluon_sweep import filter_sweep
+
+    return Kernel(filter_sweep, describe_tiles())
+
+
+_PLAN = Kernel(plan_blocks)

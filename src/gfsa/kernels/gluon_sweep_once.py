@@ -1,12 +1,15 @@
 r"""``out = c0·V + c1·A·V`` under a causal mask: attention with the combination at its end.
 
-A program has two warpgroups of 64 queries each, as in ``forward.py``; the products of one run while
-the other is at its softmax. One more warp loads tiles. Blocks are drawn in order, the longest ones
-first, so that programs end at the same time.
+The exclusive term (EXCLUSIVE; see ``degree_one.py``) is two sums of each row at that end.
+
+A program has two warpgroups of 64 queries each, as in ``gluon_sweep.py``; the products of one run
+while the other is at its softmax. One more warp loads tiles. Blocks are drawn in order, the longest
+ones first, so that programs end at the same time.
 
 With spans (documents, windows) a block begins at the first tile that its first query sees, and
-tiles before the diagonal are masked as in ``forward.py``. Blocks need nothing of each other, so no
-plan cuts rows at documents: the warp that draws a block reads what it sees, and tells the others.
+tiles before the diagonal are masked as in ``gluon_sweep.py``. Blocks need nothing of each other, so
+no plan cuts rows at documents: the warp that draws a block reads what it sees, and tells the
+others.
 """
 
 # ruff: noqa: SIM102 - Gluon compiles a subset of Python
@@ -23,10 +26,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gfsa.kernels.short.tiles import LOG2E, product_layout
-from gfsa.kernels.sweep.forward import (
+from gfsa.kernels.gluon_short import LOG2E, directed, product_layout
+from gfsa.kernels.gluon_sweep import (
     COMPUTE_REGISTERS,
     COPY_REGISTERS,
+    DRAWN,
+    HALF,
+    ROWS,
+    SPANS,
     UNSEEN,
     _first_keys,
     _first_softmax,
@@ -34,12 +41,6 @@ from gfsa.kernels.sweep.forward import (
     _scores,
     _softmax,
     _unhidden,
-)
-from gfsa.kernels.sweep.order import (
-    DRAWN,
-    HALF,
-    ROWS,
-    SPANS,
     done_with,
     draw,
     following,
@@ -70,7 +71,7 @@ def _tile(room, slot, TOKENS: gl.constexpr, D: gl.constexpr):
 def _seen(spans, row, n, TILE: gl.constexpr):
     """``(first tile, masked until, latest first key)`` of the warpgroup whose queries begin at row.
 
-    As in ``plan.py``: first keys do not decrease from query to query. Tiles are masked that begin
+    As in ``sweep.py``: first keys do not decrease from query to query. Tiles are masked that begin
     before the latest first key of the queries that see a key before the tile on their diagonal.
     """
     # a warpgroup beyond the last query sees what that one does
@@ -179,7 +180,8 @@ def _attend_half(
     queries, keys, values, made, items, u_io, out_io, lse_out, coeffs, mask,
     total, heads, n, scale, blocks, span, mask_b,
     W: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
-    POWERS: gl.constexpr, KEEPS: gl.constexpr, MASK: gl.constexpr,
+    POWERS: gl.constexpr, KEEPS: gl.constexpr, NATURAL: gl.constexpr, MASK: gl.constexpr,
+    EXCLUSIVE: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W's queries of each item: the first or the second 64."""
     qs, qfull, qempty = queries
@@ -305,7 +307,7 @@ def _attend_half(
         inverse = gl.convert_layout(1.0 / last_norm, gl.SliceLayout(1, O))
         rows = row + gl.arange(0, HALF, layout=LAST_ROWS)
         lse = last_top + gl.log2(last_norm)
-        if KEEPS:
+        if NATURAL:
             lse = lse / LOG2E
             gl.store(lse_out + bh.to(gl.int64) * n + rows, lse, mask=rows < n)
         else:
@@ -319,7 +321,12 @@ def _attend_half(
         gl.thread_barrier()
         if KEEPS:
             _tile(made, 2 + W, HALF, D).store(once.to(dt))
-        y = c1 * once + c0 * v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
+        own = v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
+        y = c1 * once + c0 * own
+        if EXCLUSIVE:
+            own, square = directed(own)
+            share = gl.load(coeffs + h * POWERS + 2)
+            y -= (share * gl.sum(once * own, 1) / square)[:, None] * own
         _tile(made, W, HALF, D).store(y.to(dt))
         fence_async_shared()
         gl.thread_barrier()
@@ -349,14 +356,14 @@ def attend_sweep(
     q_in, k_in, v_in, u_io, out_io, lse_out, coeffs, counter, mask,
     total, heads, group, n, scale, blocks, span, mask_b,
     D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, POWERS: gl.constexpr,
-    KEEPS: gl.constexpr, MASK: gl.constexpr,
+    KEEPS: gl.constexpr, NATURAL: gl.constexpr, MASK: gl.constexpr, EXCLUSIVE: gl.constexpr,
 ):  # fmt: skip
     """``total`` heads of ``blocks`` blocks; ``counter`` is zero.
 
     TILE: 64 or 128 keys. STAGES: tiles of keys and values that are on the chip at a time. KEEPS:
-    ``A·V`` is stored too, and logsumexps are natural, as cuDNN's gradient takes them; without it
-    they are to base 2, as ``one_pass.py`` describes them. MASK: none, or ``mask`` are
-    spans, see :func:`gfsa.kernels.problem.are_spans`.
+    ``A·V`` is stored too. NATURAL: logsumexps are natural, as cuDNN's gradient takes them; without
+    it they are to base 2, as ``one_pass.py`` describes them. MASK: none, or ``mask`` are
+    spans, see :func:`gfsa.kernels.launching.are_spans`.
     """
     dt: gl.constexpr = q_in.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -399,12 +406,12 @@ def attend_sweep(
             (_attend_half, (
                 queries, keys, values, made, items, u_io, out_io, lse_out, coeffs, mask,
                 total, heads, n, scale, blocks, span, mask_b,
-                FIRST, TILE, STAGES, D, POWERS, KEEPS, MASK,
+                FIRST, TILE, STAGES, D, POWERS, KEEPS, NATURAL, MASK, EXCLUSIVE,
             )),
             (_attend_half, (
                 queries, keys, values, made, items, u_io, out_io, lse_out, coeffs, mask,
                 total, heads, n, scale, blocks, span, mask_b,
-                SECOND, TILE, STAGES, D, POWERS, KEEPS, MASK,
+                SECOND, TILE, STAGES, D, POWERS, KEEPS, NATURAL, MASK, EXCLUSIVE,
             )),
             (_load_tokens, (
                 q_in, k_in, v_in, queries, keys, values, items, counter, mask,

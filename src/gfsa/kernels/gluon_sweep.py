@@ -11,10 +11,18 @@ alone, and its own at the end. A program has two warpgroups of 64 queries each; 
 run while the other is at its softmax, and each begins the next tile's scores and this one's sums
 before its softmax. Three more warps move tiles.
 
-With spans (documents, windows) rows are cut into blocks by a plan (``plan.py``), and a block begins
-at the first tile that its first query sees. Of the tiles before the diagonal those are masked in
-which the keys of a query begin. In the others a query sees all keys or, if its document begins on
-the diagonal, none: what it has summed up is dropped there.
+With spans (documents, windows) rows are cut into blocks by a plan (``sweep.py``), and a block
+begins at the first tile that its first query sees. Of the tiles before the diagonal those are
+masked in which the keys of a query begin. In the others a query sees all keys or, if its document
+begins on the diagonal, none: what it has summed up is dropped there.
+
+**Order.** An item is a block of ROWS queries of one head. Its program needs the U of the earlier
+blocks of the head that its queries see, which other programs make. Programs draw items in the order
+of their numbers, so all lower items are finished or belong to programs that run, and waiting for
+lower items alone never deadlocks, however few programs the GPU holds at a time.
+
+With spans, an item is a slot of a row's plan, which has up to two blocks: see ``sweep.py``. The
+warp that draws items also reads the plan, and tells the others.
 """
 
 # ruff: noqa: SIM102 - Gluon compiles a subset of Python
@@ -26,31 +34,344 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from gfsa.kernels.short.tiles import LOG2E, product_layout
-from gfsa.kernels.sweep.copies import load_passes, load_tokens, store_passes
-from gfsa.kernels.sweep.order import (
-    DRAWN,
-    END,
-    FIRST_TILE,
-    HALF,
-    LATEST,
-    LOOKED_AT,
-    MASKED_UNTIL,
-    ROWS,
-    SPANS,
-    TOLD,
-    done_with,
-    following,
-    place_of,
-    slots_of,
-    take,
-    told,
-    told_place,
-)
+from gfsa.kernels import launching
+from gfsa.kernels import sweep as plan
+from gfsa.kernels.gluon_short import LOG2E, product_layout
+
+SPANS = gl.constexpr(launching.SPANS)
+# queries an item, and queries a warpgroup: the flags count by warpgroups
+ROWS = gl.constexpr(128)
+HALF = gl.constexpr(64)
+# flags that are looked at together; after the last head's flags are as many numbers, the first of
+# which counts the items that were drawn
+LOOKED_AT = gl.constexpr(32)
+
+# items that are drawn and not finished
+DRAWN = gl.constexpr(3)
+# what is told of a block with spans, after its item's number: what is planned for it, its sequence
+# and its head
+PLANNED = gl.constexpr(1)
+ORIGIN = gl.constexpr(1 + plan.ORIGIN.value)
+BLOCK = gl.constexpr(1 + plan.BLOCK.value)
+END = gl.constexpr(1 + plan.END.value)
+FIRST_TILE = gl.constexpr(1 + plan.FIRST_TILE.value)
+MASKED_UNTIL = gl.constexpr(1 + plan.MASKED_UNTIL.value)
+LATEST = gl.constexpr(1 + plan.LATEST.value)
+NUMBERS = gl.constexpr(plan.NUMBERS.value)
+SEQUENCE = gl.constexpr(1 + plan.NUMBERS.value)
+HEAD = gl.constexpr(2 + plan.NUMBERS.value)
+TOLD = gl.constexpr(3 + plan.NUMBERS.value)
+
+
+@gluon.jit
+def place(item, total, blocks, span):
+    """``(head of all sequences, block)``: ``span`` heads at a time, their low rows first.
+
+    Few heads at a time keep keys, values and U in the GPU's cache; many keep programs from waiting
+    for each other.
+    """
+    group = item // (span * blocks)
+    rest = item - group * span * blocks
+    size = gl.minimum(span, total - group * span)
+    block = rest // size
+    return group * span + rest - block * size, block
+
+
+@gluon.jit
+def slots_of(blocks, MASK: gl.constexpr):
+    """How many items a head has: its blocks or, with spans, the slots of its plan."""
+    return blocks + (1 if MASK == SPANS else 0)
+
+
+@gluon.jit
+def following(slot, phase, SLOTS: gl.constexpr):
+    """The next slot of a ring, and the phase of its barriers."""
+    slot = slot + 1
+    wraps = slot == SLOTS
+    return gl.where(wraps, 0, slot), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def draw(counter):
+    """The next item's number; for one warp."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.b32 $0, 0;
+        @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+        shfl.sync.idx.b32 $0, $0, 0, 31, -1;
+        }""", "=&r,l", [counter], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def wait_for_room(items, slot, phase):
+    _, _, empty = items
+    mbarrier.wait(empty.index(slot), phase)
+
+
+@gluon.jit
+def give(items, item, slot, phase):
+    """Tell the other warps of the program the item that was drawn."""
+    numbers, full, _ = items
+    wait_for_room(items, slot, phase)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    numbers.index(slot).store(gl.full([1], item, gl.int32, layout))
+    # one thread arrives, for all that have written
+    gl.thread_barrier()
+    mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def tell(items, slot, WHICH: gl.constexpr, number):
+    """A number beside the item that is given next, where there is room: :func:`wait_for_room`."""
+    numbers, _, _ = items
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    numbers.index(WHICH * DRAWN + slot).store(gl.full([1], number, gl.int32, layout))
+
+
+@gluon.jit
+def told(items, slot, WHICH: gl.constexpr):
+    """The number that :func:`tell` left beside the item that was taken."""
+    numbers, _, _ = items
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(numbers.index(WHICH * DRAWN + slot).load(layout), 0)
+
+
+@gluon.jit
+def told_place(items, slot, heads):
+    """``(head of all sequences, sequence, head, block, origin)`` of a block with spans."""
+    b = told(items, slot, SEQUENCE)
+    h = told(items, slot, HEAD)
+    return b * heads + h, b, h, told(items, slot, BLOCK), told(items, slot, ORIGIN)
+
+
+@gluon.jit
+def place_of(item, total, heads, blocks, span):
+    """As :func:`told_place` without spans."""
+    bh, block = place(item, total, blocks, span)
+    return bh, bh // heads, bh % heads, block, 0
+
+
+@gluon.jit
+def take(items, slot, phase):
+    """The item that was given; :func:`done_with` when it is finished."""
+    numbers, full, _ = items
+    mbarrier.wait(full.index(slot), phase)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(numbers.index(slot).load(layout), 0)
+
+
+@gluon.jit
+def done_with(items, slot):
+    """Leave the item's slot to the next one, after all that :func:`take` and :func:`told` read."""
+    _, _, empty = items
+    # One thread arrives on behalf of all warps of the partition, so all of them must have read the
+    # slot first. compute-sanitizer's racecheck reports a race between these reads and the next
+    # item's writes all the same, as it does for any kernel whose warps hand over by such barriers.
+    gl.thread_barrier()
+    mbarrier.arrive(empty.index(slot), count=1)
+
+
+@gluon.jit
+def first_missing(flags, known):
+    """The first half block from ``known`` on whose U is not there; earlier ones can be loaded.
+
+    At most LOOKED_AT are looked at. For one warp.
+    """
+    at = known + gl.arange(0, LOOKED_AT, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    flag = gl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [flags + at],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    first = gl.min(gl.where(flag == 0, at, known + LOOKED_AT), 0)
+    # the copy engine, which loads U, sees memory through a proxy of its own
+    return gl.inline_asm_elementwise(
+        "fence.acq_rel.gpu; fence.proxy.async; mov.b32 $0, $1;", "=r,r", [first],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def publish(flag):
+    """Set a flag after all that the copy engine was told to store is stored; for one warp."""
+    one = gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, $1;", "=r,r",
+        [gl.to_tensor(1)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    gl.thread_barrier()
+    gl.atomic_xchg(flag, one, sem="release")
+
+
+@gluon.jit
+def _load(tensor, b, h, row, barrier, room, slot, PARTS: gl.constexpr, D: gl.constexpr):
+    """PARTS times HALF tokens from ``row`` on."""
+    mbarrier.expect(barrier, PARTS * HALF * D * 2)
+    for part in gl.static_range(PARTS):
+        tma.async_copy_global_to_shared(
+            tensor, [b, h, row + part * HALF, 0], barrier, room.index(PARTS * slot + part)
+        )
+
+
+@gluon.jit
+def load_tokens(
+    q_in, k_in, v_in, queries, keys, values, items, counter, plan,
+    total, heads, group, blocks, span,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """Draw items, and load their queries and the keys and values that they see."""
+    ring = (0, 1, 1)
+    islot = 0
+    iphase = 1
+    item = 0
+    slots = slots_of(blocks, MASK)
+    while item < total * slots:
+        item = draw(counter)
+        if MASK == SPANS:
+            bh, slot = place(gl.minimum(item, total * slots - 1), total, slots, span)
+            blocks_of_slot = plan + (bh // heads * slots + slot) * 2 * NUMBERS
+            # a number that is too high is given once
+            for which in range(gl.where(item < total * slots, 0, 1), 2):
+                planned = blocks_of_slot + which * NUMBERS - PLANNED
+                if (gl.load(planned + END) > 0) | (item >= total * slots):
+                    wait_for_room(items, islot, iphase)
+                    for number in gl.static_range(PLANNED, PLANNED + NUMBERS):
+                        tell(items, islot, number, gl.load(planned + number))
+                    tell(items, islot, SEQUENCE, bh // heads)
+                    tell(items, islot, HEAD, bh % heads)
+                    give(items, item, islot, iphase)
+                    islot, iphase = following(islot, iphase, DRAWN)
+                    if item < total * slots:
+                        ring = _load_item(
+                            q_in, k_in, v_in, queries, keys, values, bh,
+                            gl.load(planned + ORIGIN), gl.load(planned + BLOCK),
+                            gl.load(planned + FIRST_TILE), heads, group, ring,
+                            PARTS, STAGES, D,
+                        )  # fmt: skip
+        else:
+            # a number that is too high ends the other warps' loops
+            give(items, item, islot, iphase)
+            islot, iphase = following(islot, iphase, DRAWN)
+            if item < total * slots:
+                bh, block = place(item, total, slots, span)
+                ring = _load_item(
+                    q_in, k_in, v_in, queries, keys, values, bh, 0, block, 0, heads, group,
+                    ring, PARTS, STAGES, D,
+                )  # fmt: skip
+
+
+@gluon.jit
+def _load_item(
+    q_in, k_in, v_in, queries, keys, values, bh, origin, block, begin, heads, group, ring,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Load what one item sees; ``ring`` are the next slot, its phase and that of the queries."""
+    qs, qfull, qempty = queries
+    ks, kfull, kempty = keys
+    vs, vfull, vempty = values
+    slot, phase, qphase = ring
+    b = bh // heads
+    h = bh % heads
+    mbarrier.wait(qempty.index(0), qphase)
+    _load(q_in, b, h, origin + block * ROWS, qfull.index(0), qs, 0, 1, D)
+    for tile in range(begin, (2 * block + 2) // PARTS):
+        row = origin + tile * PARTS * HALF
+        mbarrier.wait(kempty.index(slot), phase)
+        _load(k_in, b, h // group, row, kfull.index(slot), ks, slot, PARTS, D)
+        mbarrier.wait(vempty.index(slot), phase)
+        _load(v_in, b, h // group, row, vfull.index(slot), vs, slot, PARTS, D)
+        slot, phase = following(slot, phase, STAGES)
+        if tile == begin:
+            # late: the first warpgroup begins while the second one ends its last item
+            mbarrier.wait(qempty.index(1), qphase)
+            _load(q_in, b, h, origin + block * ROWS + HALF, qfull.index(1), qs, 1, 1, D)
+    return slot, phase, qphase ^ 1
+
+
+@gluon.jit
+def load_passes(
+    u_io, passes, vempty, flags, items, total, heads, blocks, span,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """Load the U of earlier blocks as soon as it is there, into slots beside the values."""
+    us, ufull = passes
+    slot = 0
+    phase = 1
+    islot = 0
+    iphase = 0
+    slots = slots_of(blocks, MASK)
+    item = take(items, islot, iphase)
+    while item < total * slots:
+        begin = 0
+        if MASK == SPANS:
+            bh, b, h, block, origin = told_place(items, islot, heads)
+            begin = told(items, islot, FIRST_TILE)
+        else:
+            bh, b, h, block, origin = place_of(item, total, heads, blocks, span)
+        missing = begin * PARTS
+        for tile in range(begin, (2 * block + 2) // PARTS):
+            mbarrier.wait(vempty.index(slot), phase)
+            if tile < 2 * block // PARTS:
+                while missing < (tile + 1) * PARTS:
+                    missing = first_missing(flags + (bh * 2 * blocks + origin // HALF), missing)
+                row = origin + tile * PARTS * HALF
+                _load(u_io, b, h, row, ufull.index(slot), us, slot, PARTS, D)
+            else:
+                # the warpgroups make it; the slot's phase goes on
+                mbarrier.arrive(ufull.index(slot), count=1)
+            slot, phase = following(slot, phase, STAGES)
+        done_with(items, islot)
+        islot, iphase = following(islot, iphase, DRAWN)
+        item = take(items, islot, iphase)
+
+
+@gluon.jit
+def store_passes(u_io, made, flags, items, total, heads, blocks, span, MASK: gl.constexpr):
+    """Store each half block's U, then set its flag.
+
+    With spans, a half block that is cut short is stored by its warpgroup; no other block needs it.
+    """
+    own, ready, free = made
+    phase = 0
+    islot = 0
+    iphase = 0
+    slots = slots_of(blocks, MASK)
+    item = take(items, islot, iphase)
+    while item < total * slots:
+        if MASK == SPANS:
+            bh, b, h, block, origin = told_place(items, islot, heads)
+            end = told(items, islot, END)
+        else:
+            bh, b, h, block, origin = place_of(item, total, heads, blocks, span)
+        for half in gl.static_range(2):
+            mbarrier.wait(ready.index(half), phase)
+            row = block * ROWS + half * HALF
+            flag = flags + (bh * 2 * blocks + (origin + row) // HALF)
+            if MASK == SPANS:
+                if row + HALF <= end:
+                    _store_half(u_io, own, flag, b, h, origin + row, half)
+            else:
+                _store_half(u_io, own, flag, b, h, row, half)
+            mbarrier.arrive(free.index(half), count=1)
+        phase = phase ^ 1
+        done_with(items, islot)
+        islot, iphase = following(islot, iphase, DRAWN)
+        item = take(items, islot, iphase)
+
+
+@gluon.jit
+def _store_half(u_io, own, flag, b, h, row, half: gl.constexpr):
+    tma.async_copy_shared_to_global(u_io, [b, h, row, 0], own.index(half))
+    publish(flag)
+
 
 # registers a thread: the two warpgroups that compute, the warps that copy
 COMPUTE_REGISTERS = gl.constexpr(240)
@@ -364,7 +685,7 @@ def filter_sweep(
 ):  # fmt: skip
     """``total`` heads of ``blocks`` blocks; ``flags``, and the counter after them, are zero.
 
-    MASK: none, or ``mask`` are spans, see :func:`gfsa.kernels.problem.are_spans`.
+    MASK: none, or ``mask`` are spans, see :func:`gfsa.kernels.launching.are_spans`.
     PARTS: 64 keys a tile or, with a head dim of 64, twice as many. STAGES: tiles of keys, values
     and U that are on the chip at a time.
     """

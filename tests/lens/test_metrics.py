@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.progress import Progress
 from torch import Tensor
 
 import gfsa
@@ -26,8 +26,9 @@ from gfsa.operators import (
     Operator,
     SDPAOperator,
 )
-from gfsa_experiments.demo.comparison import DemoSettings
-from gfsa_experiments.demo.run_demo import train_all
+from gfsa_experiments.runs.load_run import trained_task
+from gfsa_experiments.runs.run import carry_out
+from gfsa_experiments.runs.sweep import Request
 from support.attention import Dispatched, reference_filter, reference_map
 
 
@@ -168,12 +169,15 @@ def gains(layer: AttentionReading) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_plain_attention_smooths_with_depth_and_filters_do_so_less() -> None:
-    settings = DemoSettings("digits", seeds=1, jobs=1)
-    models = train_all(settings, Progress(disable=True)).models
-    images = settings.inputs()
+def test_plain_attention_smooths_with_depth_and_filters_do_so_less(tmp_path: Path) -> None:
+    settings = (("lr_multiplier", "10"), ("save_model", "true"), ("tensorboard", "false"))
+    models, images = {}, torch.empty(0)
+    for run in Request("digits", ("plain", "gfsa"), settings=settings).runs(out=tmp_path):
+        carry_out(run)
+        task = trained_task(run.folder, Path())
+        models[run.method], images = task.model, task.example()
     readings = diagnose(models, images, spectral_samples=len(images)).models
-    plain, filtered = readings["plain"], readings["GFSA K=3"]
+    plain, filtered = readings["plain"], readings["gfsa"]
     # (a) the response: near nothing at high frequencies, least of all in deep layers
     assert gains(plain.attention[-1])[0] < 0.2
     lifted = [gains(layer) for layer in filtered.attention]

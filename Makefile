@@ -72,7 +72,7 @@ docs: .venv-docs/.docs
 docs-serve: .venv-docs/.docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/mkdocs serve
 
-# the built site and a page of the lens in Chromium. Without a network: MERMAID=mermaid.min.js
+# the built site and a page of the lens in Chromium
 docs-browser: docs .venv/.dev
 	$(BIN)/pytest tests/docs/test_site_in_browser.py tests/lens/test_page.py
 

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 import gfsa
 from gfsa.cli import build
+from gfsa.environment import commit
 from gfsa.kernels.routes import Decision
 from gfsa_benchmarks import profiling, suites, timing
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, deterministic
@@ -289,7 +291,7 @@ def test_tables_show_what_a_filter_adds() -> None:
 
 def test_own_kernels_are_found_by_their_decorator() -> None:
     pytest.importorskip("triton")
-    import gfsa.kernels.operator  # noqa: F401
+    import gfsa.kernels.op  # noqa: F401
 
     found = profiling.own_kernels()
     assert {"attend", "combine", "grad_keys", "attend_once", "fold", "unfold", "add_parts"} <= found
@@ -370,3 +372,13 @@ def test_without_a_gpu_it_says_so():
     shown = bench("--device", "cuda", "--no-append")
     assert shown.exit_code == 2
     assert "no CUDA device" in shown.output
+
+
+def test_the_commit_of_a_row_is_named_or_that_of_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GFSA_COMMIT", "abc1234")
+    assert commit() == "abc1234"
+    monkeypatch.delenv("GFSA_COMMIT")
+    monkeypatch.setattr(gfsa, "__file__", str(tmp_path / "src" / "gfsa" / "__init__.py"))
+    assert commit() == ""

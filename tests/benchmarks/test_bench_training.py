@@ -5,7 +5,7 @@ import torch
 
 from gfsa_benchmarks import run_suite, training
 from gfsa_benchmarks.case import Setting, Shape
-from support.counting import Counting
+from support.measuring import Counting
 
 pytest.importorskip("transformers")
 

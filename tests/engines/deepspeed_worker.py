@@ -20,7 +20,7 @@ import torch.distributed as dist
 import transformers
 
 import gfsa
-from support.cost import time_ratio
+from support.measuring import time_ratio
 
 STEPS, BATCH, LENGTH = 4, 4, 16
 RATES = {"lr": 1e-3, "filter_lr": 1e-1}

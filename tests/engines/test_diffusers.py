@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import gfsa
-from support.cost import time_ratio
+from support.measuring import time_ratio
 
 diffusers.utils.logging.set_verbosity_error()
 

@@ -15,7 +15,7 @@ from litgpt import lora as litgpt_lora
 from torch import Tensor, nn
 
 import gfsa
-from support.cost import time_ratio
+from support.measuring import time_ratio
 
 LENGTH = 24
 TINY: dict[str, Any] = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engines import megatron_worker as worker
 from gfsa.engines.megatron import with_filters
-from support.cost import time_ratio
+from support.measuring import time_ratio
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 import gfsa
-from support.cost import time_ratio
+from support.measuring import time_ratio
 
 VOCABULARY = 128
 

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
 import gfsa
-from support.cost import time_ratio
+from support.measuring import time_ratio
 
 WORDS = 64
 HEADS = 4

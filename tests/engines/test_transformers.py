@@ -22,7 +22,7 @@ import transformers as hf
 
 import gfsa
 from support.batching import DECODERS, SECTORS, by_batching, by_generate, decoder, prompts
-from support.cost import time_ratio
+from support.measuring import time_ratio
 
 hf.logging.set_verbosity_error()
 logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)

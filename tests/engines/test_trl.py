@@ -24,7 +24,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import gfsa
-from support.cost import time_ratio
+from support.measuring import time_ratio
 
 VOCABULARY = 64
 LENGTHS = (5, 9, 3, 12, 7, 16, 4, 10)

@@ -23,7 +23,7 @@ from gfsa_experiments.runs.run_folder import read_row
 from gfsa_experiments.tasks.pretrain import packing, recipe
 from gfsa_experiments.tasks.pretrain.recipe import PretrainTask
 from support.interrupting import ends_as_if_never_interrupted
-from support.sizes import LargestTensor
+from support.measuring import LargestTensor
 from support.tiny_pretraining import SMALL, a_batch, a_run, built, write_corpus
 
 

@@ -12,7 +12,7 @@ from gfsa.operators import (
     Visibility,
     blocked,
 )
-from support.sizes import LargestTensor
+from support.measuring import LargestTensor
 
 B, H, N, D = 3, 4, 23, 8
 COEFFS = torch.tensor([0.3, 0.9, -0.4], dtype=torch.float64)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 import gfsa
 from gfsa.plugs.optim import give_rate, refuse_scheduler_from_config
-from support.training import learned, plugged, same
-from support.zoo import VOCABULARY
+from support.zoo import VOCABULARY, learned, plugged, same
 
 pytestmark = pytest.mark.usefixtures("accelerate_alone")
 

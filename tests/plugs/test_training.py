@@ -14,18 +14,18 @@ import transformers
 from torch import Tensor
 
 import gfsa
-from support.counting import Counting
-from support.random_filters import randomise
-from support.training import (
+from support.measuring import Counting
+from support.zoo import (
     MODELS,
+    VOCABULARY,
     batch_for,
     configuration,
     gradients,
     learned,
     plugged,
+    randomise,
     same,
 )
-from support.zoo import VOCABULARY
 
 
 class TestParameterGroups:

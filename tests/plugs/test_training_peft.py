@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa.plugs import FilterNotCalledError
-from support.training import (
+from support.zoo import (
     batch_for,
     gradients,
     learned,

@@ -15,8 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import gfsa
-from support.random_filters import randomise
-from support.zoo import LENGTH, VOCABULARY, ZOO, Case
+from support.zoo import LENGTH, VOCABULARY, ZOO, Case, randomise
 
 transformers.logging.set_verbosity_error()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import gfsa
 from gfsa.operators import AttentionOperator, attention, blocked
-from support.sizes import LargestTensor
+from support.measuring import LargestTensor
 
 transformers = pytest.importorskip("transformers")
 

@@ -23,7 +23,7 @@ import gfsa
 from gfsa.adapters.transformers.refusals import OTHER_TOKENS, QUERY_AND_KEY
 from gfsa.plugs.checks.proof import REASON
 from gfsa.plugs.registry import OLDEST_TRANSFORMERS
-from support.random_filters import randomise
+from support.zoo import randomise
 
 hf.logging.set_verbosity_error()
 

@@ -12,7 +12,7 @@ import gfsa
 from gfsa.adapters.transformers import adapter as plugged_transformers
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.operators import AttentionOperator
-from support.counting import Counting
+from support.measuring import Counting
 from support.subjects import DIM, HEADS, SUBJECTS, Matrix, first
 
 SIZES = [(2, 6), (3, 9), (5, 13), (4, 20), (7, 31)]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import gfsa
-from support.random_filters import randomise
 from support.subjects import SUBJECTS, Matrix, first
+from support.zoo import randomise
 
 WORKER = Path(__file__).parent / "workers" / "exported.py"
 WHOLE = ["op", "BERT", "GPT-2", "ViT"]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import gfsa
 from gfsa.operators import blocked
-from support.random_filters import randomise
-from support.sizes import LargestTensor
+from support.measuring import LargestTensor
+from support.zoo import randomise
 
 HEADS = 2
 COEFFS = (0.3, 0.9, -0.4)

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gfsa
-from support.random_filters import randomise
 from support.subjects import DIM, HEADS, Matrix
-from support.zoo import VOCABULARY, ZOO
+from support.zoo import VOCABULARY, ZOO, randomise
 
 LENGTHS = (5, 3, 7)
 

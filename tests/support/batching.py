@@ -10,7 +10,7 @@ import transformers as hf
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 import gfsa
-from support.random_filters import randomise
+from support.zoo import randomise
 
 # since transformers 5.19 the paged cache is one tensor of sectors
 SECTORS = hasattr(PagedAttentionCache, "perform_cache_copy")

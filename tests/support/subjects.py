@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gfsa
-from support.random_filters import randomise
-from support.zoo import VOCABULARY, ZOO
+from support.zoo import VOCABULARY, ZOO, randomise
 
 HEADS, DIM = 4, 8
 Batch = dict[str, Tensor]

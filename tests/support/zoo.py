@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 import transformers as hf
 from torch import Tensor, nn
+
+import gfsa
 
 VOCABULARY = 61
 LENGTH = 10
@@ -119,6 +123,12 @@ _BART = {
     "decoder_start_token_id": 1,
     "forced_eos_token_id": None,
 }
+
+
+def _mel() -> dict[str, Tensor]:
+    features = torch.randn(2, 8, 20, generator=_generator())
+    decoder = torch.randint(3, VOCABULARY, (2, 7), generator=_generator())
+    return {"input_features": features, "decoder_input_ids": decoder}
 
 
 ZOO: dict[str, Case] = {
@@ -233,4 +243,94 @@ ZOO: dict[str, Case] = {
         # transformers since 5.18 refuses sdpa, which leaves the cap of the scores out
         implementations=("sdpa", "eager") if hf.Gemma2Model._supports_sdpa else ("eager",),
     ),
+    "modernbert": Case(
+        _made(
+            "ModernBertForMaskedLM",
+            "ModernBertConfig",
+            **_TEXT,
+            global_attn_every_n_layers=2,
+            # wide enough that no row sees padding alone: in float64 that is NaN in the model itself
+            local_attention=8,
+        ),
+        text,
+        2,
+        padded=True,
+        single=True,
+    ),
+    "whisper": Case(
+        _made(
+            "WhisperForConditionalGeneration",
+            "WhisperConfig",
+            **{k: v for k, v in _BART.items() if k != "max_position_embeddings"},
+            num_mel_bins=8,
+            max_source_positions=10,
+            max_target_positions=32,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+        ),
+        _mel,
+        4,
+        skipped=2,
+    ),
 }
+
+
+def randomise(model: nn.Module, scale: float = 0.3) -> None:
+    """Give every filter in ``model`` that learns a random θ."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, gfsa.GraphFilter) and module.theta is not None:
+                theta = torch.randn(module.theta.shape, generator=generator)
+                module.theta.copy_(theta * scale)
+
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+MODELS = ("bert", "gpt2", "vit", "llama")
+_ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout")
+_OTHER_DROPOUT = ("hidden_dropout_prob", "resid_pdrop", "embd_pdrop")
+
+
+def configuration(name: str) -> Any:
+    return copy.deepcopy(ZOO[name].model("sdpa").config)
+
+
+def plugged(
+    name: str,
+    dropout: float | None = None,
+    implementation: str = "sdpa",
+    layers: int = 2,
+) -> Any:
+    """A tiny float32 model with filters that do something, in evaluation mode."""
+    torch.manual_seed(0)
+    config = configuration(name)
+    for option in _ATTENTION_DROPOUT + _OTHER_DROPOUT:
+        if dropout is not None and hasattr(config, option):
+            setattr(config, option, dropout)
+    config.num_hidden_layers = layers
+    config._attn_implementation = implementation
+    model = type(ZOO[name].model(implementation))(config).eval()
+    assert model.config._attn_implementation == implementation
+    gfsa.plug(model, K=3)
+    randomise(model)
+    return model
+
+
+def batch_for(name: str) -> dict[str, Tensor]:
+    return ZOO[name].inputs()
+
+
+def learned(model: nn.Module) -> dict[str, Tensor]:
+    return {name: f.theta.detach().clone() for name, f in gfsa.filters_of(model).items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def gradients(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    model(**batch)[0].square().mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

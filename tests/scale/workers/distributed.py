@@ -41,9 +41,8 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 import gfsa
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.plugs.tensor_parallel import ShardHeads
-from support.random_filters import randomise
 from support.subjects import HEADS, SUBJECTS, TERMS, Op, filters_of, first
-from support.zoo import VOCABULARY, ZOO
+from support.zoo import VOCABULARY, ZOO, randomise
 
 KEY_HEADS = 2
 """Heads of Llama's keys: a head cannot be split."""

@@ -12,10 +12,10 @@ from torch import nn
 
 from gfsa.filters import GraphFilter
 from gfsa.filters.depth import FirstValues
-from gfsa.plugs.adapter import CHILD, has_bound_forward
+from gfsa.plugs.adapter import ADAPTER, CHILD, CLASS, has_bound_forward
 from gfsa.plugs.checks.called import stop_checking, stop_watching_training, watch_forwards
 from gfsa.plugs.checks.proof import forget_tokens
-from gfsa.plugs.sites import ADAPTER, Site, plugged_sites
+from gfsa.plugs.sites import Site, plugged_sites
 from gfsa.plugs.transaction import all_or_nothing
 
 
@@ -149,7 +149,7 @@ def _refuse_replaced_forward(plugged: Iterable[Site]) -> None:
     for site in plugged:
         module = site.module
         # only plugging that gives the module another class gives it another forward
-        if "_gfsa_class" not in module.__dict__ or has_bound_forward(module):
+        if CLASS not in module.__dict__ or has_bound_forward(module):
             continue
         own = module.__dict__.get("forward")
         if own is not None and _calls(own, type(module).forward):
@@ -166,7 +166,7 @@ def _refuse_parametrised(plugged: Iterable[Site]) -> None:
         module = site.module
         tensors = getattr(module, "parametrizations", {})
         # each parametrised tensor is a property of the class that is on top
-        if "_gfsa_class" in module.__dict__ and any(name in vars(type(module)) for name in tensors):
+        if CLASS in module.__dict__ and any(name in vars(type(module)) for name in tensors):
             raise ValueError(
                 f"{site.name} was parametrised after it was plugged, which changed its class. Call "
                 "torch.nn.utils.parametrize.remove_parametrizations on it first, then "
@@ -182,7 +182,7 @@ def _calls(wrapper: Any, forward: Any) -> bool:
 def notify_adapters(model: nn.Module, changed: Iterable[Site]) -> None:
     """Tell the adapters of these sites that the filters of ``model`` have changed."""
     for adapter in {site.adapter for site in changed}:
-        adapter.mark(model)
+        adapter.on_filters_changed(model)
 
 
 def dtype_for(module: nn.Module) -> torch.dtype | None:

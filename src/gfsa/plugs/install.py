@@ -65,6 +65,14 @@ def connect_depth(model: nn.Module) -> None:
     by_name = {name: site.filter for name, site in plugged_sites(model).items()}
     if not any(filter.has_depth for filter in by_name.values()):
         return
+    for config in (getattr(module, "config", None) for module in model.modules()):
+        groups = getattr(config, "num_hidden_groups", None)
+        if groups is not None and groups < config.num_hidden_layers:
+            raise ValueError(
+                f"the depth term needs layers that run once, but {type(config).__name__} has "
+                f"{groups} groups of layers for {config.num_hidden_layers} depths: plug without "
+                "depth=True"
+            )
     for names in stacks_of(by_name).values():
         filters = [by_name[name] for name in names]
         known = (f for f in filters if f.first_values is not None and not f.has_depth)
@@ -79,22 +87,25 @@ def connect_depth(model: nn.Module) -> None:
         if readers:
             values = first.first_values or FirstValues()
             if first.first_values is None:
-                _around(model, names).register_forward_pre_hook(values)
+                for module in _around(model, names):
+                    module.register_forward_pre_hook(values)
+                    module.register_forward_hook(values, always_call=True)
             for place, filter in enumerate((first, *readers)):
                 filter.first_values, filter.place = values, place
-                filter.reads_last = filter is readers[-1]
 
 
-def _around(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """The innermost module with a forward that contains these layers."""
+def _around(model: nn.Module, names: Sequence[str]) -> Iterator[nn.Module]:
+    """The modules with a forward that contain these layers.
+
+    Not the innermost alone: timm checkpoints the blocks of a Sequential one by one.
+    """
     path = names[0]
     while path:
         path = path.rpartition(".")[0]
         module = model.get_submodule(path)
-        contains = all(name.startswith(f"{path}.") for name in names)
+        contains = not path or all(name.startswith(f"{path}.") for name in names)
         if contains and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            return module
-    return model
+            yield module
 
 
 def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:
@@ -106,9 +117,10 @@ def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:
         for module in model.modules():
             if not any(isinstance(inner, GraphFilter) for inner in module.modules()):
                 stop_watching_training(module)
-                hooks = module._forward_pre_hooks
-                for key in [key for key, hook in hooks.items() if isinstance(hook, FirstValues)]:
-                    del hooks[key]
+                for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                    for key in [k for k, hook in hooks.items() if isinstance(hook, FirstValues)]:
+                        del hooks[key]
+                        module._forward_hooks_always_called.pop(key, None)
         notify_adapters(model, plugged)
 
 

@@ -61,7 +61,8 @@ class Case:
 
     def batch(self) -> dict[str, Tensor]:
         return {
-            name: x.to(self.dtype) if x.is_floating_point() else x for name, x in self.inputs().items()
+            name: x.to(self.dtype) if x.is_floating_point() else x
+            for name, x in self.inputs().items()
         }
 
     def tolerance(self, implementation: str) -> float:

@@ -76,22 +76,21 @@ FRAMEWORK_MODULES = {
     "gfsa.adapters.timm": {"timm"},
     "gfsa.adapters.torchvision": {"torchvision"},
     "gfsa.adapters.transformers.adapter": {"transformers"},
-    "gfsa.adapters.transformers.cache": {"transformers"},
-    "gfsa.adapters.transformers.companions": {"transformers"},
     "gfsa.adapters.transformers.mask_hooks": {"transformers"},
     "gfsa.adapters.transformers.masks": {"transformers"},
-    "gfsa.adapters.transformers.one_launch": {"transformers"},
     "gfsa.adapters.transformers.functions": {"transformers"},
+    "gfsa.adapters.transformers.past": {"transformers"},
     "gfsa.adapters.transformers.serving": {"transformers", "typer"},
     "gfsa.titan": {"torchtitan"},
 }
 
-# imports a module by its name because the name is an argument of the user, a public
-# name (gfsa) or a command (gfsa.cli)
+# imports a module by its name because the name is an argument of the user, a public name (gfsa),
+# a command (gfsa.cli) or the adapter of a library (gfsa.plugs.registry)
 BY_NAME = {
     "gfsa",
     "gfsa.cli",
     "gfsa.lens.sources",
+    "gfsa.plugs.registry",
     "gfsa_experiments.tasks",
     "gfsa_experiments.tasks.graph.own",
 }

@@ -466,7 +466,7 @@ class TestEverywhere:
             def forward(self, operator: gfsa.operators.Operator, v: Tensor) -> Tensor:
                 return operator.apply(v)
 
-        with pytest.raises(ValueError, match="no polynomial"):
+        with pytest.raises(ValueError, match="not a polynomial"):
             gfsa.plug(stack(), filter=lambda h: Other(h, torch.tensor([0.0, 1.0])), depth=True)
 
     def test_forward_after_one_that_failed(self) -> None:

@@ -13,7 +13,6 @@ from torch import nn
 
 import gfsa
 from gfsa import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
-from gfsa.filters.sharding import heads_of_process, keep_heads
 from gfsa.filters.spec import read_description
 from gfsa.operators import AttentionOperator, DenseOperator
 from support.attention import Dispatched
@@ -530,9 +529,9 @@ def test_a_process_computes_the_coefficients_of_its_own_heads(make) -> None:
     """Three heads over three processes, as Megatron has θ: a plain tensor of the own rows."""
     whole = make()
     for rank in range(3):
-        own = heads_of_process(3, 3, rank)
         part = shift(make())
-        keep_heads(part, own, theta_is_cut=True)
+        own = part.keep_heads(rank, 3, theta_is_cut=True)
+        assert own == slice(rank, rank + 1)
         if part.theta is not None:
             part.theta = nn.Parameter(part.theta.detach()[own].clone())
         assert torch.equal(part.coefficients(), shift(make()).coefficients()[own])

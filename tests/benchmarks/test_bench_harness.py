@@ -291,7 +291,7 @@ def test_tables_show_what_a_filter_adds() -> None:
 
 def test_own_kernels_are_found_by_their_decorator() -> None:
     pytest.importorskip("triton")
-    import gfsa.kernels.operator  # noqa: F401
+    import gfsa.kernels.op  # noqa: F401
 
     found = profiling.own_kernels()
     assert {"attend", "combine", "grad_keys", "attend_once", "fold", "unfold", "add_parts"} <= found

@@ -13,7 +13,7 @@ from timm.data import Mixup
 import gfsa
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.run import Run, carry_out
-from gfsa_experiments.tasks.image import cifar
+from gfsa_experiments.tasks.image import data as cifar
 from gfsa_experiments.tasks.image import recipe as image_recipe
 from gfsa_experiments.tasks.image.augment import (
     Normalise,
@@ -23,8 +23,8 @@ from gfsa_experiments.tasks.image.augment import (
     crop_and_flip,
     erase_boxes,
 )
-from gfsa_experiments.tasks.image.recipe import MODELS, ImageConfig, ImageTask, build
-from support.tiny_images import write_cifar10, write_cifar100, write_folder
+from gfsa_experiments.tasks.image.recipe import ImageConfig, ImageTask, build
+from support.tiny_images import write_cifar10
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
 
@@ -43,7 +43,7 @@ SMALL = ImageConfig(
 
 @pytest.fixture(autouse=True)
 def _read_anew(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    cifar._read.cache_clear()
+    cifar.read_cifar.cache_clear()
     monkeypatch.setenv("GFSA_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
@@ -171,12 +171,6 @@ def test_timms_transforms_on_small_images_depend_on_seed_epoch_and_index(data: P
     assert torch.allclose(valid[2][0], expected, atol=1e-5)
 
 
-def test_cifar100_has_top5(tmp_path: Path) -> None:
-    write_cifar100(tmp_path / "data")
-    row = carry_out(run(tmp_path / "data", dataset="cifar100", max_steps=1))
-    assert "top5=" in row.others
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -191,17 +185,6 @@ def test_cifar100_has_top5(tmp_path: Path) -> None:
 def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **settings).check()
-
-
-def test_another_model_of_timms_trains_at_its_own_size(tmp_path: Path) -> None:
-    write_folder(tmp_path / "data", {"train": 8, "val": 2})
-    settings = {"dataset": "folder", "model": "test_vit", "depth": 0, "patch_size": 0}
-    task = made(tmp_path / "data", **settings)
-    assert a_batch(task)["images"].shape == (8, 3, 160, 160)
-    assert carry_out(run(tmp_path / "data", "gfsa", **settings)).steps == 3
-    for model in MODELS:
-        assert ImageConfig(model=model).size == 224
-        assert ImageConfig(model=model, dataset="cifar10").size == 32
 
 
 def test_what_timm_cannot_make_is_told_with_our_settings(data: Path) -> None:

@@ -14,7 +14,7 @@ import gfsa
 from gfsa.operators import LinearOperator
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.run import Run, carry_out
-from gfsa_experiments.tasks.image import cifar
+from gfsa_experiments.tasks.image import data as cifar
 from gfsa_experiments.tasks.lra import recipe as lra
 from gfsa_experiments.tasks.lra.listops import write_listops
 from gfsa_experiments.tasks.lra.listops_files import read_listops
@@ -47,7 +47,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GFSA_CACHE", raising=False)
-    for cache in (cifar._read, read_listops, lra._images):
+    for cache in (cifar.read_cifar, read_listops, lra._images):
         cache.cache_clear()
 
 

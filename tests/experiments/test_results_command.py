@@ -3,16 +3,13 @@
 import csv
 import re
 import shutil
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from gfsa import cli
 from gfsa_experiments.results.figures import draw, marks
-from gfsa_experiments.results.pages import Bullets, Commands, Grid, Heading, Text, show
 from gfsa_experiments.results.tables import latest, make_tables
 from gfsa_experiments.runs.row import append_rows
 from support.result_rows import row, rows
@@ -75,9 +72,24 @@ def test_markdown(folder):
     assert "| graph: zinc gps, mae ↓ | plain |" in text
     # a higher error speaks against the method
     assert cells(text, "", "gfsa", "3")[5] == "suggestive (against)"
+    # a folder without families answers in words
+    assert "- cola minilm: gfsa K=4 is better than plain: +1.1 (+0.8 … +1.3) matthews" in text
+    assert "zinc gps: gfsa is worse than plain" in text
     # 3·0.0005 and 2·0.0003 are below 0.05
+    text = text_of(folder, "--show", "domains")
     assert "Of 3 exploratory comparisons with plain 2 exclude 0" in text
     assert "Holm's correction over all of them leaves 2." in text
+
+
+def test_constant_answers_are_noticed(tmp_path):
+    append_rows(tmp_path / "glue.csv", rows("plain", [50.0, 50.0]) + rows("gfsa", [50.0, 50.0]))
+    assert "every run has matthews 50: the models may predict one" in text_of(tmp_path)
+
+
+def test_two_lines_of_a_task_are_compared(folder):
+    text = text_of(folder, "--contrast", "gfsa K=4 - contranorm")
+    # differences 0.5, 1.6, 0.4, 1.6
+    assert cells(text, "gfsa K=4", "contranorm")[3:5] == ["4", "+1.03 (−0.03 … +2.08)"]
 
 
 A, B = "9+1+2 aaaaaaaa", "9+1+2 bbbbbbbb"
@@ -87,12 +99,13 @@ def test_the_first_page_chooses_no_best_of_several(folder):
     """Of several options the one with the usual rate counts, whatever its outcome; else none."""
     made = rows("gfsa", [30.0, 31.0, 32.5, 33.0], options="K=9")
     append_rows(folder / "glue.csv", made)
-    assert "| GLUE, fine-tuned |" not in text_of(folder)
+    shown = "--show", "domains"
+    assert "| GLUE, fine-tuned |" not in text_of(folder, *shown)
     append_rows(
         folder / "glue.csv", rows("gfsa", [40.0, 41.0, 42.0, 42.0], options="filter_lr=0.01")
     )
     # differences 0, 0, 0, −1 of an error of 58.5
-    assert cells(text_of(folder), "GLUE, fine-tuned")[3].startswith("−0.4 % (")
+    assert cells(text_of(folder, *shown), "GLUE, fine-tuned")[3].startswith("−0.4 % (")
 
 
 def test_filters(folder):
@@ -118,15 +131,13 @@ def test_filters(folder):
         (("--write", "--task", "zinc"), "--write makes whole pages"),
         (("--family", "nope"), "there is no family 'nope'; there are none"),
         (("--plan", "x.txt"), "--plan writes the runs of a family; name it by --family"),
-        (("--contrast", "gfsa"), "--contrast takes 'A - B', two lines of a table or of a family"),
+        (("--contrast", "gfsa"), "--contrast takes 'A - B', two lines of a table"),
         (("--contrast", "gfsa - plain", "--method", "gfsa"), "leave out --method"),
-        (("--contrast", "gfsa - plain", "--recipe", "image"), "no task has both lines"),
-        (("--show", "all"), "--show takes verdicts, domains, costs, tables, tuning, forest"),
-        (("--family", "nope", "--contrast", "gfsa - plain"), "there is no family 'nope'"),
+        (("--show", "all"), "--show takes verdicts, domains, costs, tables, tuning, forest, got"),
         (("--family", "nope", "--recipe", "glue"), "leave out --recipe, --task and --method"),
         (("--contrast", "gfsa - nope"), "no task has both lines of 'gfsa - nope'"),
         (("--plot", "x.jpeg2"), "cannot write .jpeg2; known extensions: "),
-        (("--dir", "/nowhere"), "there is no folder /nowhere"),
+        (("--dir", "/nowhere"), "/nowhere has no rows of runs (it has no CSV file)"),
         (("--csv", str(HERE)), f"{HERE} is a folder; name a file in it"),
         (("--csv", f"{__file__}/lines.csv"), f"{__file__} is a file, not a folder"),
         (("--plot", f"{__file__}/figure.svg"), f"{__file__} is a file, not a folder"),
@@ -238,32 +249,6 @@ def test_damaged_rows_are_an_error_not_a_table(folder):
     assert done.exit_code == 1
     assert re.search(r"glue\.csv, line 14: expected \d+ columns, got 2", done.stderr)
     assert done.stdout == ""
-
-
-BLOCKS = [
-    Heading("Title"),
-    Text("Some **bold** words."),
-    Grid(
-        [
-            {"method": "a|b", "score": "1.0", "time": "–"},
-            {"method": "[red]c", "score": "2.0", "time": "–"},
-        ],
-        ("method",),
-    ),
-    Bullets(["*one*"]),
-    Commands(["gfsa train x"]),
-]
-
-
-def test_blocks_in_a_terminal():
-    console = Console(width=80, record=True, file=StringIO())
-    show(BLOCKS, console)
-    text = console.export_text()
-    assert "Some bold words." in text
-    assert "• one" in text
-    # taken as they are, without markup; empty columns are left out
-    assert "[red]c" in text
-    assert "time" not in text
 
 
 def test_the_pages_of_this_repository_are_those_of_its_rows(tmp_path):

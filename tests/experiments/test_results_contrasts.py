@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pandas as pd
 import pytest
 from scipy.stats import ttest_ind, ttest_rel
 
-from gfsa_experiments.results.pages import Grid
-from gfsa_experiments.results.report import contrast_blocks
 from gfsa_experiments.results.statistics import Interval, contrast, mean_of_groups, pooled_reduction
-from gfsa_experiments.results.tables import latest, make_tables
+from gfsa_experiments.results.tables import latest
 from gfsa_experiments.runs.row import Row
 from support.result_rows import row, rows
 
@@ -35,7 +32,7 @@ def test_two_filters_are_compared_as_scipy_does() -> None:
     # differences 1, 0.5, 2.5 of an error of 100 − 51.1667
     assert found.reduction.mean == pytest.approx(100 * (4 / 3) / (100 - 153.5 / 3))
     assert found.reductions == pytest.approx([100 * d / (100 - 153.5 / 3) for d in (1, 0.5, 2.5)])
-    assert found.reduction.excludes_zero == found.test.interval.excludes_zero
+    assert found.reduction.excludes_zero == found.test.excludes_zero
 
 
 def test_a_lower_error_is_a_positive_reduction() -> None:
@@ -116,56 +113,3 @@ def test_one_task_alone_keeps_its_own_interval() -> None:
     assert found is not None
     assert pooled_reduction([found]) == found.reduction
     assert pooled_reduction([]) is None
-
-
-MADE = [
-    *rows("plain", DEGREE_1),
-    *rows("degree1", DEGREE_1, options="filter_lr=0.01"),
-    *rows("gfsa", GFSA, options="filter_lr=0.01"),
-    *rows("gfsa", [1.0, 2.0, 3.5], options="K=2 filter_lr=0.01"),
-    *rows("plain", [40.0, 41.0, 42.5], settings="epochs=6 lr=1"),
-    *rows("plain", [10.0, 11.0, 12.5], settings="lr=1"),
-]
-
-
-def pairs(recorded: list[Row], *texts: str) -> list[dict[str, str]]:
-    """The rows of the table that ``--contrast`` prints."""
-    _, grid = contrast_blocks(make_tables(latest(recorded)), [], texts)
-    assert isinstance(grid, Grid)
-    return [dict(row) for row in grid.rows]
-
-
-def test_lines_with_settings_of_their_own_are_compared_too() -> None:
-    """Equal time: a plain model that trains for longer has other settings."""
-    # of two lines that have the word, the one with fewer other settings
-    longer, fewer, plain = pairs(
-        MADE,
-        "gfsa filter_lr=0.01 - plain epochs=6",
-        "gfsa filter_lr=0.01 - plain lr=1",
-        "gfsa filter_lr=0.01 - plain",
-    )
-    assert longer["difference"].startswith("+11.33 (")
-    assert fewer["difference"].startswith("+41.33 (")
-    assert [line["b"] for line in (longer, plain)] == ["plain epochs=6", "plain"]
-
-
-def test_lines_with_settings_of_their_own_are_on_the_same_data() -> None:
-    """Each table has rows on one set of data alone, so that neither names it."""
-    recorded = [
-        *rows("gfsa", GFSA, data="1+1+1 a"),
-        *rows("plain", DEGREE_1, settings="epochs=6", data="1+1+1 b"),
-    ]
-    with pytest.raises(ValueError, match=r"not compared: gfsa on 1\+1\+1 a; plain on 1\+1\+1 b"):
-        pairs(recorded, "gfsa - plain epochs=6")
-    # rows of earlier versions do not note their data
-    recorded = [dataclasses.replace(row, data=row.data.replace("1+1+1 b", "")) for row in recorded]
-    assert len(pairs(recorded, "gfsa - plain epochs=6")) == 1
-
-
-def test_a_name_that_two_lines_have_is_refused() -> None:
-    recorded = [*MADE, *rows("plain", [1.0, 2.0, 3.0], settings="lr=1 clip=2")]
-    with pytest.raises(ValueError, match=r"no task has both lines.*; there are plain, degree1"):
-        pairs(recorded, "gfsa filter_lr=0.5 - plain clip=2")
-    recorded += rows("plain", [1.0, 2.0, 3.0], settings="epochs=6 clip=2")
-    with pytest.raises(ValueError, match="'plain clip=2' is more than one line; name more"):
-        pairs(recorded, "degree1 - plain clip=2")

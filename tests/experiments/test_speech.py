@@ -18,7 +18,6 @@ from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.tasks.speech.augment import masks, warp_time
 from gfsa_experiments.tasks.speech.config import SpeechConfig
-from gfsa_experiments.tasks.speech.ctc import ctc_loss
 from gfsa_experiments.tasks.speech.decode import best_path, prefix_search
 from gfsa_experiments.tasks.speech.models import TorchRecogniser, subsampled
 from gfsa_experiments.tasks.speech.recipe import SpeechTask, build
@@ -65,36 +64,6 @@ def run(folder: Path, out: Path, method: str = "plain", **settings: Any) -> Row:
             device="cpu",
         )
     )
-
-
-def test_ctc_is_torchs() -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=generator)
-
-    impossible = empty = 0
-    for _ in range(25):
-        T, L, V = int(draw(2, 30)), int(draw(1, 8)), 5
-        logits = (5 * torch.randn(4, T, V, generator=generator)).requires_grad_()
-        targets, frames, lengths = draw(1, V, 4, L), draw(1, T + 1, 4), draw(0, L + 1, 4)
-        weights = torch.rand(4, generator=generator)
-        log_probs = logits.log_softmax(-1)
-        ours = ctc_loss(log_probs, targets, frames, lengths)
-        theirs = F.ctc_loss(
-            log_probs.transpose(0, 1), targets, frames, lengths,
-            reduction="none", zero_infinity=True,
-        )  # fmt: skip
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-        gradients = [
-            torch.autograd.grad((x * weights).sum(), logits, retain_graph=True)[0]
-            for x in (ours, theirs)
-        ]
-        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
-        impossible += int((theirs == 0).sum())
-        empty += int((lengths == 0).sum())
-    assert impossible > 0
-    assert empty > 0
 
 
 def test_prefix_search_finds_the_likeliest_text_by_counting_all_paths() -> None:

@@ -20,8 +20,8 @@ from torch._inductor import compile_fx  # noqa: E402
 from torch._inductor.graph import GraphLowering  # noqa: E402
 
 import gfsa  # noqa: E402
-from gfsa.adapters.transformers import one_launch  # noqa: E402
 from gfsa.kernels import decode as kernels  # noqa: E402
+from gfsa.operators import past as cached  # noqa: E402
 
 # with fewer, symbols may happen to be named by those that are defined
 LAYERS, WINDOW, PROMPT, TOKENS = 4, 4, 2, 8
@@ -108,7 +108,7 @@ def test_the_code_of_a_token_defines_what_it_uses(
 ) -> None:
     model = mistral(window, degree)
     if way == "kernel":
-        monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
+        monkeypatch.setattr(cached, "refusal_of_decoding", lambda *_: None)
         # what is written is looked at, and not computed
         monkeypatch.setattr(kernels, "_run", lambda q, *_, **__: torch.zeros_like(q))
     made: Any = (

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gfsa_experiments.tasks.graph.data_sets import ATOMS, BONDS
 from gfsa_experiments.tasks.graph.graphs import GraphSet
-from gfsa_experiments.tasks.graph.readers import ATOMS, BONDS
 from support.graphs import molecule
 
 Arrays = dict[str, np.ndarray]

@@ -17,6 +17,15 @@ class HubPart(dict[str, list[Any]]):
     def column_names(self) -> list[str]:
         return list(self)
 
+    @property
+    def features(self) -> dict[str, Any]:
+        return dict.fromkeys(self)
+
+    def to_pandas(self) -> Any:
+        import pandas as pd
+
+        return pd.DataFrame(dict(self))
+
 
 def fake_hub(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> list[tuple[str, ...]]:
     """``load`` in the place of ``load_dataset``; gives a list of what it will be asked for."""

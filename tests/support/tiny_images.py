@@ -17,48 +17,20 @@ def pictures(count: int, num_classes: int, seed: int = 0) -> tuple[np.ndarray, n
     return pixels.clip(0, 255).astype(np.uint8), labels.astype(np.uint8)
 
 
-def write_cifar10(folder: Path, per_file: int = 8, test: int = 10) -> np.ndarray:
-    """The six official binary files; returns the training pixels in their order."""
-    folder.mkdir(parents=True, exist_ok=True)
-    every = []
-    for number in range(1, 6):
-        pixels, labels = pictures(per_file, 10, seed=number)
-        _binary(folder / f"data_batch_{number}.bin", [labels], pixels)
-        every.append(pixels)
-    pixels, labels = pictures(test, 10, seed=6)
-    _binary(folder / "test_batch.bin", [labels], pixels)
-    return np.concatenate(every)
+def write_cifar10(folder: Path, per_file: int = 8, test: int = 10) -> None:
+    """Five times ``per_file`` images to train on."""
+    write_jpegs(folder / "cifar10_jpeg.npz", 5 * per_file, test)
 
 
-def write_cifar100(folder: Path, train: int = 200, test: int = 100) -> None:
-    """The two official binary files: a coarse label, a fine one, pixels."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, count in (("train", train), ("test", test)):
-        pixels, labels = pictures(count, 100, seed=count)
-        _binary(folder / f"{name}.bin", [labels // 5, labels], pixels)
-
-
-def _binary(path: Path, labels: list[np.ndarray], pixels: np.ndarray) -> None:
-    planes = pixels.transpose(0, 3, 1, 2).reshape(len(pixels), -1)
-    columns = [one[:, None] for one in labels]
-    np.concatenate([*columns, planes], axis=1).astype(np.uint8).tofile(path)
-
-
-def write_jpegs(
-    path: Path,
-    train: int = 40,
-    test: int = 10,
-    broken: tuple[int, ...] = (),
-    wrong_labels: tuple[int, ...] = (),
-) -> None:
-    """JPEG scans end to end, one header for all; some training images may be spoilt."""
+def write_jpegs(path: Path, train: int = 40, test: int = 10) -> None:
+    """JPEG scans end to end, one header for all."""
     from PIL import Image
 
     arrays: dict[str, np.ndarray] = {}
     for part, count in (("train", train), ("test", test)):
         pixels, labels = pictures(count, 10, seed=count)
         scans = []
-        for i, image in enumerate(pixels):
+        for image in pixels:
             file = io.BytesIO()
             Image.fromarray(image).save(file, "JPEG", quality=75)
             whole = file.getvalue()
@@ -66,10 +38,7 @@ def write_jpegs(
             start = whole.index(b"\xff\xda")
             start += 2 + int.from_bytes(whole[start + 2 : start + 4], "big")
             arrays["header"] = np.frombuffer(whole[:start], np.uint8)
-            spoilt = part == "train" and i in broken
-            scans.append(b"" if spoilt else whole[start:-2])
-        if part == "train":
-            labels[list(wrong_labels)] = 77
+            scans.append(whole[start:-2])
         arrays[f"data_{part}"] = np.frombuffer(b"".join(scans), np.uint8)
         arrays[f"offset_{part}"] = np.cumsum([0, *map(len, scans)])
         arrays[f"y_{part}"] = labels

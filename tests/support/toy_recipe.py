@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from gfsa_experiments.engine.config import TrainConfig
-from gfsa_experiments.engine.task import DataSource, Recipe, Split, Task, as_it_is
+from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
 
 FILE = "first_seed.txt"
 
@@ -105,4 +105,4 @@ def write_toy(data_dir: Path, first_seed: int) -> Path:
     return data_dir
 
 
-RECIPE = Recipe("toy", "a toy", ToyConfig, build, (DataSource("numbers", "none", "nowhere"),))
+RECIPE = Recipe("toy", "a toy", ToyConfig, build)

@@ -36,7 +36,6 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 
 from gfsa.filters import GraphFilter
-from gfsa.filters.sharding import heads_of_process, keep_heads
 from gfsa.filters.spec import EXTRA, is_same_filter, kind_named, read_description
 from gfsa.operators import Operator
 from gfsa.operators.base import repeat_heads
@@ -59,10 +58,12 @@ class TitanFilter(Module):
         mesh = parallel_dims.get_optional_mesh("tp")
         if mesh is None:
             return
-        self._own_heads = heads_of_process(self.num_heads, mesh.size(), mesh.get_local_rank())
         # θ is a plain tensor of the own rows there; elsewhere a DTensor of all
         theta_is_cut = parallel_dims.spmd_backend == "spmd_types"
-        keep_heads(self, self._own_heads, theta_is_cut=theta_is_cut)
+        filter: Any = self
+        self._own_heads = filter.keep_heads(
+            mesh.get_local_rank(), mesh.size(), theta_is_cut=theta_is_cut
+        )
 
     def _distribute_states(self, parallel_dims: ParallelDims) -> None:
         # base and basis are constants, which every process computes itself

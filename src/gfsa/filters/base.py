@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from gfsa.filters.depth import FirstValues
-from gfsa.filters.sharding import local_rows, sharded_like
 from gfsa.filters.spec import (
     as_number,
     check_finite,
@@ -125,19 +124,16 @@ class GraphFilter(nn.Module):
         with torch.inference_mode(False):
             self._exact_base = base.detach().double().cpu().expand(num_heads, -1).clone()
             self._exact_basis = basis.detach().double().cpu() * self.lr_multiplier
+            self._exact_share: Tensor | None = None
             self._start = theta.detach().double().cpu().expand(num_heads, learned).clone()
             check_finite(self._exact_base, self._exact_basis, self._start)
             self.basis_is_diagonal = _is_diagonal(self._exact_basis)
+            for constant in ("base", "basis", "base_share"):
+                self.register_buffer(constant, None, persistent=False)
             # torch 2.6's get_default_device does not see `with torch.device(…)`; a new tensor does
             device = torch.empty(0).device
-            base, basis, start = (
-                exact.to(device, torch.float32)
-                for exact in (self._exact_base, self._exact_basis, self._start)
-            )
-            self.register_buffer("base", base, persistent=False)
-            self.register_buffer("basis", basis, persistent=False)
-            self.register_buffer("base_share", None, persistent=False)
-            self._exact_share: Tensor | None = None
+            self._place_constants(device, torch.float32)
+            start = self._start.to(device, torch.float32)
             self.register_parameter("theta", nn.Parameter(start) if learned else None)
 
     @property
@@ -273,7 +269,39 @@ class GraphFilter(nn.Module):
     def _learned(self, theta: Any) -> Any:
         """θ as this process uses it."""
         self._fill_constants()
-        return local_rows(theta, self.heads_are_sharded)
+        if not hasattr(theta, "full_tensor"):
+            return theta
+        # sharded by heads, each process uses its own rows; sharded otherwise (outside of an FSDP
+        # model's forward, say), θ is gathered
+        return theta.to_local() if self.heads_are_sharded else theta.full_tensor()
+
+    def keep_heads(self, rank: int, processes: int, *, theta_is_cut: bool) -> slice:
+        """Compute the coefficients of one process's heads alone (tensor parallel).
+
+        Heads do not interact inside attention, so a process needs the rows of its own heads. The
+        constants are cut here; θ is the caller's to cut, or to shard along the heads.
+
+        Args:
+            rank: of the process; the first has the first heads.
+            processes: how many there are, each with as many heads.
+            theta_is_cut: whether θ is a plain tensor of these heads' rows. The rows of a DTensor
+                are initialised from all rows, so that the initial values stay whole.
+
+        Returns:
+            The heads of this process.
+        """
+        count = self.num_heads // processes
+        heads = slice(rank * count, (rank + 1) * count)
+        self._exact_base = self._exact_base[heads].clone()
+        self.base = self.base[heads].clone()
+        if self._exact_share is not None:
+            assert self.base_share is not None
+            self._exact_share = self._exact_share[heads].clone()
+            self.base_share = self.base_share[heads].clone()
+        if theta_is_cut:
+            self._start = self._start[heads].clone()
+        self.heads_are_sharded = True
+        return heads
 
     def _fill_constants(self) -> None:
         """Give the constants their values if only they are still on the meta device.
@@ -419,7 +447,14 @@ class GraphFilter(nn.Module):
             return
         start = self._start.to(self.theta.device, self.theta.dtype)
         with torch.no_grad():
-            self.theta.copy_(sharded_like(start, self.theta))
+            if hasattr(self.theta, "device_mesh"):
+                from torch.distributed.tensor import DTensor, distribute_tensor
+
+                assert isinstance(self.theta, DTensor)
+                mesh, placements = self.theta.device_mesh, self.theta.placements
+                # every process has all of them: nothing is sent
+                start = distribute_tensor(start, mesh, placements, src_data_rank=None)
+            self.theta.copy_(start)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Torch asks each module of a model for it before torch.jit.script compiles the model."""

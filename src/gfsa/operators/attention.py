@@ -94,7 +94,7 @@ class AttentionOperator(Operator):
         decision = self._decision(like, v, exclusive is not None)
         if decision.route not in ("sdpa", "dense"):
             # autocast does not act on these kernels
-            return self._operator(decision).polynomial(coeffs, v)
+            return self._operator(decision).polynomial(coeffs, v, exclusive)
         with no_autocast(v.device):
             numbers = in_full_precision(value_of(coeffs))
             return self._operator(decision).polynomial(numbers, v, exclusive)
@@ -187,7 +187,7 @@ class AttentionOperator(Operator):
         if decision.route == "sdpa":
             return SDPAOperator(self.call)
         # triton is imported where its kernels run
-        from gfsa.kernels.operator import FusedOperator
+        from gfsa.kernels.op import FusedOperator
 
         return FusedOperator(self.call.with_key_mask(), decision)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from typing import Literal
 
 from torch import Tensor, nn
@@ -69,11 +69,9 @@ def find_adapter(module: nn.Module, unknown: Unknown = "refuse") -> Adapter | No
     for cls in type(module).__mro__:
         if cls in _registered:
             return _registered[cls]
-    for library, find in _BUILT_IN.items():
-        if library in sys.modules:
-            adapter = find(module)
-            if adapter is not None:
-                return adapter
+    adapter = _find_built_in(module)
+    if adapter is not None:
+        return adapter
     if looks_like_attention(module):
         return TRACER if unknown == "trace" else UNKNOWN
     return DOUBTFUL if may_be_attention(module) else None
@@ -119,57 +117,26 @@ def _is_of_transformers(kind: type[nn.Module]) -> bool:
     return not libraries.isdisjoint(("transformers", "transformers_modules"))
 
 
-def _find_in_timm(module: nn.Module) -> Adapter | None:
-    from gfsa.adapters.timm import find
-
-    return find(module)
-
-
-def _find_in_torchvision(module: nn.Module) -> Adapter | None:
-    from gfsa.adapters.torchvision import find
-
-    return find(module)
-
-
-def _find_in_torch_geometric(module: nn.Module) -> Adapter | None:
-    from gfsa.adapters.torch_geometric import find
-
-    return find(module)
-
-
-def _find_in_litgpt(module: nn.Module) -> Adapter | None:
-    from gfsa.adapters.litgpt import find
-
-    return find(module)
-
-
-def _find_in_speechbrain(module: nn.Module) -> Adapter | None:
-    from gfsa.adapters.speechbrain import find
-
-    return find(module)
-
-
-def _find_in_diffusers(module: nn.Module) -> Adapter | None:
-    from gfsa.adapters.diffusers import find
-
-    return find(module)
-
-
-def _find_in_torch(module: nn.Module) -> Adapter | None:
-    from gfsa.adapters.torch_mha import find
-
-    return find(module)
-
-
-# by the module that a library has loaded if a model of it exists; specific libraries come before
-# torch, whose attention classes they build on
-_BUILT_IN: dict[str, Callable[[nn.Module], Adapter | None]] = {
-    "transformers": _find_in_transformers,
-    "timm.models": _find_in_timm,
-    "torchvision.models": _find_in_torchvision,
-    "torch_geometric.nn": _find_in_torch_geometric,
-    "speechbrain.nnet.attention": _find_in_speechbrain,
-    "diffusers.models.attention_processor": _find_in_diffusers,
-    "litgpt.model": _find_in_litgpt,
-    "torch": _find_in_torch,
+# library → its adapter, which is imported when a model has a module of the library's own
+_OF_LIBRARY = {
+    "diffusers": "gfsa.adapters.diffusers",
+    "litgpt": "gfsa.adapters.litgpt",
+    "speechbrain": "gfsa.adapters.speechbrain",
+    "timm": "gfsa.adapters.timm",
+    "torch_geometric": "gfsa.adapters.torch_geometric",
+    "torchvision": "gfsa.adapters.torchvision",
 }
+
+
+def _find_built_in(module: nn.Module) -> Adapter | None:
+    """The library's adapter for a module; specific libraries come before torch."""
+    # a model of transformers may have attention classes of the user's own
+    found = _find_in_transformers(module) if "transformers" in sys.modules else None
+    library = type(module).__module__.partition(".")[0]
+    if found is None and library in _OF_LIBRARY:
+        found = import_module(_OF_LIBRARY[library]).find(module)
+    if found is None:
+        from gfsa.adapters.torch_mha import find
+
+        found = find(module)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,11 +15,13 @@ import typer
 
 if TYPE_CHECKING:
     from gfsa_experiments.results.families import Judged
-    from gfsa_experiments.results.pages import Block
     from gfsa_experiments.results.tables import ResultTable, Runs
 
 PARTS = ("verdicts", "domains", "costs", "tables", "tuning", "forest", "scores")
 FOREST = "forest.svg"
+# a generated part of a page: the command whose output stands between two marks
+_PART = re.compile(r"<!-- gfsa results(?P<words>[^>]*?) -->(?P<old>.*?)<!-- end -->", re.DOTALL)
+_MARK = re.compile(r"<!-- (?:gfsa results[^>]*?|end) -->")
 
 
 def results(
@@ -31,10 +34,7 @@ def results(
     method: Annotated[
         str, typer.Option(help="Only these methods or lines, separated by commas (and plain).")
     ] = "",
-    contrast: Annotated[
-        list[str] | None,
-        typer.Option(help="'A - B': compare any two lines, also of --family; repeat it."),
-    ] = None,
+    contrast: Annotated[str, typer.Option(help="'A - B': compare any two lines of a task.")] = "",
     family: Annotated[str, typer.Option(help="Only families/NAME.toml; several by commas.")] = "",
     plan: Annotated[
         Path | None, typer.Option(help="Write the family's runs here, for gfsa train --plan.")
@@ -50,8 +50,11 @@ def results(
         bool, typer.Option("--write", help="Update the marked parts of the folder's pages.")
     ] = False,
 ) -> None:
-    """Compare methods over paired seeds: differences with intervals, verdicts, costs."""
-    asked = Asked(show, recipe, task, method, tuple(contrast or ()), family)
+    """Compare methods over paired seeds: differences with intervals, verdicts, costs.
+
+    Example: gfsa results --recipe text --method gfsa,degree1
+    """
+    asked = Asked(show, recipe, task, method, contrast, family)
     try:
         asked.check()
         if write and asked != Asked():
@@ -76,7 +79,7 @@ def results(
         if write:
             typer.echo(f"wrote {', '.join(map(str, write_folder(found)))}", err=True)
         else:
-            _print(blocks_of(found, asked), markdown)
+            _print("\n\n".join(blocks_of(found, asked)) + "\n", markdown)
     except (ValueError, OSError) as error:
         typer.echo(f"gfsa results: {error}", err=True)
         raise typer.Exit(1) from error
@@ -96,7 +99,7 @@ class Asked:
     recipe: str = ""
     task: str = ""
     method: str = ""
-    contrast: tuple[str, ...] = ()
+    contrast: str = ""
     family: str = ""
 
     def check(self) -> None:
@@ -105,8 +108,8 @@ class Asked:
             raise ValueError(f"--show takes {', '.join(PARTS)}, got {self.show!r}")
         if self.family and (self.recipe or self.task or self.method):
             raise ValueError("--family shows families; leave out --recipe, --task and --method")
-        if self.contrast and (self.method or self.show):
-            raise ValueError("--contrast names its two lines; leave out --method and --show")
+        if self.contrast and (self.method or self.show or self.family):
+            raise ValueError("--contrast names its lines; leave out --method, --show and --family")
 
 
 class Folder:
@@ -124,19 +127,19 @@ class Folder:
     @cached_property
     def _runs(self) -> Runs:
         from gfsa_experiments.results.families import refuse_unregistered
-        from gfsa_experiments.results.tables import read_folder, read_folder_if_any
+        from gfsa_experiments.results.tables import read_folder
 
         # a family is there before its first run, and --plan writes what to run
-        runs = read_folder_if_any(self.path) if self._families else read_folder(self.path)
+        runs = read_folder(self.path, may_be_empty=bool(self._families))
         refuse_unregistered(self._families, runs.every, self.tuning.every)
         return runs
 
     @cached_property
     def tuning(self) -> Runs:
         """The rows by which arms were tuned."""
-        from gfsa_experiments.results.tables import read_folder_if_any
+        from gfsa_experiments.results.tables import read_folder
 
-        return read_folder_if_any(self.path / "tuning")
+        return read_folder(self.path / "tuning", may_be_empty=True)
 
     @cached_property
     def judged(self) -> list[Judged]:
@@ -155,9 +158,9 @@ class Folder:
 
     @cached_property
     def times(self) -> list[ResultTable]:
-        from gfsa_experiments.results.tables import make_tables, read_folder_if_any
+        from gfsa_experiments.results.tables import make_tables, read_folder
 
-        return make_tables(read_folder_if_any(self.path / "times"))
+        return make_tables(read_folder(self.path / "times", may_be_empty=True))
 
     def families(self, asked: Asked) -> list[Judged]:
         """The families that are asked for by name, recipe or task."""
@@ -169,20 +172,20 @@ class Folder:
                 there = ", ".join(by_name) or "none"
                 raise ValueError(f"there is no family {unknown[0]!r}; there are {there}")
             return [by_name[name] for name in names]
-        tasks = {
-            name: [one for comparison in family.comparisons for one in comparison.tasks]
-            for name, (family, _) in by_name.items()
-        }
         return [
-            judged
-            for name, judged in by_name.items()
-            if any(asked.recipe in ("", own) and asked.task in of for own, of in tasks[name])
+            (family, outcomes)
+            for family, outcomes in self.judged
+            if any(
+                asked.recipe in ("", recipe) and asked.task in task
+                for comparison in family.comparisons
+                for recipe, task in comparison.tasks
+            )
         ]
 
-    def chosen(self, asked: Asked, may_be_none: bool = False) -> list[ResultTable]:
+    def chosen(self, asked: Asked) -> list[ResultTable]:
         """The exploratory tables and lines that are asked for; a ValueError says what there is."""
         tables = [t for t in self.tables if asked.recipe in ("", t.recipe) and asked.task in t.task]
-        if (asked.recipe or asked.task) and not tables and not may_be_none:
+        if (asked.recipe or asked.task) and not tables:
             there = ", ".join(sorted({f"{t.recipe}: {t.task}" for t in self.tables})) or "none"
             names = ", ".join(family.name for family, _ in self.families(asked))
             more = f". Runs of families are shown by --family: {names}" if names else ""
@@ -208,17 +211,13 @@ def _of_methods(tables: Sequence[ResultTable], wanted: set[str]) -> list[ResultT
     return found
 
 
-def blocks_of(found: Folder, asked: Asked) -> list[Block]:
-    """What a command or a mark shows."""
+def blocks_of(found: Folder, asked: Asked) -> list[str]:
+    """What a command or a mark shows, as paragraphs and tables in Markdown."""
     from gfsa_experiments.results import report
-    from gfsa_experiments.results.pages import Heading, Picture
 
     asked.check()
     if asked.contrast:
-        tables = [] if asked.family else found.chosen(asked, may_be_none=True)
-        judged = found.families(asked)
-        _refuse_incomplete(asked, judged)
-        return report.contrast_blocks(tables, judged, asked.contrast)
+        return report.contrast_blocks(found.chosen(asked), asked.contrast)
     if asked.family and not asked.show:
         families = found.families(asked)
         return [block for judged in families for block in report.family_section(*judged)]
@@ -237,27 +236,18 @@ def blocks_of(found: Folder, asked: Asked) -> list[Block]:
     if asked.show == "tables":
         return report.table_blocks(found.chosen(asked))
     if asked.show == "forest":
-        return [Picture(FOREST, "Relative error reduction with 95 % intervals")]
+        return [f"![Relative error reduction with 95 % intervals]({FOREST})"]
     shown = found.chosen(asked)
     parts = {"Exploratory comparisons": report.table_blocks(shown)}
-    if asked == Asked():
+    if not found.judged:
+        parts = {"In words": report.answers(shown), "In numbers": report.table_blocks(shown)}
+    elif asked == Asked():
         parts = {
             "Confirmatory comparisons": report.verdicts(found.judged),
             "Exploratory, by domain": report.domain_blocks(found.tables),
             "What it costs": report.cost_blocks(found.times),
         } | parts
-    return [block for name, own in parts.items() if own for block in (Heading(name), *own)]
-
-
-def _refuse_incomplete(asked: Asked, judged: Sequence[Judged]) -> None:
-    from gfsa_experiments.results.families import is_complete
-
-    for family, outcomes in judged if asked.family else ():
-        if not is_complete(outcomes):
-            raise ValueError(
-                f"the family {family.name} is not complete, and nothing of a family is compared "
-                f"before its last run; `gfsa results --family {family.name}` says what it lacks"
-            )
+    return [block for name, own in parts.items() if own for block in (f"## {name}", *own)]
 
 
 def write_folder(found: Folder) -> list[Path]:
@@ -265,8 +255,6 @@ def write_folder(found: Folder) -> list[Path]:
 
     A folder without a README gets one with everything in it.
     """
-    from gfsa_experiments.results.pages import updated_page, write_pages
-
     first = found.path / "README.md"
     if not first.exists():
         parts = [f"<!-- gfsa results --show {part} -->\n<!-- end -->\n" for part in PARTS[:4]]
@@ -276,37 +264,47 @@ def write_folder(found: Folder) -> list[Path]:
     for path in (*sorted(found.path.glob("*.md")), root / "README.md"):
         if path.exists() and "<!-- gfsa results" in path.read_text(encoding="utf-8"):
             beside = "" if path.resolve().parent != root else f"{found.path.resolve().name}/"
-            pages[path] = updated_page(path, partial(_part, found, prefix=beside))
+            pages[path] = _updated(path, found, beside)
     if any("--show forest -->" in page for page in pages.values()):
         from gfsa_experiments.results import figures
 
         figures.plot(found.tables, found.path / FOREST, found.judged)
-    write_pages(pages)
+    for path, page in pages.items():
+        # an interrupted write leaves the old page
+        draft = path.with_name(path.name + ".new")
+        draft.write_text(page, encoding="utf-8")
+        draft.replace(path)
     return list(pages)
 
 
-def _part(found: Folder, words: str, prefix: str) -> str:
-    """The Markdown of one mark; ``prefix`` leads from its page to the folder of rows."""
-    from gfsa_experiments.results.pages import to_markdown
+def _updated(path: Path, found: Folder, prefix: str) -> str:
+    """The page with every generated part made anew, from the options in its first mark."""
+    page = path.read_text(encoding="utf-8")
+    if 2 * len(_PART.findall(page)) != len(_MARK.findall(page)):
+        raise ValueError(
+            f"{path}: every mark <!-- gfsa results … --> needs an <!-- end --> before the next. "
+            "Nothing was written"
+        )
+    return _PART.sub(partial(_part, found, prefix), page)
 
-    given: dict[str, Any] = {}
-    flags = shlex.split(words)
-    for flag, value in zip(flags[::2], flags[1::2], strict=False):
-        given[flag.removeprefix("--")] = value
+
+def _part(found: Folder, prefix: str, part: re.Match[str]) -> str:
+    """One mark with its Markdown; ``prefix`` leads from its page to the folder of rows."""
+    flags = shlex.split(part["words"])
+    pairs = zip(flags[::2], flags[1::2], strict=False)
+    given = {flag.removeprefix("--"): value for flag, value in pairs}
     inside = given.pop("dir", None)
     unknown = [name for name in given if name not in Asked.__dataclass_fields__]
     if len(flags) % 2 or unknown:
         raise ValueError(
             f"a mark takes the options --dir, --{', --'.join(Asked.__dataclass_fields__)}, "
-            f"each with a value, got {words.strip()!r}"
+            f"each with a value, got {part['words'].strip()!r}"
         )
-    if "contrast" in given:
-        given["contrast"] = (given["contrast"],)
     rows = found if inside is None else Folder(found.path.resolve().parent / inside)
-    text = to_markdown(blocks_of(rows, Asked(**given))).strip()
-    return text.replace("](families/", f"]({prefix}families/").replace(
-        f"]({FOREST}", f"]({prefix}{FOREST}"
-    )
+    text = "\n\n".join(blocks_of(rows, Asked(**given))).strip()
+    text = text.replace("](families/", f"]({prefix}families/")
+    text = text.replace(f"]({FOREST}", f"]({prefix}{FOREST}")
+    return f"<!-- gfsa results{part['words']} -->\n\n{text}\n\n<!-- end -->"
 
 
 def _write_plan(found: Folder, name: str, plan: Path) -> None:
@@ -329,12 +327,11 @@ def _refuse_places(*places: Path | None) -> None:
         refuse_inside_file(place)
 
 
-def _print(blocks: list[Block], markdown: bool) -> None:
-    from rich.console import Console
-
-    from gfsa_experiments.results.pages import show, to_markdown
-
+def _print(text: str, markdown: bool) -> None:
     if markdown or not sys.stdout.isatty():
-        typer.echo(to_markdown(blocks), nl=False)
-    else:
-        show(blocks, Console())
+        typer.echo(text, nl=False)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(re.sub(r"!\[.*?\]\(.*?\)", "", text)))

@@ -33,8 +33,8 @@ def train(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="text, glue, causal_lm, code, image …")] = "",
     method: Annotated[
-        str, typer.Option(help="plain, gfsa, gfsa-even …, separated by commas.")
-    ] = "plain",
+        str, typer.Option(help="plain, degree1, exclusive …, separated by commas.")
+    ] = "plain,gfsa",
     K: Annotated[str, typer.Option("--K", help="Order of the filter: 3, or 2-10 for all.")] = "",
     seeds: Annotated[str, typer.Option(help="0,1,2 or 0-4.")] = "0",
     data_dir: Annotated[Path, typer.Option(envvar="GFSA_DATA", help="Folder of data sets.")] = Path(
@@ -60,7 +60,10 @@ def train(
     ] = False,
     show: Annotated[bool, typer.Option("--list", help="Show recipes and methods.")] = False,
 ) -> None:
-    """Train with and without a graph filter, and record the results."""
+    """Train with and without a graph filter, and record the results.
+
+    Example: gfsa train text --set data=my.csv --set text=review --set label=stars --seeds 0-4
+    """
     from rich.console import Console
 
     try:
@@ -80,9 +83,8 @@ def train(
         return
     from gfsa_experiments.commands.carry_out import carry_out
     from gfsa_experiments.engine.whole_files import refuse_inside_file
-    from gfsa_experiments.runs.missing import data_of_rows, lacking
-    from gfsa_experiments.runs.row import check_rows_fit
-    from gfsa_experiments.runs.same_data import compare_once
+    from gfsa_experiments.runs.row import check_rows_fit, read_rows_if_any
+    from gfsa_experiments.runs.same_data import lacking
     from gfsa_experiments.runs.sweep import Request
 
     if recipe and plan is not None:
@@ -99,6 +101,7 @@ def train(
         "device": device,
         "resume": resume,
         "jobs": jobs,
+        "results": results,
     }
     try:
         # rows are checked below
@@ -112,18 +115,18 @@ def train(
             runs = request.runs(**places)
         for name in {run.key().recipe for run in runs}:
             check_rows_fit(results / f"{name}.csv")
-        # reads every row: a damaged table is found now, not when the first row is appended
-        known = data_of_rows(runs, results)
+            # a damaged table is found now, not when the first row is appended
+            read_rows_if_any(results / f"{name}.csv")
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if missing:
-        runs = lacking(runs, known)
+        runs = lacking(runs, results)
         if not runs:
             console.print(f"{results} has all of these runs")
             return
     _print_config(console, runs)
     _print_advice(console, runs)
-    failed = carry_out(console, compare_once(runs, results), jobs, results, write=rank == 0)
+    failed = carry_out(console, runs, jobs, results, write=rank == 0)
     if failed:
         raise typer.Exit(1)
 
@@ -240,23 +243,14 @@ def _print_advice(console: Console, runs: list[Run]) -> None:
 
 
 def _print_recipes_and_methods(console: Console) -> None:
-    from rich.table import Table
-
+    from gfsa_experiments.commands.progress_bars import print_line
     from gfsa_experiments.runs.methods import METHODS
     from gfsa_experiments.tasks import RECIPES, find_recipe
 
-    table = Table(title="Recipes", show_lines=True)
-    for column in ("recipe", "what it trains", "data", "files under --data-dir", "source"):
-        table.add_column(column)
+    print_line(console, "Recipes (docs/recipes has a page for each):")
     for name in RECIPES:
-        recipe = find_recipe(name)
-        for number, source in enumerate(recipe.sources):
-            first = (name, recipe.title) if number == 0 else ("", "")
-            table.add_row(*first, source.name, source.files, source.where)
-    console.print(table)
-    table = Table(title="Methods")
-    for column in ("method", "what it does", "options"):
-        table.add_column(column)
+        print_line(console, f"  {name:<12}{find_recipe(name).title}")
+    print_line(console, "Methods, and the options that each takes by --set:")
     for method in METHODS.values():
-        table.add_row(method.name, method.what, ", ".join(method.uses))
-    console.print(table)
+        options = f" ({', '.join(method.uses)})" if method.uses else ""
+        print_line(console, f"  {method.name:<16}{method.what}{options}")

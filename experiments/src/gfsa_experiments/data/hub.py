@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gfsa_experiments.data.own import HUB
-from gfsa_experiments.data.splits import part_named
-
 PARTS = {"train": "train", "valid": "validation", "test": "test"}
 """The hub's names of the parts of a data set."""
 
@@ -69,36 +66,3 @@ def columns_of(where: str, part: Any, *names: str) -> list[Any]:
             f"it has {', '.join(part.column_names)}"
         )
     return [part[name] for name in names]
-
-
-def load_parts(data: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The parts of the caller's own choice of a data set, and the names of those not used.
-
-    Args:
-        data: ``hub:ID`` or ``hub:ID:CONFIGURATION``.
-    """
-    identity, _, configuration = data.removeprefix(HUB).partition(":")
-    if not identity:
-        raise ValueError(f"data={data} names no data set; expected hub:ID or hub:ID:CONFIGURATION")
-    try:
-        datasets = importlib.import_module("datasets")
-    except ModuleNotFoundError:
-        raise ValueError(f"data={data}: pip install datasets, which fetches it") from None
-    which = (identity, configuration) if configuration else (identity,)
-    try:
-        found = datasets.load_dataset(*which)
-    except Exception as error:
-        # its errors are of many kinds
-        raise ValueError(
-            f"data={data} could not be loaded from the hub ({type(error).__name__}: {error}); "
-            "expected hub:ID or hub:ID:CONFIGURATION of a data set there"
-        ) from error
-    parts: dict[str, Any] = {}
-    for name in found:
-        part = part_named(str(name))
-        if part is not None:
-            parts[part] = found[name]
-    unused = tuple(str(name) for name in found if part_named(str(name)) is None)
-    if not parts and len(unused) == 1:
-        return {"train": found[unused[0]]}, ()
-    return parts, unused

@@ -7,7 +7,6 @@ for a data set of the Hugging Face hub.
 from __future__ import annotations
 
 import gzip
-import itertools
 import lzma
 import os
 import re
@@ -21,12 +20,7 @@ PACKED = (".xz", ".gz")
 _NOT_UNPACKED = (".zst", ".bz2", ".zip", ".7z", ".tar", ".tgz")
 _OPENERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
 _UNREADABLE = (lzma.LZMAError, zlib.error, EOFError, gzip.BadGzipFile)
-_SHOWN_LINES, _SHOWN_CHARACTERS = 3, 100
 _SHOWN_ENTRIES = 8
-# graphs of a module of the caller's own; those of PyG are files
-_MADE = re.compile(r"(?!pyg:)[A-Za-z_][\w.]*(:[\w.-]+){1,2}")
-# of a folder whose times are looked at
-_MOST_ENTRIES = 20_000
 
 
 def name_of(data: str) -> str:
@@ -58,40 +52,6 @@ def find_own(data: str, data_dir: Path, expected: str = "a file or folder") -> P
     )
 
 
-def is_in_working_folder(data: str, data_dir: Path) -> bool:
-    """Whether :func:`find_own` finds a path that begins at the working folder."""
-    own = Path(os.path.expanduser(data))
-    return bool(data) and not own.is_absolute() and own.exists() and not (data_dir / data).exists()
-
-
-def is_written_after(data: str, data_dir: Path, time: float) -> bool:
-    """Whether the file, or anything in the folder, that ``data`` names may be later than ``time``.
-
-    So is a folder of more entries than are looked at: it may hold millions of images. And so is
-    what a module makes (``MODULE:CLASS``): its code may have changed.
-    """
-    if not data or data.startswith(HUB):
-        return False
-    for path in (data_dir / data, Path(os.path.expanduser(data))):
-        if path.exists():
-            below = path.rglob("*") if path.is_dir() else ()
-            found = list(itertools.islice(below, _MOST_ENTRIES + 1))
-            return len(found) > _MOST_ENTRIES or any(
-                _changed(entry) > time for entry in (path, *found)
-            )
-    return _MADE.fullmatch(data) is not None
-
-
-def _changed(path: Path) -> float:
-    """When a file, or the link to it, was written, or put there by ``mv``, ``cp -p`` or ``ln``.
-
-    These keep the time at which it was written, and change that of its entry.
-    """
-    # a link may lead nowhere
-    found = [path.lstat(), *([path.stat()] if path.exists() else [])]
-    return max(time for stat in found for time in (stat.st_mtime, stat.st_ctime))
-
-
 def digest_of(pieces: Iterable[str | bytes]) -> str:
     """A hash of all pieces in their order, and of where one ends and the next begins."""
     digest = sha256()
@@ -112,17 +72,12 @@ def entries_of(folder: Path) -> str:
     return f". {folder.absolute()} has {shown or 'nothing in it'}"
 
 
-def bytes_of(path: Path) -> bytes:
-    """The content of a file, unpacked by its ending."""
-    try:
-        return _OPENERS.get(path.suffix.lower(), bytes)(path.read_bytes())
-    except _UNREADABLE as error:
-        raise ValueError(f"{path} is damaged, or not packed as its name says ({error})") from error
-
-
 def text_of(path: Path) -> str:
     """The text of a file, packed or not; a byte order mark is left out."""
-    data = bytes_of(path)
+    try:
+        data = _OPENERS.get(path.suffix.lower(), bytes)(path.read_bytes())
+    except _UNREADABLE as error:
+        raise ValueError(f"{path} is damaged, or not packed as its name says ({error})") from error
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -132,15 +87,6 @@ def text_of(path: Path) -> str:
         raise ValueError(
             f"{path} is damaged, or no UTF-8 text ({error}); it begins with {data[:16]!r}. {todo}"
         ) from error
-
-
-def first_lines(lines: Iterable[str]) -> str:
-    """The first lines of a wrong file, to follow an error message."""
-    shown = [
-        f"  {number}: {line[:_SHOWN_CHARACTERS]}{'…' if len(line) > _SHOWN_CHARACTERS else ''}"
-        for number, line in enumerate(itertools.islice(lines, _SHOWN_LINES), start=1)
-    ]
-    return "\n".join(["; it begins:", *shown]) if shown else "; it is empty"
 
 
 def ending_of(path: Path) -> str:

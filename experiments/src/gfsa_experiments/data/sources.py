@@ -15,11 +15,6 @@ def source_of(key: str) -> DataSource:
     return _source(line)
 
 
-def sources_of(recipe: str) -> tuple[DataSource, ...]:
-    """The data sets that a recipe reads."""
-    return tuple(_source(line) for line in _table() if recipe in line["recipes"].split(";"))
-
-
 @lru_cache(maxsize=4)
 def table(package: str, name: str) -> list[dict[str, str]]:
     """The lines of a table that is a file of a package."""

@@ -1,214 +1,271 @@
-"""The columns of a caller's own tables, from files (:mod:`.table_files`) or from the hub.
+"""Tables of a caller's own (csv, tsv, JSON, parquet, a data set of the hub), and labelled texts.
 
-A file is one table; a folder, or a data set of the hub, has a table for each part that it names.
+Files are read by pandas, the hub by ``datasets``. A file is one table; a folder, or a data set of
+the hub, has a table for each part that it names.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from gfsa_experiments.data.files import BadRows
-from gfsa_experiments.data.hub import load_parts
-from gfsa_experiments.data.own import HUB, ending_of, entries_of, find_own, is_hidden
-from gfsa_experiments.data.splits import part_of
-from gfsa_experiments.data.table_files import ENDINGS, Table, hub_table, open_table
+from gfsa_experiments.data.labels import Labels, Wanted, decide, refuse_unseen
+from gfsa_experiments.data.own import (
+    HUB,
+    digest_of,
+    ending_of,
+    entries_of,
+    find_own,
+    is_hidden,
+    name_of,
+)
+from gfsa_experiments.data.splits import part_named, part_of, three_parts
+from gfsa_experiments.engine.task import OwnData
 
-_EXPECTED = f"a file or folder of tables ({', '.join(ENDINGS)}), or hub:ID"
-
+ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 _HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The wanted columns of the rows that can be used, and the parts that the data names.
-
-    Args:
-        where: the data, for messages.
-        values: of each row, the cells of the wanted columns as text.
-        parts: the rows of each part; ``{"train": all}`` if the data names none.
-        unused: parts that are neither to train, validate nor test on.
-    """
+    """The wanted columns of the rows that can be used, and the parts that the data names."""
 
     where: str
     values: list[tuple[str, ...]]
+    """Of each row, the cells of the wanted columns as text."""
     parts: dict[str, list[int]]
+    """The rows of each part; ``{"train": all}`` if the data names none."""
     unused: tuple[str, ...] = ()
 
 
 def read_rows(
-    data: str,
-    data_dir: Path,
-    columns: Sequence[str],
-    settings: Sequence[str],
-    may_be_empty: Sequence[str] = (),
+    data: str, data_dir: Path, columns: Sequence[str], settings: Sequence[str], empty: str = ""
 ) -> Rows:
     """The wanted columns of all tables of ``data``.
 
     Args:
         data: a file, a folder or ``hub:ID``.
         data_dir: where a relative path may begin.
-        columns: the columns that are wanted.
-        settings: the setting that names each of them, for messages.
-        may_be_empty: columns that a row can be used without; the text is then empty.
+        settings: the setting that names each of the columns, for messages.
+        empty: a column that a row can be used without; the text is then empty.
     """
+    unused: tuple[str, ...] = ()
     if data.startswith(HUB):
-        parts, unused = load_parts(data)
-        tables = {part: hub_table(f"{data} {part}", found) for part, found in parts.items()}
-        hidden = [part for part in tables if part != "train" and _is_hidden(tables[part], columns)]
-        unused += tuple(f"{part}, whose {columns[-1]} is hidden" for part in hidden)
-        shown = {part: [table] for part, table in tables.items() if part not in hidden}
-        return _rows(data, shown, columns, settings, unused, may_be_empty)
-    path = find_own(data, data_dir, _EXPECTED)
-    return _rows(str(path), _tables_of(path), columns, settings, may_be_empty=may_be_empty)
-
-
-def columns_in(path: Path) -> tuple[list[str], str]:
-    """The columns of a table in a file, and its first lines, to follow an error."""
-    table = open_table(path)
-    return table.columns, table.begin
-
-
-def texts_of(path: Path, column: str) -> list[str]:
-    """One column of a table in a file, empty cells included; the setting ``text`` names it."""
-    return _texts(open_table(path), column)
-
-
-def texts_of_hub(where: str, part: Any, column: str) -> list[str]:
-    """One column of a table of the hub, empty cells included."""
-    return _texts(hub_table(where, part), column)
-
-
-def _is_hidden(table: Table, columns: Sequence[str]) -> bool:
-    """Whether no row has a label, the last of the columns, as in test sets of a contest."""
-    if columns[-1] not in table.columns:
-        return False
-    place = table.columns.index(columns[-1])
-    return all(cells[0] is None for _, cells in table.rows([place]))
-
-
-def _texts(table: Table, column: str) -> list[str]:
-    _refuse_missing(table, [column], ["text"])
-    bad, found = BadRows(table.where, place=table.place), []
-    for number, cells in table.rows([table.columns.index(column)]):
-        if not cells:
-            bad.add(number, _other_fields(table))
-            continue
-        cell = cells[0]
-        if not isinstance(cell, str | None):
-            raise ValueError(
-                f"{table.where}, {table.place} {number}: expected a text in the column {column}, "
-                f"got {type(cell).__name__}; set text= to the column of the text{table.begin}"
-            )
-        found.append(cell or "")
-    _report(bad, len(found), table)
-    return found
-
-
-def _refuse_missing(table: Table, columns: Sequence[str], settings: Sequence[str]) -> None:
-    """Raise ValueError if a table lacks a wanted column, or has it twice."""
-    for column, setting in zip(columns, settings, strict=True):
-        if column not in table.columns:
-            raise ValueError(
-                f"{table.where} has no column {column!r}; it has "
-                f"{', '.join(table.columns) or 'none'}: set {setting}= to one of them{table.begin}"
-            )
-        if table.columns.count(column) > 1:
-            raise ValueError(
-                f"{table.where} has {table.columns.count(column)} columns {column!r}, and "
-                f"{setting}= names one: rename them{table.begin}"
-            )
-
-
-def _tables_of(path: Path) -> dict[str, list[Table]]:
-    if path.is_file():
-        return {"train": [open_table(path)]}
-    files = sorted(
-        p
-        for p in path.rglob("*")
-        if p.is_file() and ending_of(p) in ENDINGS and not is_hidden(p, path)
-    )
-    if not files:
-        raise ValueError(
-            f"{path} has no table: expected files that end in {', '.join(ENDINGS)}"
-            f"{entries_of(path)}"
-        )
-    parts = {file: part_of(file, path) for file in files}
-    without = [file.name for file, part in parts.items() if part is None]
-    if len(without) == len(files):
-        return {"train": [open_table(file) for file in files]}
-    if without:
-        raise ValueError(
-            f"{path} has files that are named after parts and others that are not, "
-            f"{', '.join(without[:5])}: name all of them after train, valid or test, or none"
-        )
-    found: dict[str, list[Table]] = {}
-    for file, part in parts.items():
-        found.setdefault(str(part), []).append(open_table(file))
-    return found
-
-
-def _rows(
-    where: str,
-    tables: dict[str, list[Table]],
-    columns: Sequence[str],
-    settings: Sequence[str],
-    unused: tuple[str, ...] = (),
-    may_be_empty: Sequence[str] = (),
-) -> Rows:
+        found, unused = load_parts(data)
+        where, tables = data, {part: [(f"{data} {part}", t)] for part, t in found.items()}
+        for part in [p for p in tables if p != "train" and _hides(found[p], columns[-1])]:
+            unused += (f"{part}, whose {columns[-1]} is hidden",)
+            del tables[part]
+    else:
+        path = find_own(data, data_dir, f"a file or folder of tables ({', '.join(ENDINGS)})")
+        where, tables = str(path), _tables_of(path)
     values: list[tuple[str, ...]] = []
     parts: dict[str, list[int]] = {}
     for part, of_part in tables.items():
         begin = len(values)
-        for table in of_part:
-            values += _usable(table, columns, settings, may_be_empty)
+        for name, table in of_part:
+            values += _usable(name, table, columns, settings, empty)
         parts[part] = list(range(begin, len(values)))
     return Rows(where, values, parts, unused)
 
 
-def _usable(
-    table: Table, columns: Sequence[str], settings: Sequence[str], may_be_empty: Sequence[str]
-) -> list[tuple[str, ...]]:
-    """The rows of one table that have a text in every wanted column."""
-    _refuse_missing(table, columns, settings)
-    places = [table.columns.index(column) for column in columns]
-    bad, found = BadRows(table.where, place=table.place), []
-    for number, cells in table.rows(places):
-        if len(cells) < len(columns):
-            bad.add(number, _other_fields(table))
-            continue
-        for column, cell in zip(columns, cells, strict=True):
-            if isinstance(cell, bytes | list | dict):
-                raise ValueError(
-                    f"{table.where}, {table.place} {number}: expected a text or a number in the "
-                    f"column {column}, got {type(cell).__name__}{table.begin}"
-                )
-        # NaN stands for a missing cell in many tables
-        texts = tuple("" if cell is None or cell != cell else str(cell).strip() for cell in cells)
-        named = zip(columns, texts, strict=True)
-        empty = [column for column, text in named if not text and column not in may_be_empty]
-        # JSON may have them; no tokenizer takes them
-        half = next(filter(None, map(_HALF.search, texts)), None)
-        if empty:
-            bad.add(number, f"nothing in the column {', '.join(empty)}")
-        elif half is not None:
-            bad.add(number, f"{half[0]!r} is half of a pair, and no character of its own")
-        else:
-            found.append(texts)
-    _report(bad, len(found), table)
+def open_table(path: Path) -> Any:
+    """The table in a file, a DataFrame whose cells are text where the file is text."""
+    import pandas as pd
+
+    ending = ending_of(path)
+    if ending not in ENDINGS:
+        raise ValueError(
+            f"{path} ends in {ending or 'nothing'}: expected {', '.join(ENDINGS)}, the text ones "
+            "plain or with .xz or .gz behind it; export the table as csv"
+        )
+    try:
+        if ending == ".parquet":
+            return pd.read_parquet(path)
+        if ending in (".csv", ".tsv"):
+            # a quote in a tsv is a part of its text, as in GLUE's files
+            how: dict[str, Any] = {"sep": "\t", "quoting": 3} if ending == ".tsv" else {}
+            how = how or {"sep": _separator(path), "quotechar": '"'}
+            # a line of more fields than columns is left out with a warning
+            how |= {"on_bad_lines": "warn", "encoding": "utf-8-sig"}
+            return pd.read_csv(path, dtype=str, keep_default_na=False, **how)
+        lines = ending != ".json"
+        return pd.read_json(path, lines=lines, dtype=False)
+    except (ValueError, OSError, EOFError, TypeError) as error:
+        # the errors of pandas and pyarrow are kinds of these
+        raise ValueError(
+            f"{path} is damaged, or no table of the kind that its name says: {error}"
+        ) from error
+
+
+def _separator(path: Path) -> str:
+    import pandas as pd
+
+    head = str(pd.read_csv(path, sep="\x01", nrows=1, header=None, dtype=str).iloc[0, 0])
+    return max((",", ";", "\t"), key=head.count)
+
+
+def load_parts(data: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The parts of a data set of the hub as DataFrames, and the names of those not used.
+
+    Args:
+        data: ``hub:ID`` or ``hub:ID:CONFIGURATION``.
+    """
+    identity, _, configuration = data.removeprefix(HUB).partition(":")
+    try:
+        datasets = importlib.import_module("datasets")
+        found = datasets.load_dataset(*filter(None, (identity, configuration)))
+    except ModuleNotFoundError:
+        raise ValueError(f"data={data}: pip install datasets, which fetches it") from None
+    except Exception as error:
+        # its errors are of many kinds
+        raise ValueError(
+            f"data={data} could not be loaded from the hub ({type(error).__name__}: {error}); "
+            "expected hub:ID or hub:ID:CONFIGURATION of a data set there"
+        ) from error
+    parts = {part_named(str(name)): name for name in found if part_named(str(name))}
+    unused = tuple(str(name) for name in found if part_named(str(name)) is None)
+    if not parts and len(unused) == 1:
+        parts, unused = {"train": unused[0]}, ()
+    return {str(part): _frame(found[name]) for part, name in parts.items()}, unused
+
+
+def _frame(part: Any) -> Any:
+    """A part as a DataFrame; numbered classes by their names, hidden ones (−1) missing."""
+    frame = part.to_pandas()
+    for column, feature in part.features.items():
+        if (names := getattr(feature, "names", None)) is not None:
+            frame[column] = [None if n is None or n < 0 else names[int(n)] for n in frame[column]]
+    return frame
+
+
+def _hides(table: Any, label: str) -> bool:
+    """Whether no row has a label, as in test sets of a contest."""
+    return label in table.columns and bool(table[label].isna().all())
+
+
+def _tables_of(path: Path) -> dict[str, list[tuple[str, Any]]]:
+    if path.is_file():
+        return {"train": [(str(path), open_table(path))]}
+    files = sorted(p for p in path.rglob("*") if p.is_file() and ending_of(p) in ENDINGS)
+    files = [file for file in files if not is_hidden(file, path)]
+    if not files:
+        raise ValueError(f"{path} has no table that ends in {', '.join(ENDINGS)}{entries_of(path)}")
+    parts = {file: part_of(file, path) for file in files}
+    without = [file.name for file, part in parts.items() if part is None]
+    if without and len(without) < len(files):
+        raise ValueError(
+            f"{path} has files that are named after parts and others that are not, "
+            f"{', '.join(without[:5])}: name all of them after train, valid or test, or none"
+        )
+    found: dict[str, list[tuple[str, Any]]] = {}
+    for file, part in parts.items():
+        found.setdefault(part or "train", []).append((str(file), open_table(file)))
     return found
 
 
-def _other_fields(table: Table) -> str:
-    return f"it has more or fewer fields than the {len(table.columns)} columns"
+def column_of(where: str, table: Any, column: str, setting: str) -> list[Any]:
+    """One column of a table, which must be there once."""
+    there = list(table.columns)
+    if there.count(column) != 1:
+        raise ValueError(
+            f"{where} has {there.count(column) or 'no'} column {column!r}; it has "
+            f"{', '.join(map(str, there)) or 'none'}: set {setting}= to one of them"
+        )
+    return table[column].tolist()
 
 
-def _report(bad: BadRows, good: int, table: Table) -> None:
-    """Warn of bad rows; an error shows the first lines of the file."""
-    try:
-        bad.report(good)
-    except ValueError as error:
-        raise ValueError(f"{error}{table.begin}") from error
+def _usable(
+    where: str, table: Any, columns: Sequence[str], settings: Sequence[str], empty: str
+) -> list[tuple[str, ...]]:
+    """The rows of one table that have a text in every wanted column."""
+    cells = [column_of(where, table, c, s) for c, s in zip(columns, settings, strict=True)]
+    bad, found = BadRows(where, place="row"), []
+    for number, row in enumerate(zip(*cells, strict=True), start=1):
+        for column, cell in zip(columns, row, strict=True):
+            if isinstance(cell, bytes | list | dict):
+                raise ValueError(
+                    f"{where}, row {number}: expected a text or a number in the column {column}, "
+                    f"got {type(cell).__name__}"
+                )
+        # NaN stands for a missing cell in many tables
+        texts = tuple("" if cell is None or cell != cell else str(cell).strip() for cell in row)
+        lacking = [c for c, text in zip(columns, texts, strict=True) if not text and c != empty]
+        # JSON may have halves of surrogate pairs; no tokenizer takes them
+        if lacking or any(map(_HALF.search, texts)):
+            bad.add(number, f"nothing in {', '.join(lacking)}" if lacking else "half a character")
+        else:
+            found.append(texts)
+    bad.report(len(found))
+    return found
+
+
+@dataclass(frozen=True)
+class LabelledRows:
+    """Texts, or pairs of them, with their labels, and the rows of each part."""
+
+    texts: list[tuple[str, ...]]
+    labels: Labels
+    parts: dict[str, list[int]]
+    own: OwnData
+
+
+@lru_cache(maxsize=2)
+def read_labelled(
+    data: str,
+    data_dir: Path,
+    text: tuple[str, ...],
+    label: str,
+    wanted: Wanted = "auto",
+    only_classes: bool = False,
+) -> LabelledRows:
+    """The examples of a table.
+
+    Args:
+        data: a file, a folder or ``hub:ID``.
+        data_dir: where a relative path may begin.
+        text: the column of the text, or the two columns of a pair.
+        label: the column of the label.
+        wanted: what the labels are, if they are not to decide it.
+        only_classes: the recipe predicts classes alone.
+    """
+    rows = read_rows(data, data_dir, (*text, label), ("text",) * len(text) + ("label",))
+    labels = decide([v[-1] for v in rows.values], label, wanted, only_classes=only_classes)
+    classes = labels.values if labels.kind == "classes" else None
+    parts, split_by = three_parts(rows.parts, rows.where, classes)
+    refuse_unseen(labels, parts, rows.where)
+    if rows.unused:
+        split_by += f"; not used: {', '.join(rows.unused)}"
+    trained = {rows.values[row][:-1] for row in parts["train"]}
+    twice = {p: sum(rows.values[r][:-1] in trained for r in parts[p]) for p in ("valid", "test")}
+    repeated = " and ".join(f"{count} of {part}" for part, count in twice.items() if count)
+    own = OwnData(
+        name=name_of(data),
+        source=rows.where,
+        splits={part: len(chosen) for part, chosen in parts.items()},
+        split_by=split_by,
+        labels=f"{label}: {labels.why}",
+        repeated=f"{repeated} are in train, too, word for word" if repeated else "",
+        digest=digest_of(
+            piece
+            for part, chosen in parts.items()
+            for piece in (part, *(cell for row in chosen for cell in rows.values[row]))
+        ),
+    )
+    return LabelledRows([values[:-1] for values in rows.values], labels, parts, own)
+
+
+def refuse_columns(text: tuple[str, ...], label: str) -> None:
+    """Raise ValueError for columns that no table can answer."""
+    if len(text) not in (1, 2):
+        raise ValueError(
+            f"text takes one column, or two for pairs of texts, got {', '.join(text) or 'none'}"
+        )
+    if label in text:
+        raise ValueError(f"text and label name the same column, {label}")

@@ -264,7 +264,6 @@ HARMLESS = (
     "save_model",
     "tensorboard",
     "eval_batch_size",
-    "check_images",
 )
 
 

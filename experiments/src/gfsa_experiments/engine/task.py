@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,7 +157,7 @@ class Classification(Task):
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data set that a recipe reads, for ``gfsa train --list`` and error messages."""
+    """A data set that a recipe reads, for error messages."""
 
     name: str
     files: str
@@ -210,7 +210,6 @@ class Recipe:
     config: type[TrainConfig]
     build: Callable[[Any, Path], Task]
     """``build(config, data_dir)``: read the data and make the model; the caller seeds it."""
-    sources: tuple[DataSource, ...] = field(default=())
     extra: str = "text"
     """The extra of gfsa-experiments that installs the packages it needs."""
     label: Callable[[Any, Path], str] | None = None

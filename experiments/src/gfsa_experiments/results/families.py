@@ -30,24 +30,21 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from gfsa_experiments.results.statistics import LEVEL, Contrast, contrast, finite, holm
 from gfsa_experiments.results.tables import Line
-
-if TYPE_CHECKING:
-    from gfsa_experiments.runs.run import Key, Run
+from gfsa_experiments.runs.run import Key, Run
+from gfsa_experiments.runs.sweep import Request, numbers_of
 
 # Python 3.10 has no reader of TOML
 tomllib: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
-FOLDER = "families"
-FIRST_SEED = 100
-"""Lower seeds are for tuning and exploration."""
-
-_KEY = ["recipe", "task", "method", "options", "settings", "seed"]
+# lower seeds are for tuning and exploration
+_FIRST_SEED = 100
+_KEY = list(Key._fields)
 _SHARED = ("recipe", "metric", "seeds", "settings")
 _TOP = {"title", "registered", "withdrawn", *_SHARED, "lines", "comparison"}
 
@@ -95,18 +92,18 @@ class Family:
     @property
     def plan(self) -> list[str]:
         """The arguments of ``gfsa train`` for all runs."""
-        every = [line for comparison in self.comparisons for line in comparison.arguments.values()]
-        return list(dict.fromkeys(every))
+        return list(dict.fromkeys(x for c in self.comparisons for x in c.arguments.values()))
 
     @property
     def keys(self) -> set[Key]:
-        runs = [run for found in self.comparisons for line in found.runs.values() for run in line]
-        return {run.key() for run in runs}
+        return {
+            key for found in self.comparisons for line in found.runs for key in found.keys(line)
+        }
 
 
 def read_families(folder: Path) -> list[Family]:
     """The families of a folder of rows, each checked by itself."""
-    return [read_family(path) for path in sorted((folder / FOLDER).glob("*.toml"))]
+    return [read_family(path) for path in sorted((folder / "families").glob("*.toml"))]
 
 
 def read_family(path: Path) -> Family:
@@ -139,8 +136,6 @@ def _family(path: Path, content: dict[str, Any]) -> Family:
 
 
 def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
-    from gfsa_experiments.runs.sweep import Request, numbers_of
-
     _refuse_unknown("a [[comparison]]", own, {"a", "b", *_SHARED})
     given = {"settings": "", **{name: content[name] for name in _SHARED if name in content}, **own}
     lacking = [name for name in (*_SHARED, "a", "b") if name not in given]
@@ -149,9 +144,9 @@ def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
     seeds = numbers_of("seeds", str(given["seeds"]))
     listed = [seed for part in str(given["seeds"]).split(",") for seed in numbers_of("seeds", part)]
     _refuse_repeated("seeds", map(str, listed))
-    if min(seeds) < FIRST_SEED or len(seeds) < 2:
+    if min(seeds) < _FIRST_SEED or len(seeds) < 2:
         raise ValueError(
-            f"seeds must be two or more fresh ones from {FIRST_SEED} on, got {given['seeds']}: "
+            f"seeds must be two or more fresh ones from {_FIRST_SEED} on, got {given['seeds']}: "
             "lower seeds are for tuning and exploration"
         )
     a, b = given["a"], given["b"]
@@ -196,7 +191,7 @@ def _refuse_unknown(where: str, given: Iterable[str], known: set[str]) -> None:
 def refuse_unregistered(
     families: Sequence[Family], rows: pd.DataFrame, tuning: pd.DataFrame
 ) -> None:
-    """Raise ValueError if a family came after a row, or its seeds chose something.
+    """Raise ValueError if a family came after a row, its seeds chose something, or a run repeats.
 
     Args:
         rows: every row of the folder, replaced ones included.
@@ -207,18 +202,22 @@ def refuse_unregistered(
             refusal = _refusal_of_seeds(family, comparison, rows, tuning)
             if refusal is not None:
                 raise ValueError(f"{family.path}: {comparison.name}: {refusal}")
-        refusal = _refusal_of_repeats(family, rows)
-        if refusal is not None:
-            raise ValueError(f"{family.path}: {refusal}")
+        own = rows[is_of(rows, family.keys)]
+        for row in own[own.duplicated(_KEY)].itertuples():
+            # a run that is repeated until it pleases would confirm anything
+            raise ValueError(
+                f"{family.path}: the run of {f'{row.method} {row.options}'.strip()} with seed "
+                f"{row.seed} is recorded more than once; a confirmatory run is carried out once: "
+                "keep its first row"
+            )
 
 
 def _refusal_of_seeds(
     family: Family, comparison: Comparison, rows: pd.DataFrame, tuning: pd.DataFrame
 ) -> str | None:
-    used = _of_task(tuning, comparison)
+    used, seen = _of_task(tuning, comparison), _of_task(rows, comparison)
     if len(used):
         return f"seed {used.seed.iloc[0]} was used in tuning; take seeds that chose nothing"
-    seen = _of_task(rows, comparison)
     if len(set(seen.metric) - {comparison.metric}):
         return f"its metric is {comparison.metric}, but its rows report {seen.metric.iloc[0]}"
     if family.withdrawn and len(seen):
@@ -226,26 +225,16 @@ def _refusal_of_seeds(
             f"seed {seen.seed.iloc[0]} was recorded at {seen.date.iloc[0]}, and the family is "
             "withdrawn; one that was run stays a family, and another one takes fresh seeds"
         )
-    for row, began in zip(seen.itertuples(), _began(seen), strict=True):
+    for row in seen.itertuples():
+        # the date of a row is that of its end
+        began = datetime.fromisoformat(row.date) - timedelta(seconds=row.seconds)
         if family.registered is None or began < family.registered:
+            state = f"registered at {family.registered}" if family.registered else "planned"
             return (
                 f"seed {row.seed} was recorded at {row.date} after {row.seconds:g} s of training, "
-                f"and the family is {_state(family)}; register and commit it first, and take "
-                "fresh seeds"
+                f"and the family is {state}; register and commit it first, and take fresh seeds"
             )
     return None
-
-
-def _began(rows: pd.DataFrame) -> list[datetime]:
-    """When the run of each row had begun at the latest: its date is that of its end."""
-    return [
-        datetime.fromisoformat(date) - timedelta(seconds=seconds)
-        for date, seconds in zip(rows.date, rows.seconds, strict=True)
-    ]
-
-
-def _state(family: Family) -> str:
-    return "planned" if family.registered is None else f"registered at {family.registered}"
 
 
 def _of_task(rows: pd.DataFrame, comparison: Comparison) -> pd.DataFrame:
@@ -255,21 +244,7 @@ def _of_task(rows: pd.DataFrame, comparison: Comparison) -> pd.DataFrame:
     return rows[pd.Series(of_tasks, rows.index, dtype=bool) & rows.seed.isin(comparison.seeds)]
 
 
-def _refusal_of_repeats(family: Family, rows: pd.DataFrame) -> str | None:
-    """A run that is repeated until it pleases would confirm anything."""
-    own = rows[is_of(rows, family.keys)]
-    repeated = own[own.duplicated(_KEY)]
-    if repeated.empty:
-        return None
-    row = repeated.iloc[0]
-    line = f"{row.method} {row.options}".strip()
-    return (
-        f"the run of {line} with seed {row.seed} is recorded more than once; a confirmatory run is "
-        "carried out once: keep its first row"
-    )
-
-
-def is_of(rows: pd.DataFrame, keys: set[Key]) -> pd.Series:
+def is_of(rows: pd.DataFrame, keys: Iterable[Key]) -> pd.Series:
     """Which rows are of these runs."""
     found = rows[_KEY].itertuples(index=False, name=None)
     wanted = {tuple(key) for key in keys}
@@ -304,17 +279,18 @@ class Outcome:
     @property
     def verdict(self) -> str:
         """*better* or *worse* where Holm's p is below 0.05; that of ``a``, compared with ``b``."""
+        every = len(self.comparison.seeds)
         if self.unusable:
             reasons = ", ".join(f"{count} {why}" for why, count in self.unusable.items())
             return (
-                f"{reasons}, of {len(self.comparison.seeds)} pairs: no verdict. A run of a family "
-                "is not repeated: register another family with fresh seeds, and run it at one "
-                "commit without local changes"
+                f"{reasons}, of {every} pairs: no verdict. A run of a family is not repeated: "
+                "register another family with fresh seeds, and run it at one commit without local "
+                "changes"
             )
         if self.missing:
-            return f"{self.missing} of {len(self.comparison.seeds)} pairs missing: no verdict"
+            return f"{self.missing} of {every} pairs missing: no verdict"
         if self.failed:
-            return f"not finite in {self.failed} of {len(self.comparison.seeds)} pairs: no verdict"
+            return f"not finite in {self.failed} of {every} pairs: no verdict"
         if self.contrast is None:
             return "other pairs of the family missing or unusable: no verdict"
         found = self.contrast.test
@@ -324,98 +300,55 @@ class Outcome:
         return found.reading or "not shown"
 
 
-def outcomes(family: Family, rows: pd.DataFrame) -> list[Outcome]:
-    """Every comparison of a family; ``rows`` has one row per run."""
-    found = [_outcome(comparison, rows) for comparison in family.comparisons]
-    if not all(outcome.is_complete for outcome in found):
-        # no peeking: a family is read when it is complete
-        return [replace(outcome, failed=0, contrast=None, lines={}) for outcome in found]
-    # a comparison without a p value still counts among those that are corrected for
-    tests = [outcome.contrast.test.p if outcome.contrast is not None else None for outcome in found]
-    adjusted = holm([1.0 if p is None else p for p in tests])
-    return [replace(outcome, p_holm=p) for outcome, p in zip(found, adjusted, strict=True)]
-
-
-def _outcome(comparison: Comparison, rows: pd.DataFrame) -> Outcome:
-    a, b = (rows[is_of(rows, set(comparison.keys(line)))] for line in (comparison.a, comparison.b))
-    if a.seed.duplicated().any() or b.seed.duplicated().any():
-        raise ValueError(f"{comparison.name}: runs of a family must all be on the same data")
-    pairs = a.merge(b, on="seed", suffixes=("_a", "_b"))
-    # a pair on two data sets does not count, below
-    data = sorted(set(pairs.data_a[pairs.data_a == pairs.data_b]) - {""})
-    if len(data) > 1:
-        raise ValueError(
-            f"{comparison.name}: runs of a family must all be on the same data, these are on "
-            f"{'; '.join(data)}"
-        )
-    reasons = pd.Series([_refusal_of(*pair) for pair in _facts(pairs)], pairs.index, dtype=object)
-    missing = len(comparison.seeds) - len(pairs)
-    unusable = reasons.dropna().value_counts(sort=False).to_dict()
-    failed = len(pairs) - len(finite(a).merge(finite(b), on="seed"))
-    found = None if failed else contrast(a, b)
-    lines = {comparison.a: a, comparison.b: b}
-    return Outcome(
-        comparison,
-        missing,
-        unusable,
-        failed,
-        found,
-        lines={name: _line(rows) for name, rows in lines.items() if len(rows)},
-    )
-
-
-def _line(rows: pd.DataFrame) -> Line:
-    rows = rows.sort_values("seed", kind="stable")
-    kept = finite(rows)
-    failed = tuple(rows.seed.drop(kept.index))
-    return Line(rows.method.iloc[0], rows.options.iloc[0], kept, failed)
-
-
-def _facts(pairs: pd.DataFrame) -> Iterable[tuple[str, str, str, str]]:
-    return zip(pairs.commit_a, pairs.commit_b, pairs.data_a, pairs.data_b, strict=True)
-
-
-def _refusal_of(commit_a: str, commit_b: str, data_a: str, data_b: str) -> str | None:
-    """Why the two rows of a seed are not compared: something else may differ than their lines."""
-    if not (commit_a and commit_b):
-        return "without a commit"
-    if any(commit.endswith("-dirty") for commit in (commit_a, commit_b)):
-        return "with local changes"
-    if commit_a != commit_b:
-        return "of two commits"
-    return "on two data sets" if data_a != data_b else None
-
-
-@dataclass(frozen=True, eq=False)
-class FamilyLine:
-    """A line as the family's file names it, with its runs."""
-
-    name: str
-    keys: tuple[Key, ...]
-    """Those of its runs, in the order of the seeds."""
-    metric: str
-    line: Line
-
-    @property
-    def task(self) -> tuple[str, str]:
-        """Recipe and task."""
-        return self.keys[0][:2]
-
-
 Judged = tuple[Family, list[Outcome]]
 
 
-def is_complete(outcomes: Sequence[Outcome]) -> bool:
+def outcomes(family: Family, rows: pd.DataFrame) -> list[Outcome]:
+    """Every comparison of a family; ``rows`` has one row per run."""
+    found = [_outcome(comparison, rows) for comparison in family.comparisons]
+    if not is_complete(found):
+        # no peeking: a family is read when it is complete
+        return [replace(outcome, failed=0, contrast=None, lines={}) for outcome in found]
+    # a comparison without a p value still counts among those that are corrected for
+    ps = [outcome.contrast.test.p if outcome.contrast is not None else None for outcome in found]
+    adjusted = holm([1.0 if p is None else p for p in ps])
+    return [replace(outcome, p_holm=p) for outcome, p in zip(found, adjusted, strict=True)]
+
+
+def is_complete(outcomes: Iterable[Outcome]) -> bool:
     return all(outcome.is_complete for outcome in outcomes)
 
 
-def lines_of(outcomes: Iterable[Outcome]) -> list[FamilyLine]:
-    """Every line of a complete family once, in the order of the comparisons."""
-    found: dict[tuple[object, ...], FamilyLine] = {}
-    for outcome in outcomes:
-        for name, line in outcome.lines.items():
-            keys = tuple(outcome.comparison.keys(name))
-            one = FamilyLine(name, keys, outcome.comparison.metric, line)
-            # two comparisons may give one name settings of their own
-            found.setdefault((name, *keys), one)
-    return list(found.values())
+def _outcome(comparison: Comparison, rows: pd.DataFrame) -> Outcome:
+    lines = {line: rows[is_of(rows, comparison.keys(line))] for line in comparison.runs}
+    a, b = lines.values()
+    pairs = a.merge(b, on="seed", suffixes=("_a", "_b"))
+    # a pair on two data sets does not count, below
+    data = sorted(set(pairs.data_a[pairs.data_a == pairs.data_b]) - {""})
+    if len(data) > 1 or a.seed.duplicated().any() or b.seed.duplicated().any():
+        raise ValueError(
+            f"{comparison.name}: runs of a family must all be on the same data, these are on "
+            f"{'; '.join(data) or 'several'}"
+        )
+    reasons = Counter(filter(None, map(_refusal_of_pair, pairs.itertuples())))
+    failed = len(pairs) - len(finite(a).merge(finite(b), on="seed"))
+    return Outcome(
+        comparison,
+        missing=len(comparison.seeds) - len(pairs),
+        unusable=dict(reasons),
+        failed=failed,
+        contrast=None if failed else contrast(a, b),
+        lines={name: Line.of(own) for name, own in lines.items() if len(own)},
+    )
+
+
+def _refusal_of_pair(pair: Any) -> str | None:
+    """Why the two rows of a seed are not compared: something else may differ than their lines."""
+    commits = (pair.commit_a, pair.commit_b)
+    if not all(commits):
+        return "without a commit"
+    if any(commit.endswith("-dirty") for commit in commits):
+        return "with local changes"
+    if pair.commit_a != pair.commit_b:
+        return "of two commits"
+    return "on two data sets" if pair.data_a != pair.data_b else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gfsa.lens.colours import COLOURS, MARKERS, series_of
 from gfsa_experiments.results.families import Judged
@@ -13,15 +13,10 @@ from gfsa_experiments.results.report import FILTERS, domains, named
 from gfsa_experiments.results.statistics import Interval, pooled_reduction
 from gfsa_experiments.results.tables import ResultTable
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-CONFIRMATORY = ("#000000", "D")
-AXIS = "relative error reduction in percent, 95 % interval (right is better)"
+_CONFIRMATORY = ("#000000", "D")
+_AXIS = "relative error reduction in percent, 95 % interval (right is better)"
 # inches: of a family's comparison and of a domain, which has two marks
-WIDTH, ROWS = 7.4, (0.27, 0.42)
+_WIDTH, _ROWS = 7.4, (0.27, 0.42)
 
 
 @dataclass(frozen=True)
@@ -42,25 +37,20 @@ class Mark:
 
 def marks(tables: Sequence[ResultTable], judged: Sequence[Judged] = ()) -> list[Mark]:
     """Families that are complete first, then the domains."""
-    found = [
-        Mark(
-            named(outcome.comparison.name, family.name),
-            "",
-            reduction,
-            verdict=outcome.verdict,
-            # what it compares stands below
-            group=f"{family.title.partition(':')[0]} ({outcome.contrast.reduced})",
-        )
-        for family, outcomes in judged
-        for outcome in outcomes
-        if outcome.contrast is not None and (reduction := outcome.contrast.reduction) is not None
-    ]
+    found = []
+    for family, outcomes in judged:
+        for outcome in outcomes:
+            if outcome.contrast is not None and outcome.contrast.reduction is not None:
+                # what it compares stands below
+                group = f"{family.title.partition(':')[0]} ({outcome.contrast.reduced})"
+                label = named(outcome.comparison.name, family.name)
+                reduction = outcome.contrast.reduction
+                found.append(Mark(label, "", reduction, (), outcome.verdict, group))
     for domain in domains(tables):
         for method, contrasts in domain.to_plain.items():
             interval = pooled_reduction(contrasts)
             if interval is not None:
-                reductions = [contrast.reduction for contrast in contrasts]
-                tasks = tuple(found.mean for found in reductions if found is not None)
+                tasks = tuple(one.reduction.mean for one in contrasts if one.reduction is not None)
                 found.append(Mark(domain.name, FILTERS.get(method, method), interval, tasks))
     return found
 
@@ -70,8 +60,7 @@ def plot(tables: Sequence[ResultTable], path: Path, judged: Sequence[Judged] = (
     import matplotlib
 
     figure = draw(marks(tables, judged))
-    formats = figure.canvas.get_supported_filetypes()
-    ending = path.suffix.lstrip(".")
+    formats, ending = figure.canvas.get_supported_filetypes(), path.suffix.lstrip(".")
     if ending not in formats:
         raise ValueError(
             f"--plot {path}: cannot write {path.suffix or 'a file without extension'}; "
@@ -83,7 +72,7 @@ def plot(tables: Sequence[ResultTable], path: Path, judged: Sequence[Judged] = (
         figure.savefig(path, dpi=160, metadata={"Date": None} if ending == "svg" else None)
 
 
-def draw(drawn: Sequence[Mark]) -> Figure:
+def draw(drawn: Sequence[Mark]) -> Any:
     """The figure; right is better.
 
     Families above domains, each part with a scale of its own: what tuned comparisons of many seeds
@@ -91,34 +80,40 @@ def draw(drawn: Sequence[Mark]) -> Figure:
     """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.lines import Line2D
 
     if not drawn:
         raise ValueError("no run can be compared with plain, so there is nothing to plot")
     methods = list(dict.fromkeys(mark.method for mark in drawn if mark.method))
     # with plain, which no mark is of, so that no other method gets its colour
     numbers = series_of(["plain", *methods])[1:]
-    looks = {"": CONFIRMATORY}
+    looks = {"": _CONFIRMATORY}
     looks |= {m: (COLOURS[n], MARKERS[n]) for m, n in zip(methods, numbers, strict=True)}
     families = [mark for mark in drawn if not mark.method]
     parts = [part for part in (families, [mark for mark in drawn if mark.method]) if part]
-    heights = [ROWS[part is not families] * len(_rows(part)) for part in parts]
-    height = 0.8 + sum(0.4 + own for own in heights)
-    layout = ConstrainedLayoutEngine(w_pad=0.08)
-    figure = Figure(figsize=(WIDTH, height), layout=layout)
+    heights = [_ROWS[part is not families] * len(_rows(part)) for part in parts]
+    size = (_WIDTH, 0.8 + sum(0.4 + own for own in heights))
+    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.08))
     axes = figure.subplots(len(parts), height_ratios=heights, squeeze=False)[:, 0]
     for axis, part in zip(axes, parts, strict=True):
         _draw_part(figure, axis, part, looks)
-    axes[-1].set_xlabel(AXIS)
+    axes[-1].set_xlabel(_AXIS)
     if len(parts) > 1:
-        axes[0].set_xlabel(f"{AXIS}; another scale than below", fontsize=8)
-    handles = _legend(drawn, looks)
+        axes[0].set_xlabel(f"{_AXIS}; another scale than below", fontsize=8)
+    handles = []
+    for method, (colour, shape) in looks.items():
+        if any(mark.method == method for mark in drawn):
+            label = f"{method}, exploratory" if method else "confirmatory"
+            look = {"color": colour, "marker": shape, "mfc": "white" if method else colour}
+            handles.append(Line2D([], [], label=label, **look))
+    if any(len(mark.tasks) > 1 for mark in drawn):
+        look = {"color": "#777777", "marker": "|", "linestyle": "none"}
+        handles.append(Line2D([], [], label="a single task", **look))
     figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
     return figure
 
 
-def _draw_part(
-    figure: Figure, axis: Axes, drawn: Sequence[Mark], looks: Mapping[str, tuple[str, str]]
-) -> None:
+def _draw_part(figure: Any, axis: Any, drawn: Sequence[Mark], looks: dict[str, Any]) -> None:
     """Marks of one scale, those of one label close together, below the title of their group."""
     from matplotlib.transforms import blended_transform_factory
 
@@ -131,11 +126,11 @@ def _draw_part(
         height, (colour, shape) = rows.index(row) + offset, looks[mark.method]
         if len(mark.tasks) > 1:
             axis.scatter(mark.tasks, [height] * len(mark.tasks), 36, colour, marker="|", alpha=0.45)
-        low, mean, high = mark.interval.low, mark.interval.mean, mark.interval.high
+        low, high = mark.interval.low, mark.interval.high
         if low is not None and high is not None:
             axis.plot([low, high], [height, height], color=colour, linewidth=1.6)
         fill = "white" if mark.method else colour
-        axis.plot(mean, height, marker=shape, color=colour, mfc=fill, markersize=6)
+        axis.plot(mark.interval.mean, height, marker=shape, color=colour, mfc=fill, markersize=6)
         if mark.verdict:
             axis.annotate(
                 mark.verdict,
@@ -169,25 +164,3 @@ def _rows(drawn: Sequence[Mark]) -> list[tuple[str, str]]:
             found.setdefault((mark.group, ""))
         found.setdefault((mark.group, mark.label))
     return list(found)
-
-
-def _legend(drawn: Sequence[Mark], looks: Mapping[str, tuple[str, str]]) -> list[Line2D]:
-    from matplotlib.lines import Line2D
-
-    found = [
-        Line2D(
-            [],
-            [],
-            color=colour,
-            marker=shape,
-            mfc="white" if method else colour,
-            label=f"{method}, exploratory" if method else "confirmatory",
-        )
-        for method, (colour, shape) in looks.items()
-        if any(mark.method == method for mark in drawn)
-    ]
-    if any(len(mark.tasks) > 1 for mark in drawn):
-        look = "#777777"
-        stroke = Line2D([], [], color=look, marker="|", linestyle="none", label="a single task")
-        found.append(stroke)
-    return found

@@ -1,13 +1,11 @@
 """Whether one method differs from another over paired seeds, and by how much.
 
 Runs with the same seed share data order and initial weights, so the statistic is the difference
-``d_s = a_s − b_s`` of each seed ``s`` that both have. With ``n`` such seeds the interval is
-Student's,
+``d_s = a_s − b_s`` of each seed ``s`` that both have. The interval is Student's,
 
     mean(d) ± t(0.975, n − 1) · std(d) / √n ,
 
-with the sample standard deviation (n − 1 in its denominator), and p is the two-sided p value of
-the hypothesis that the mean difference is 0.
+and p is the two-sided p value of the hypothesis that the mean difference is 0.
 """
 
 from __future__ import annotations
@@ -15,21 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import pandas as pd
 
 LEVEL = 0.95
-# percent that were computed from equal differences may differ by so much
-_ROUNDING = 1e-9
-
-Verdict = Literal["better", "worse", "no difference shown"]
-_EXPLORATORY: dict[Verdict, str] = {
-    "better": "suggestive",
-    "worse": "suggestive (against)",
-    "no difference shown": "not shown",
-}
+# metrics whose relative reduction is that of the perplexity, exp(loss)
+IN_NATS = {"loss"}
+# runs whose costs differ by no more are taken to have had the same
+_SAME = 0.01
 
 
 @dataclass(frozen=True)
@@ -46,28 +38,16 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class PairedDifference:
-    """``a − b`` over the seeds that both have."""
+class PairedDifference(Interval):
+    """``a − b`` over the seeds that both have, in the metric's own unit and sign.
 
-    seeds: tuple[int, ...]
-    values: tuple[float, ...]
-    """One difference per seed, in the metric's own unit and sign."""
-    higher_is_better: bool
-    interval: Interval
-    """Without ends if there are fewer than two seeds, or if the differences do not vary."""
-    p: float | None
+    There is no interval with fewer than two seeds, or if the differences do not vary.
+    """
 
-    @property
-    def mean(self) -> float:
-        return self.interval.mean
-
-    @property
-    def low(self) -> float | None:
-        return self.interval.low
-
-    @property
-    def high(self) -> float | None:
-        return self.interval.high
+    seeds: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+    higher_is_better: bool = True
+    p: float | None = None
 
     @property
     def seeds_better(self) -> int:
@@ -75,21 +55,22 @@ class PairedDifference:
         return sum(v > 0 if self.higher_is_better else v < 0 for v in self.values)
 
     @property
-    def verdict(self) -> Verdict | None:
-        """``no difference shown`` if 0 is in this one interval; None without an interval."""
+    def verdict(self) -> str | None:
+        """``better``, ``worse`` or ``no difference shown``; None without an interval."""
         if self.low is None:
             return None
-        if not self.interval.excludes_zero:
+        if not self.excludes_zero:
             return "no difference shown"
         return "better" if (self.mean > 0) == self.higher_is_better else "worse"
 
     @property
     def reading(self) -> str | None:
-        """The verdict in the words of exploratory tables, ``suggestive`` or ``not shown``.
+        """The verdict in the words of exploratory tables.
 
-        Only families (:mod:`.families`), which correct for their size, say *better* or *worse*.
+        Only families, which correct for their size, say *better* or *worse*.
         """
-        return None if self.verdict is None else _EXPLORATORY[self.verdict]
+        words = {"better": "suggestive", "worse": "suggestive (against)"}
+        return None if self.verdict is None else words.get(self.verdict, "not shown")
 
 
 def paired_difference(
@@ -100,20 +81,17 @@ def paired_difference(
     if not seeds:
         return None
     values = tuple(method[seed] - reference[seed] for seed in seeds)
-    interval, p = Interval(float(np.mean(values))), None
-    if len(values) > 1 and _vary(values, [*reference.values(), *method.values()]):
+    ends: tuple[float, ...] = ()
+    p = None
+    # differences that vary by no more than the rounding of their subtraction do not vary
+    rounding = 4 * math.ulp(max(abs(v) for v in [*reference.values(), *method.values()]))
+    if max(values) - min(values) > rounding:
         from scipy.stats import ttest_rel
 
         test = ttest_rel([method[seed] for seed in seeds], [reference[seed] for seed in seeds])
-        interval = Interval(interval.mean, *map(float, test.confidence_interval(LEVEL)))
-        p = float(test.pvalue)
-    return PairedDifference(seeds, values, higher_is_better, interval, p)
-
-
-def _vary(differences: Sequence[float], values: Sequence[float]) -> bool:
-    """Whether the differences vary by more than the rounding error of their subtraction."""
-    rounding = 4 * math.ulp(max(abs(value) for value in values))
-    return max(differences) - min(differences) > rounding
+        ends, p = tuple(map(float, test.confidence_interval(LEVEL))), float(test.pvalue)
+    found = Interval(float(np.mean(values)), *ends)
+    return PairedDifference(found.mean, found.low, found.high, seeds, values, higher_is_better, p)
 
 
 def mean_of_groups(groups: Sequence[Sequence[float]]) -> Interval:
@@ -124,14 +102,13 @@ def mean_of_groups(groups: Sequence[Sequence[float]]) -> Interval:
     that do not vary, leave the interval unknown.
     """
     mean = float(np.mean([np.mean(group) for group in groups]))
-    if min(map(len, groups)) < 2:
-        return Interval(mean)
     largest = max(abs(value) for group in groups for value in group)
-    if max(map(np.ptp, groups)) <= _ROUNDING * max(1.0, largest):
+    # percentages of equal differences may differ by their rounding
+    if min(map(len, groups)) < 2 or max(map(np.ptp, groups)) <= 1e-9 * max(1.0, largest):
         return Interval(mean)
-    v = np.array([np.var(group, ddof=1) / len(group) for group in groups])
     from scipy.stats import t
 
+    v = np.array([np.var(group, ddof=1) / len(group) for group in groups])
     freedom = v.sum() ** 2 / sum(v**2 / [len(group) - 1 for group in groups])
     half = float(t.ppf((1 + LEVEL) / 2, freedom) * np.sqrt(v.sum()) / len(groups))
     return Interval(mean, mean - half, mean + half)
@@ -150,18 +127,6 @@ def holm(ps: Sequence[float]) -> list[float]:
     return [float(p) for p in adjusted]
 
 
-IN_NATS = {"loss"}
-"""Metrics whose relative reduction is that of the perplexity, exp(loss)."""
-UNIT_OF_NATS = (
-    "of a loss in nats it is that of the perplexity, 1 − exp(difference), so that all language "
-    "models are in one unit"
-)
-"""What pages say of it."""
-
-# runs whose costs differ by no more are taken to have had the same
-SAME_DATA = 0.01
-
-
 @dataclass(frozen=True)
 class Contrast:
     """``a − b`` over the seeds for which both have a finite result."""
@@ -169,20 +134,11 @@ class Contrast:
     test: PairedDifference
     valid: PairedDifference | None
     """The same on the validation split, if every run has it."""
-    one_commit: int | None
-    """The number of pairs whose two runs are of the same commit; None if no run names one, as with
-    an installed package."""
-    epochs: float
-    """Passes over the data of ``a`` relative to ``b``."""
-    seconds: float | None
-    """Training time of ``a`` relative to ``b``; None unless all runs shared one kind of device with
-    as many others."""
-    jobs: int
-    """The runs that shared the device; above 1, times are rough."""
+    budget: str
+    """Epochs and time of ``a`` relative to ``b``; times only if all runs shared a device alike."""
     error: float
-    """The mean error of ``b``, which relative reductions refer to."""
+    """The mean error of ``b``: 100 − score for scores in percent, the metric if lower is better."""
     metric: str
-    """That of the rows."""
 
     @property
     def reduced(self) -> str:
@@ -199,9 +155,10 @@ class Contrast:
         """
         if not self._can_be_reduced:
             return None
-        found = self.test.interval
-        ends = [None if end is None else self._share(end) for end in (found.low, found.high)]
-        return Interval(self._share(found.mean), *(ends if self._share(1) > 0 else reversed(ends)))
+        ends = [
+            None if end is None else self._share(end) for end in (self.test.low, self.test.high)
+        ]
+        return Interval(self._share(self.test.mean), *(ends if self._share(1) > 0 else ends[::-1]))
 
     @property
     def reductions(self) -> list[float]:
@@ -217,57 +174,37 @@ class Contrast:
             return -100 * math.expm1(difference)
         return (100 if self.test.higher_is_better else -100) * difference / self.error
 
-    @property
-    def budget(self) -> str:
-        """Epochs and time relative to the second line; ``equal epochs`` if they are."""
-        epochs, seconds = f"{self.epochs:.2f}× epochs", ""
-        if abs(self.epochs - 1) <= SAME_DATA:
-            epochs = "equal epochs"
-        if self.seconds is not None:
-            seconds = f"{self.seconds:.2f}× time"
-            seconds += f" ({self.jobs} runs at once)" if self.jobs > 1 else ""
-        return ", ".join(filter(None, (epochs, seconds)))
-
 
 def contrast(a: pd.DataFrame, b: pd.DataFrame) -> Contrast | None:
     """Compare the rows of two lines; None if they have no seed in common."""
-    pairs = finite(a).merge(finite(b), on="seed", suffixes=("_a", "_b"))
+    pairs = finite(a).merge(finite(b), on="seed", suffixes=("_a", "_b")).set_index("seed")
     if pairs.empty:
         return None
     up = bool(pairs.higher_is_better_a.iloc[0])
-    pairs = pairs.set_index("seed")
     test = paired_difference(pairs.test_b.to_dict(), pairs.test_a.to_dict(), up)
     valid = None
     if pairs[["valid_a", "valid_b"]].notna().all(axis=None):
         valid = paired_difference(pairs.valid_b.to_dict(), pairs.valid_a.to_dict(), up)
     assert test is not None
-    places = pd.concat([pairs[f"device_{x}"] + pairs[f"jobs_{x}"].astype(str) for x in "ab"])
-    timed = places.nunique() == 1
+    error = 100 - pairs.test_b if up else pairs.test_b
+    return Contrast(test, valid, _budget(pairs), float(error.mean()), str(pairs.metric_b.iloc[0]))
+
+
+def _budget(pairs: pd.DataFrame) -> str:
+    """``1.10× epochs, 1.05× time (4 runs at once)``, or ``equal epochs``."""
     total = pairs[["epochs_a", "epochs_b", "seconds_a", "seconds_b"]].sum()
-    return Contrast(
-        test,
-        valid,
-        one_commit=_of_one_commit(pairs.commit_a, pairs.commit_b),
-        epochs=total.epochs_a / total.epochs_b if total.epochs_b else 1.0,
-        seconds=total.seconds_a / total.seconds_b if timed and total.seconds_b else None,
-        jobs=int(pairs.jobs_a.iloc[0]),
-        error=float(errors(pairs.test_b, up).mean()),
-        metric=str(pairs.metric_b.iloc[0]),
-    )
-
-
-def _of_one_commit(a: pd.Series, b: pd.Series) -> int | None:
-    named = (a != "") | (b != "")
-    return int(((a == b) & named).sum()) if named.any() else None
+    epochs = total.epochs_a / total.epochs_b if total.epochs_b else 1.0
+    said = "equal epochs" if abs(epochs - 1) <= _SAME else f"{epochs:.2f}× epochs"
+    places = pd.concat([pairs[f"device_{x}"] + pairs[f"jobs_{x}"].astype(str) for x in "ab"])
+    if places.nunique() == 1 and total.seconds_b:
+        said += f", {total.seconds_a / total.seconds_b:.2f}× time"
+        jobs = int(pairs.jobs_a.iloc[0])
+        said += f" ({jobs} runs at once)" if jobs > 1 else ""
+    return said
 
 
 def finite(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows.test.abs() < float("inf")]
-
-
-def errors(values: pd.Series, higher_is_better: bool) -> pd.Series:
-    """What is wrong: 100 − score for scores in percent, the metric itself where lower is better."""
-    return 100 - values if higher_is_better else values
 
 
 def pooled_reduction(contrasts: Sequence[Contrast]) -> Interval | None:

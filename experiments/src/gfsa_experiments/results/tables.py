@@ -23,11 +23,12 @@ from gfsa_experiments.runs.row import COLUMNS, Row, read_rows
 from gfsa_experiments.runs.same_data import data_of_experiments
 from gfsa_experiments.tasks import RECIPES
 
+PLAIN = ("plain", "")
+DEGREE_1 = "degree1"
 # a table with these columns should be one of runs, even if other columns are missing or unknown
-MARKS = {"recipe", "task", "method", "seed"}
-
-TABLE = ["recipe", "task", "settings", "only_data"]
-"""The columns of rows that share a table; ``only_data`` as in :func:`latest`."""
+_MARKS = {"recipe", "task", "method", "seed"}
+# the columns of rows that share a table; only_data as in latest()
+_TABLE = ["recipe", "task", "settings", "only_data"]
 
 
 @dataclass(frozen=True)
@@ -46,31 +47,17 @@ class Runs:
         return Runs(self.rows[kept(self.rows)], self.replaced[kept(self.replaced)])
 
 
-def read_folder(folder: Path) -> Runs:
+def read_folder(folder: Path, may_be_empty: bool = False) -> Runs:
     """Every table of runs in ``folder``; tables with other columns are ignored."""
-    if not folder.is_dir():
+    paths = sorted(folder.glob("*.csv"))
+    rows = [row for path in paths if _is_table_of_runs(path) for row in read_rows(path)]
+    if not rows and not may_be_empty:
+        found = ", ".join(path.name for path in paths) or "no CSV file"
         raise ValueError(
-            f"there is no folder {folder}; `gfsa train` writes rows, and --dir names the folder "
-            "that has them"
-        )
-    rows = _rows_in(folder)
-    if not rows:
-        found = ", ".join(sorted(path.name for path in folder.glob("*.csv")))
-        found = found or "no CSV file at all"
-        raise ValueError(
-            f"{folder} has no rows of runs (it has {found}); run `gfsa train RECIPE` first"
+            f"{folder} has no rows of runs (it has {found}); `gfsa train RECIPE` writes some, and "
+            "--dir names the folder that has them"
         )
     return latest(rows)
-
-
-def read_folder_if_any(folder: Path) -> Runs:
-    """The same of a folder that may be missing, or have no rows."""
-    return latest(_rows_in(folder))
-
-
-def _rows_in(folder: Path) -> list[Row]:
-    paths = sorted(folder.glob("*.csv"))
-    return [row for path in paths if _is_table_of_runs(path) for row in read_rows(path)]
 
 
 def latest(rows: Sequence[Row]) -> Runs:
@@ -85,7 +72,7 @@ def latest(rows: Sequence[Row]) -> Runs:
     frame["only_data"] = pd.Series([data_of(row) for row in rows], dtype=object)
     # stable: rows of one date stay in the order they were written
     frame = frame.sort_values("date", kind="stable")
-    is_replaced = frame.duplicated([*TABLE, "method", "options", "seed"], keep="last")
+    is_replaced = frame.duplicated([*_TABLE, "method", "options", "seed"], keep="last")
     return Runs(frame[~is_replaced], frame[is_replaced])
 
 
@@ -94,14 +81,9 @@ def _is_table_of_runs(path: Path) -> bool:
         header = set(next(csv.reader(file), []))
     if not header:
         raise ValueError(f"{path} is empty and has no header; remove it or restore it")
-    # a table named after a recipe has to be one of runs: otherwise its runs would silently be
-    # missing from the page
+    # the runs of a damaged table named after a recipe would silently be missing from the page
     mostly_ours = len(header & set(COLUMNS)) > len(COLUMNS) / 2
-    return path.stem in RECIPES or header >= MARKS or mostly_ours
-
-
-PLAIN = ("plain", "")
-DEGREE_1 = "degree1"
+    return path.stem in RECIPES or header >= _MARKS or mostly_ours
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +106,13 @@ class Line:
     """Peak memory relative to plain, for each device on which both ran."""
     adjusted_p: float | None = None
     """Holm's, over every comparison of the folder with plain."""
+
+    @classmethod
+    def of(cls, rows: pd.DataFrame, **compared: Any) -> Line:
+        rows = rows.sort_values("seed", kind="stable")
+        kept = finite(rows)
+        failed = tuple(rows.seed.drop(kept.index))
+        return cls(rows.method.iloc[0], rows.options.iloc[0], kept, failed, **compared)
 
     @property
     def name(self) -> str:
@@ -153,15 +142,6 @@ class Line:
         return _none_if_missing(self.rows.valid.mean(skipna=False))
 
     @property
-    def added(self) -> tuple[int, ...]:
-        """How many numbers the method added; one entry unless runs disagree."""
-        return tuple(sorted(set(self.rows.added)))
-
-    @property
-    def moved(self) -> float | None:
-        return _none_if_missing(self.rows.moved.mean())
-
-    @property
     def coefficients(self) -> tuple[float, ...] | None:
         """Final c0, c1, … averaged over seeds; None without filters or if degrees differ."""
         known = [coefficients_of(r) for r in self.rows.itertuples() if r.coefficients]
@@ -189,12 +169,12 @@ class ResultTable:
     recipe: str
     task: str
     settings: str
+    data: str | None
+    """The data of its rows if there is a table on other data too; empty if it is unknown."""
     metric: str
     higher_is_better: bool
     lines: tuple[Line, ...]
     replaced: pd.DataFrame
-    data: str | None = None
-    """The data of its rows if there is a table on other data too; empty if it is unknown."""
 
     @property
     def rows(self) -> pd.DataFrame:
@@ -207,59 +187,55 @@ class ResultTable:
 
 def make_tables(runs: Runs) -> list[ResultTable]:
     """Every table of the folder, with p values adjusted over all comparisons in it."""
-    groups = {_without_nan(key): rows for key, rows in runs.rows.groupby(TABLE, dropna=False)}
-    replaced = {_without_nan(k): rows for k, rows in runs.replaced.groupby(TABLE, dropna=False)}
+    groups = {_without_nan(key): rows for key, rows in runs.rows.groupby(_TABLE, dropna=False)}
+    replaced = {_without_nan(k): rows for k, rows in runs.replaced.groupby(_TABLE, dropna=False)}
     keys = sorted(groups, key=lambda key: _natural(part or "" for part in key))
-    return _adjusted([_make_table(groups[k], replaced.get(k, runs.replaced[:0])) for k in keys])
+    tables = [_make_table(k, groups[k], replaced.get(k, runs.replaced[:0])) for k in keys]
+    compared = [(line, line.to_plain) for t in tables for line in t.lines if line.to_plain]
+    ps = {id(line): found.test.p for line, found in compared if found.test.p is not None}
+    adjusted = dict(zip(ps, holm(list(ps.values())), strict=True))
+    return [
+        replace(t, lines=tuple(replace(x, adjusted_p=adjusted.get(id(x))) for x in t.lines))
+        for t in tables
+    ]
 
 
-def _make_table(rows: pd.DataFrame, replaced: pd.DataFrame) -> ResultTable:
-    recipe, task, settings, data = _without_nan(rows[TABLE].iloc[0])
+def _make_table(key: Any, rows: pd.DataFrame, replaced: pd.DataFrame) -> ResultTable:
     measures = set(zip(rows.metric, rows.higher_is_better, strict=True))
     if len(measures) > 1:
         raise ValueError(
-            f"runs of {recipe} {task} ({settings or 'default settings'}) report different metrics, "
+            f"runs of {key[0]} {key[1]} ({key[2] or 'default settings'}) report different metrics, "
             f"{', '.join(sorted(f'{name} ({up})' for name, up in measures))} (higher is better?): "
             "they cannot share a table; remove the rows that are wrong"
         )
-    ((metric, higher_is_better),) = measures
-    variants = dict(iter(rows.sort_values("seed", kind="stable").groupby(["method", "options"])))
+    ((metric, up),) = measures
+    variants = dict(iter(rows.groupby(["method", "options"])))
     order = sorted(variants, key=lambda key: (key != PLAIN, key[0] != "plain", _natural(key)))
     of_degree_1 = [key for key in order if key[0] == DEGREE_1]
     single = of_degree_1[0] if len(of_degree_1) == 1 else None
-    lines = tuple(_make_line(key, variants, single) for key in order)
-    return ResultTable(
-        recipe, task, settings, metric, bool(higher_is_better), lines, replaced, data
-    )
+    lines = []
+    for name in order:
+        own = variants[name]
+        plain = own[:0] if name == PLAIN else variants.get(PLAIN, own[:0])
+        second = None if single is None or name in (PLAIN, single) else variants[single]
+        line = Line.of(
+            own,
+            to_plain=contrast(own, plain),
+            to_degree1=None if second is None else contrast(own, second),
+            times=_ratios(_seconds_per_step(own), _seconds_per_step(plain)),
+            memories=_ratios(_peak_memory(own), _peak_memory(plain)),
+        )
+        lines.append(line)
+    return ResultTable(*key, metric, bool(up), tuple(lines), replaced)
 
 
-def _make_line(
-    key: tuple[str, str],
-    variants: dict[tuple[str, str], pd.DataFrame],
-    degree_1: tuple[str, str] | None,
-) -> Line:
-    rows = variants[key]
-    none = rows[:0]
-    plain = none if key == PLAIN else variants.get(PLAIN, none)
-    by = None if degree_1 is None or key in (PLAIN, degree_1) else variants[degree_1]
-    return Line(
-        *key,
-        rows=finite(rows),
-        failed=tuple(rows.seed.drop(finite(rows).index)),
-        to_plain=contrast(rows, plain),
-        to_degree1=None if by is None else contrast(rows, by),
-        times=_ratios(seconds_per_step(rows), seconds_per_step(plain)),
-        memories=_ratios(peak_memory(rows), peak_memory(plain)),
-    )
-
-
-def seconds_per_step(rows: pd.DataFrame) -> pd.Series:
+def _seconds_per_step(rows: pd.DataFrame) -> pd.Series:
     """The mean by device, of runs that had the machine to themselves."""
     alone = rows[(rows.jobs == 1) & (rows.seconds_per_step > 0)]
     return alone.groupby("device").seconds_per_step.mean()
 
 
-def peak_memory(rows: pd.DataFrame) -> pd.Series:
+def _peak_memory(rows: pd.DataFrame) -> pd.Series:
     """The mean in MiB by device."""
     return rows[rows.peak_memory_mib > 0].groupby("device").peak_memory_mib.mean()
 
@@ -267,20 +243,6 @@ def peak_memory(rows: pd.DataFrame) -> pd.Series:
 def _ratios(ours: pd.Series, plain: pd.Series) -> tuple[float, ...]:
     """For each device that both have."""
     return tuple((ours / plain).dropna())
-
-
-def _adjusted(tables: Sequence[ResultTable]) -> list[ResultTable]:
-    lines = [line for table in tables for line in table.lines]
-    ps = {id(line): line.difference.p for line in lines if line.difference is not None}
-    known = {key: p for key, p in ps.items() if p is not None}
-    adjusted = dict(zip(known, holm(list(known.values())), strict=True))
-    return [
-        replace(
-            table,
-            lines=tuple(replace(line, adjusted_p=adjusted.get(id(line))) for line in table.lines),
-        )
-        for table in tables
-    ]
 
 
 def titles(tables: Sequence[ResultTable]) -> list[str]:

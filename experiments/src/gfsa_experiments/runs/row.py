@@ -64,6 +64,11 @@ class Row:
         return self.recipe, self.task, self.settings
 
     @property
+    def key(self) -> tuple[object, ...]:
+        """What identifies the run."""
+        return (*self.experiment[:2], self.method, self.options, self.settings, self.seed)
+
+    @property
     def name(self) -> str:
         """The method with its options."""
         return f"{self.method} {self.options}".strip()

@@ -45,6 +45,7 @@ from gfsa_experiments.runs.row import Experiment, Row
 from gfsa_experiments.runs.run_folder import (
     differences,
     is_begun,
+    read_json,
     read_row,
     run_folder,
     write_config,
@@ -52,13 +53,7 @@ from gfsa_experiments.runs.run_folder import (
     write_json,
     write_row,
 )
-from gfsa_experiments.runs.same_data import (
-    check_finished_data,
-    check_resumed_data,
-    data_begun_on,
-    warn_of_rows_on_other_data,
-    write_data,
-)
+from gfsa_experiments.runs.same_data import difference, warn_of_rows_on_other_data
 from gfsa_experiments.tasks import find_recipe
 
 
@@ -139,6 +134,10 @@ class Run:
         return " ".join(word for word in words if word) + f" seed {key.seed}"
 
 
+# what was printed about own data: once for all runs of this process on it
+_SAID: set[str] = set()
+
+
 class DivergedError(FloatingPointError):
     """The loss became infinite or NaN, or never fell; that is a result, and has a row."""
 
@@ -155,7 +154,6 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
     finished = read_row(run.folder)
     if finished is not None and run.resume:
         _check_finished(run, accelerator.num_processes)
-        check_finished_data(run.folder, run.data_dir, run.config, lambda: data_of(run))
         return finished
     with _exclusive(run.folder) if accelerator.is_main_process else nullcontext():
         return _carry_out(run, accelerator, progress)
@@ -232,6 +230,13 @@ def _check_finished(run: Run, processes: int) -> None:
             f"{run.folder} holds a finished run with other settings ({', '.join(differing)}); "
             "use another --out"
         )
+    record = run.folder / "data.json"
+    begun = read_json(record) if record.exists() else None
+    if begun is not None and begun["data"] != (data := data_of(run)):
+        raise ValueError(
+            f"{run.folder} holds a finished run on other data, from {begun['data_dir']} "
+            f"({difference(begun['data'], data)}); use another --out"
+        )
     wanted = {"model.pt": run.config.save_model, "lens.html": run.config.lens}
     for name, asked in wanted.items():
         if asked and not (run.folder / name).exists():
@@ -245,27 +250,21 @@ def data_of(run: Run) -> str:
     return fingerprint(_build(run))
 
 
-def recorded_data(run: Run) -> str | None:
-    """The fingerprint that the run's folder records of data with the same settings and path.
-
-    None if there is no such record, and if the data may be another by now.
-    """
-    data = data_begun_on(run.folder, run.data_dir, run.config)
-    if data is None or not (run.folder / "config.json").exists():
-        return None
-    ignored = (*HARMLESS, "processes")
-    return None if differences(run.folder, _as_data(run, 1), _defaults(run), ignored) else data
-
-
 def _record_data(run: Run, task: Task, accelerator: Accelerator) -> str:
     """The data's fingerprint, after comparing it with what the run's folder and rows have."""
-    data = fingerprint(task)
-    if run.resume and is_begun(run.folder):
-        check_resumed_data(run.folder, data)
+    data, record = fingerprint(task), run.folder / "data.json"
+    if run.resume and is_begun(run.folder) and record.exists():
+        begun = read_json(record)
+        if begun["data"] != data:
+            raise ValueError(
+                f"{run.folder} was begun on other data, from {begun['data_dir']} "
+                f"({difference(begun['data'], data)}); give it that data, or use another --out"
+            )
     # every process has compared before the main process writes
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        write_data(run.folder, data, run.data_dir)
+        # the whole path stays in the run's folder, because rows are published
+        write_json(record, {"data": data, "data_dir": str(run.data_dir.resolve())})
         _record_own_data(run, task)
         warn_of_rows_on_other_data(run, data)
     return data
@@ -276,9 +275,10 @@ def _record_own_data(run: Run, task: Task) -> None:
     if task.own_data is None:
         return
     write_json(run.folder / "splits.json", dataclasses.asdict(task.own_data))
-    # one run of each experiment compares with the results
-    if run.results is not None:
-        print(f"data {task.own_data}", flush=True)
+    said = f"data {task.own_data}"
+    if run.results is not None and said not in _SAID:
+        _SAID.add(said)
+        print(said, flush=True)
 
 
 def _build(run: Run) -> Task:

@@ -1,6 +1,6 @@
 """Whether runs and rows are on the same data, decided by the data's fingerprint.
 
-Rows and run folders of earlier versions have no fingerprint: they may be on any data.
+Rows of earlier versions have no fingerprint: they may be on any data.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ import dataclasses
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gfsa_experiments.data.own import is_in_working_folder, is_written_after
 from gfsa_experiments.runs.row import Experiment, Row, read_rows_if_any
-from gfsa_experiments.runs.run_folder import read_record, write_json
 
 if TYPE_CHECKING:
     from gfsa_experiments.runs.run import Run
@@ -29,10 +26,8 @@ def may_be_same(first: str, second: str) -> bool:
 
 def has_row(table: Path, row: Row) -> bool:
     """Whether a table has a row of the same run, which may be on the same data."""
-    run = (row.experiment, row.method, row.options, row.seed)
     return any(
-        (other.experiment, other.method, other.options, other.seed) == run
-        and may_be_same(row.data, other.data)
+        other.key == row.key and may_be_same(row.data, other.data)
         for other in read_rows_if_any(table)
     )
 
@@ -51,78 +46,6 @@ def data_of_experiments(rows: Iterable[Row]) -> Callable[[Row], str | None]:
     return lambda row: row.data if row.experiment in several else None
 
 
-@dataclass(frozen=True)
-class RunData:
-    """The data of a run, as its folder records it in ``data.json``."""
-
-    data: str
-    """The fingerprint, as in the row."""
-    data_dir: str
-    """The whole path; it stays in the run's folder, because rows are published."""
-
-
-def write_data(folder: Path, data: str, data_dir: Path) -> None:
-    record = RunData(data, str(data_dir.resolve()))
-    write_json(folder / "data.json", dataclasses.asdict(record))
-
-
-def check_resumed_data(folder: Path, data: str) -> None:
-    """Raise ValueError if the interrupted run in ``folder`` was begun on other data."""
-    begun = read_record(folder / "data.json", RunData)
-    if begun is not None and begun.data != data:
-        raise ValueError(
-            f"{folder} was begun on other data, from {begun.data_dir} "
-            f"({difference(begun.data, data)}); give it that data, or use another --out"
-        )
-
-
-def data_begun_on(folder: Path, data_dir: Path, config: Any) -> str | None:
-    """The fingerprint that a run's folder records, if the data is at the path that it had then.
-
-    None if it may be at another path (of own data that is named from the working folder, the run's
-    folder does not record the whole path), or if own data was written since.
-    """
-    record = folder / "data.json"
-    begun = read_record(record, RunData)
-    if begun is None or begun.data_dir != str(data_dir.resolve()):
-        return None
-    # a recipe of the user's own may have None there, or a path; tokens depend on the tokenizer, too
-    own = [str(getattr(config, name, None) or "") for name in ("data", "tokenizer")]
-    if any(is_in_working_folder(name, data_dir) for name in own):
-        return None
-    since = record.stat().st_mtime
-    return None if any(is_written_after(name, data_dir, since) for name in own) else begun.data
-
-
-def check_finished_data(
-    folder: Path, data_dir: Path, config: Any, find_data: Callable[[], str]
-) -> None:
-    """Raise ValueError if the finished run in ``folder`` is on other data than there is now.
-
-    Data at the same path is taken to be the same without reading it, unless it was written since.
-
-    Args:
-        config: the settings of the run.
-        find_data: reads the data and gives its fingerprint.
-    """
-    begun, place = read_record(folder / "data.json", RunData), str(data_dir.resolve())
-    if begun is None or data_begun_on(folder, data_dir, config) is not None:
-        return
-    try:
-        data = find_data()
-    except (ValueError, OSError) as error:
-        raise ValueError(
-            f"{folder} holds a finished run on the data in {begun.data_dir}, which cannot be "
-            f"compared with that in {place}; give --data-dir {begun.data_dir} or use another "
-            f"--out: {error}"
-        ) from error
-    if data != begun.data:
-        raise ValueError(
-            f"{folder} holds a finished run on other data, from {begun.data_dir} "
-            f"({difference(begun.data, data)}); use another --out"
-        )
-
-
 def difference(old: str, new: str) -> str:
     """How two fingerprints differ, in words."""
     (old_sizes, _, old_hash), (new_sizes, _, new_hash) = old.partition(" "), new.partition(" ")
@@ -131,26 +54,40 @@ def difference(old: str, new: str) -> str:
     return f"as many examples, {new_sizes}, but different ones: {old_hash} then, {new_hash} now"
 
 
-Source = tuple[str, str, Path]
-"""Where the data of a run comes from: runs with equal sources are on the same data."""
+def lacking(runs: Sequence[Run], results: Path) -> list[Run]:
+    """The runs without a row on their data, for ``gfsa train --missing``.
 
+    A row is of a run if it has the run's key and is on the run's data, which is read once for all
+    runs on it. If that fails, the rows count, and a warning says so.
+    """
+    from gfsa_experiments.runs.run import data_of
 
-def source_of(run: Run) -> Source:
-    """The settings without the seed, which have the whole path of own data, and ``--data-dir``."""
-    # as text: the settings of a recipe of the user's own may be of any kind
-    return run.recipe, repr(dataclasses.replace(run.config, seed=0)), run.data_dir
+    known: dict[tuple[object, ...], set[str]] = defaultdict(set)
+    for name in {run.key().recipe for run in runs}:
+        for row in read_rows_if_any(results / f"{name}.csv"):
+            known[row.key].add(row.data)
+    read: dict[tuple[str, str, Path], str | None] = {}
 
+    def data(run: Run) -> str | None:
+        # as text: the settings of a recipe of the user's own may be of any kind
+        source = run.recipe, repr(dataclasses.replace(run.config, seed=0)), run.data_dir
+        if source not in read:
+            try:
+                read[source] = data_of(run)
+            except (ValueError, OSError) as error:
+                warnings.warn(
+                    f"--missing leaves out runs such as {run}, which have a row; whether it is on "
+                    f"the same data is not known, because the data cannot be read: {error}",
+                    stacklevel=2,
+                )
+                read[source] = None
+        return read[source]
 
-def compare_once(runs: Sequence[Run], results: Path) -> list[Run]:
-    """The runs, of which one per experiment and data compares it with the rows in ``results``."""
-    first: dict[Source, Run] = {}
-    for run in runs:
-        if not run.is_resumed_and_finished:
-            first.setdefault(source_of(run), run)
-    comparing = {run.folder for run in first.values()}
-    return [
-        dataclasses.replace(r, results=results if r.folder in comparing else None) for r in runs
-    ]
+    def has_own_row(run: Run) -> bool:
+        rows = known.get(tuple(run.key()), set())
+        return bool(rows) and ("" in rows or data(run) in (None, *rows))
+
+    return [run for run in runs if not has_own_row(run)]
 
 
 def warn_of_rows_on_other_data(run: Run, data: str) -> None:
@@ -168,7 +105,7 @@ def warn_of_rows_on_other_data(run: Run, data: str) -> None:
     if seeds:
         others = "; ".join(name + ", ".join(map(str, sorted(of))) for name, of in seeds.items())
         warnings.warn(
-            f"{run} runs on data {data}, and {table} has rows of the same experiment on other data "
-            f"({others}): they are not compared with each other",
+            f"{key.recipe} {key.task} runs on data {data}, and {table} has rows of the same "
+            f"experiment on other data ({others}): they are not compared with each other",
             stacklevel=2,
         )

@@ -20,7 +20,6 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from gfsa.adapters.transformers.cache import CachedOperator, layer_in, mix_into
 from gfsa.adapters.transformers.functions import (
     NO_POWERS,
     OperatorMaker,
@@ -33,7 +32,13 @@ from gfsa.adapters.transformers.functions import (
     refusal_by_trial,
 )
 from gfsa.adapters.transformers.mask_hooks import ConfigView, set_mask_hooks
-from gfsa.adapters.transformers.past_check import refuse_other_rows, remember_rows
+from gfsa.adapters.transformers.past import (
+    LayerPast,
+    layer_in,
+    mix_into,
+    refuse_other_rows,
+    remember_rows,
+)
 from gfsa.adapters.transformers.refusals import (
     OTHER_TOKENS,
     QUERY_AND_KEY,
@@ -46,6 +51,7 @@ from gfsa.adapters.transformers.refusals import (
 from gfsa.operators import AttentionOperator, Coefficients, DenseOperator, Operator
 from gfsa.operators.base import repeat_heads, value_of
 from gfsa.operators.call import no_autocast
+from gfsa.operators.past import CachedOperator
 from gfsa.plugs.adapter import CHILD, HEADS, Adapter, heads_of
 from gfsa.plugs.checks.proof import (
     REASON,
@@ -361,25 +367,32 @@ def _filtered_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that a plugged module calls in place of the implementation's own."""
-    cache = kwargs.pop(_CACHE, None)
+    # one lookup: those of a module are slow
+    filter, cache = module.gfsa, kwargs.pop(_CACHE, None)
     operator, value = operator_for(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
-    operator = _with_past(module, operator, query, value, dropout, cache)
+    operator = _with_past(module, filter, operator, query, value, dropout, cache)
     weights: Tensor | None = None
-    if cache is not None and module.gfsa.first_values is not None:
+    if cache is not None and filter.first_values is not None:
         # the cache holds V + r·V⁰
         operator.values_are_mixed = True
     # not by getattr: to ask whether there is a config costs a compiled call checks in each layer
     if _wants_maps(module, module.config.real, kwargs):
         y, weights = _filter_with_map(module, operator, value)
     else:
-        y = module.gfsa(operator, value)
+        y = filter(operator, value)
     return y.transpose(1, 2).contiguous(), weights
 
 
 def _with_past(
-    module: Any, operator: Operator, query: Tensor, value: Tensor, dropout: float, cache: Any
+    module: Any,
+    filter: Any,
+    operator: Operator,
+    query: Tensor,
+    value: Tensor,
+    dropout: float,
+    cache: Any,
 ) -> Operator:
     """Give the operator the powers of past tokens, if there is a cache that keeps them."""
     new, keys = query.shape[2], value.shape[2]
@@ -394,20 +407,20 @@ def _with_past(
     # models fill a cache in training, too, but nothing is decoded from it
     if new == keys and module.training and (torch.is_grad_enabled() or dropout):
         return operator
-    if dropout and (_needs_powers(module.gfsa) or module.gfsa.dropout_after == "filter"):
+    if dropout and (filter.degree > 1 or filter.dropout_after == "filter"):
         raise ValueError(
             f"{name_of(module)} has attention dropout, which cannot be combined with a cache and "
-            f"a filter of degree {module.gfsa.degree} with dropout_after="
-            f"{module.gfsa.dropout_after!r}: the past was computed under another dropout mask (or "
+            f"a filter of degree {filter.degree} with dropout_after="
+            f"{filter.dropout_after!r}: the past was computed under another dropout mask (or "
             "is the prefix of prefix tuning, which has keys but no queries). Call model.eval(), "
             "pass use_cache=False, or let the trainer switch dropout off (TRL's GRPOConfig: "
             "disable_dropout=True); K=None decodes under dropout"
         )
     held, index = cache
     layer = layer_in(held, index, module)
-    if not torch.compiler.is_compiling() and _needs_powers(module.gfsa):
+    if not torch.compiler.is_compiling() and filter.degree > 1:
         remember_rows(layer)
-    return CachedOperator(operator, layer, index, new, query.shape[1], keys)
+    return CachedOperator(operator, LayerPast(layer, index, new), query.shape[1], keys)
 
 
 def _wants_maps(module: Any, config: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -438,9 +451,9 @@ def _filter_with_map(module: Any, operator: Operator, value: Tensor) -> tuple[Te
     filter = module.gfsa
     cached = operator if isinstance(operator, CachedOperator) else None
     matrix: Any
-    if cached is None or cached.new == cached.keys:
+    if cached is None or cached.past.new == cached.keys:
         matrix = _as_matrix(operator if cached is None else cached.rows)
-    elif filter.is_polynomial and not _needs_powers(filter):
+    elif filter.is_polynomial and filter.degree < 2:
         matrix = cached
     else:
         raise ValueError(
@@ -452,7 +465,7 @@ def _filter_with_map(module: Any, operator: Operator, value: Tensor) -> tuple[Te
     if not filter.is_polynomial:
         # a baseline adds what is no part of its map
         return filter(operator, value), filter.map(matrix).to(value.dtype)
-    if cached is not None and _needs_powers(filter):
+    if cached is not None and filter.degree > 1:
         # for the powers that the cache keeps
         filter(cached, value)
     keeper = _MapKeeper(matrix)
@@ -497,12 +510,6 @@ def _as_matrix(operator: Operator) -> DenseOperator:
         with no_autocast(operator.call.q.device):
             return DenseOperator.from_call(operator.call)
     return DenseOperator(operator.dense())
-
-
-def _needs_powers(filter: Any) -> bool:
-    """Whether the filter of a new token needs more of the past than its keys and values."""
-    needs: bool = filter.degree > 1
-    return needs
 
 
 # registered at import for plugged models that are unpickled or switch their implementation

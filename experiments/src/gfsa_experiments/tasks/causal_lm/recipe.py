@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from gfsa_experiments.data.own import digest_of, name_of
 from gfsa_experiments.data.pretrained import load_config, load_model, load_tokenizer
-from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.splits import PARTS
 from gfsa_experiments.data.tokenizers import gpt2_tokenizer, token_ids, train_tokenizer
 from gfsa_experiments.engine.config import Count, ShareBelowOne, TrainConfig, check_multiple
@@ -303,5 +302,4 @@ RECIPE = Recipe(
     title="Language modelling: fine-tune GPT-2, or train one from scratch",
     config=CausalLMConfig,
     build=CausalLMTask,
-    sources=sources_of("causal_lm"),
 )

@@ -15,9 +15,9 @@ import numpy as np
 
 from gfsa_experiments.data import hub
 from gfsa_experiments.data.files import BadRows, find_file, read_lines, usable_rows
-from gfsa_experiments.data.labelled import read_labelled
 from gfsa_experiments.data.sources import source_of
 from gfsa_experiments.data.splits import PARTS
+from gfsa_experiments.data.tables import read_labelled
 from gfsa_experiments.engine.task import OwnData
 
 _REPOSITORIES = {

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gfsa_experiments.data.labelled import refuse_columns
 from gfsa_experiments.data.own import name_of
 from gfsa_experiments.data.pretrained import (
     load_model,
@@ -19,7 +18,7 @@ from gfsa_experiments.data.pretrained import (
     refuse_decoder,
     refuse_longer,
 )
-from gfsa_experiments.data.sources import sources_of
+from gfsa_experiments.data.tables import refuse_columns
 from gfsa_experiments.data.token_batches import (
     LabelledTexts,
     TokenMatrix,
@@ -277,5 +276,4 @@ RECIPE = Recipe(
     title="Code: find defects (Devign) or clones (BigCloneBench), or classify your own",
     config=CodeConfig,
     build=CodeTask,
-    sources=sources_of("code"),
 )

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.engine.config import Count, Schedule, TrainConfig, check_multiple
 from gfsa_experiments.engine.task import (
     Classification,
@@ -146,5 +145,4 @@ RECIPE = Recipe(
     title="Digits: a deep Vision Transformer on scikit-learn's images, without any files",
     config=DigitsConfig,
     build=DigitsTask,
-    sources=sources_of("digits"),
 )

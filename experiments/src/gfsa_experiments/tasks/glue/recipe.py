@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa_experiments.data.pretrained import load_classifier, load_tokenizer, refuse_longer
-from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.token_batches import (
     LabelledTexts,
     encode_texts,
@@ -166,5 +165,4 @@ RECIPE = Recipe(
     title="GLUE: fine-tune a pretrained encoder on CoLA, SST-2, MRPC, QQP, STS-B, MNLI, QNLI, RTE",
     config=GlueConfig,
     build=GlueTask,
-    sources=sources_of("glue"),
 )

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from gfsa_experiments.data.files import Tensors, cached_arrays
 from gfsa_experiments.data.labels import Wanted
-from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.engine.config import (
     Count,
     CountOrZero,
@@ -298,7 +297,6 @@ RECIPE = Recipe(
     title="Graphormer, GPS and Graph-ViT on molecules, peptides and superpixels",
     config=GraphConfig,
     build=build,
-    sources=sources_of("graph"),
     extra="graph",
 )
 assert {field.name for field in dataclasses.fields(GraphConfig)} >= set(FOLLOWING)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from gfsa_experiments.data.own import digest_of, find_own
-from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.splits import PARTS
 from gfsa_experiments.data.token_batches import hold_out
 from gfsa_experiments.engine.batches import SeededItems
@@ -28,9 +27,8 @@ from gfsa_experiments.engine.config import (
     as_text,
 )
 from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, as_it_is
-from gfsa_experiments.tasks.image import cifar
-from gfsa_experiments.tasks.image.broken import refuse_broken
-from gfsa_experiments.tasks.image.items import (
+from gfsa_experiments.tasks.image import data as cifar
+from gfsa_experiments.tasks.image.data import (
     FolderImages,
     ImageFiles,
     MemoryImages,
@@ -89,8 +87,6 @@ class ImageConfig(TrainConfig):
     drop_path: Share = 0.1
     dropout: Share = 0.0
     """After attention and inside the MLPs."""
-    check_images: bool = True
-    """Look at every file of a folder before training, and name those that are no images."""
 
     epochs: float = 300
     batch_size: int = 1024
@@ -136,7 +132,7 @@ class ImageConfig(TrainConfig):
             unused["augment"] = "images in folders are always augmented by the workers"
         else:
             own = f"dataset={self.dataset} is ours; dataset=folder reads your own"
-            unused |= dict.fromkeys(("data", "check_images"), own)
+            unused["data"] = own
         if self.on_device:
             unused["auto_augment"] = "only augment=workers applies timm's policies"
         if not (self.mixup and self.cutmix):
@@ -311,8 +307,6 @@ def _checked_model(config: ImageConfig, device: str) -> nn.Module:
 
 def _folder_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Any], int]:
     files = _image_files(config, data_dir)
-    if config.check_images:
-        refuse_broken(_root(config, data_dir), config.holdout)
     return {name: FolderImages(part) for name, part in files.parts.items()}, len(files.classes)
 
 
@@ -434,7 +428,6 @@ RECIPE = Recipe(
     title="Image classification from scratch: DeiT, CaiT, Swin",
     config=ImageConfig,
     build=build,
-    sources=sources_of("image"),
     extra="image",
     label=label,
 )

@@ -6,7 +6,7 @@ import dataclasses
 from functools import lru_cache
 from pathlib import Path
 
-from gfsa_experiments.data.labelled import LabelledRows, read_labelled
+from gfsa_experiments.data.tables import LabelledRows, read_labelled
 from gfsa_experiments.engine.task import OwnData
 from gfsa_experiments.tasks.lra.listops import Sequences
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from gfsa_experiments.data.labelled import refuse_columns
 from gfsa_experiments.data.own import name_of
-from gfsa_experiments.data.sources import sources_of
+from gfsa_experiments.data.tables import refuse_columns
 from gfsa_experiments.data.token_batches import hold_out
 from gfsa_experiments.engine.config import (
     Count,
@@ -26,7 +25,7 @@ from gfsa_experiments.engine.config import (
 )
 from gfsa_experiments.engine.task import Classification, Recipe, Split, TensorRows, as_it_is
 from gfsa_experiments.models.encoder import Attention, Encoder
-from gfsa_experiments.tasks.image import cifar
+from gfsa_experiments.tasks.image import data as cifar
 from gfsa_experiments.tasks.lra import listops
 from gfsa_experiments.tasks.lra.listops_files import read_listops
 from gfsa_experiments.tasks.lra.own import BYTES, read_texts
@@ -247,5 +246,4 @@ RECIPE = Recipe(
     title="Long Range Arena: ListOps and Image, softmax or Efficient Attention",
     config=LraConfig,
     build=build,
-    sources=sources_of("lra"),
 )

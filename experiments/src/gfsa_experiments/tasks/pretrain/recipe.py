@@ -22,20 +22,13 @@ from gfsa_experiments.engine.config import (
 )
 from gfsa_experiments.engine.next_token_loss import IGNORED, NextTokenLoss
 from gfsa_experiments.engine.speed import Work
-from gfsa_experiments.engine.task import DataSource, OwnData, Recipe, Split, Task, as_it_is
+from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.pretrain.model import QKNorm, Sizes, Variant, build_decoder
 from gfsa_experiments.tasks.pretrain.packing import mask_for, positions_in_documents
 from gfsa_experiments.tasks.pretrain.probes import probe
 from gfsa_experiments.tasks.pretrain.rows import TokenRows
 from gfsa_experiments.tasks.pretrain.tokens import Part, TokenizerChoice, token_files
 
-SOURCE = DataSource(
-    "text for pretraining",
-    "data=FILE or FOLDER of .txt, .md, .jsonl (a text each), .parquet, plain, .xz or .gz; three "
-    "parts by name (train, valid, test), or split by gfsa; a folder that was prepared; or "
-    "data=hub:ID",
-    "your own; techdocs is a corpus of documentation pages",
-)
 # depth, width, heads and width of the MLP; with 16,384 tokens and a tied head 5.4, 15.4, 46.9 and
 # 111.7 million numbers
 _SIZES = {
@@ -330,6 +323,5 @@ RECIPE = Recipe(
     title="Pretraining: a Qwen3-type decoder from scratch on text",
     config=PretrainConfig,
     build=PretrainTask,
-    sources=(SOURCE,),
     extra="text",
 )

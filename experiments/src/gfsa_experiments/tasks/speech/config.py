@@ -14,7 +14,7 @@ from gfsa_experiments.engine.config import (
     ShareBelowOne,
     TrainConfig,
 )
-from gfsa_experiments.tasks.speech.librispeech import UTTERANCES
+from gfsa_experiments.tasks.speech.data import LIBRISPEECH
 from gfsa_experiments.tasks.speech.models import Encoder
 from gfsa_experiments.tasks.speech.text import Tokens
 
@@ -94,6 +94,8 @@ class SpeechConfig(TrainConfig):
             if not getattr(self, name):
                 raise ValueError(f"{name} must name at least one set of LibriSpeech")
         self._check_sets()
+        if self.graphs:
+            raise ValueError("CTC's loss reads lengths on the host: leave graphs=false")
         if self.width % self.head_count or self.width % 2:
             raise ValueError(
                 f"width must be even and divisible by heads, got {self.width} and {self.head_count}"
@@ -121,9 +123,9 @@ class SpeechConfig(TrainConfig):
             for name in getattr(self, role):
                 uses.setdefault(name, []).append(role)
         for name, roles in uses.items():
-            if name not in UTTERANCES:
+            if name not in LIBRISPEECH:
                 raise ValueError(
-                    f"{roles[0]} takes sets of LibriSpeech, {', '.join(UTTERANCES)}; got {name!r}"
+                    f"{roles[0]} takes sets of LibriSpeech, {', '.join(LIBRISPEECH)}; got {name!r}"
                 )
             if len(roles) > 1:
                 raise ValueError(

@@ -8,17 +8,22 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.engine.task import Recipe, Task
-from gfsa_experiments.tasks.speech import an4, librispeech
 from gfsa_experiments.tasks.speech.augment import masks, warp_time
 from gfsa_experiments.tasks.speech.config import SpeechConfig
-from gfsa_experiments.tasks.speech.ctc import ctc_loss as capturable_ctc_loss
+from gfsa_experiments.tasks.speech.data import (
+    LETTERS,
+    SpeechBatches,
+    Utterance,
+    hold_out,
+    letters_of,
+    read_an4,
+    read_librispeech,
+    read_own,
+)
 from gfsa_experiments.tasks.speech.decode import best_path, prefix_search
 from gfsa_experiments.tasks.speech.models import SUBSAMPLING, Recognition, TorchRecogniser
-from gfsa_experiments.tasks.speech.own import letters_of, read_own
 from gfsa_experiments.tasks.speech.text import BEGIN, BLANK, END, Vocabulary, learn_vocabulary
-from gfsa_experiments.tasks.speech.utterances import LETTERS, SpeechBatches, Utterance, hold_out
 
 
 class SpeechTask(Task):
@@ -72,8 +77,6 @@ class SpeechTask(Task):
 
     def _ctc(self, output: Recognition, tokens: Tensor, lengths: Tensor) -> Tensor:
         log_probs = output.ctc.float().log_softmax(-1)
-        if self.config.graphs or self.config.deterministic:
-            return capturable_ctc_loss(log_probs, tokens, output.lengths, lengths)
         return F.ctc_loss(
             log_probs.transpose(0, 1),
             tokens,
@@ -178,11 +181,11 @@ def _read(config: SpeechConfig, data_dir: Path) -> dict[str, list[Utterance]]:
             "train": config.train_sets, "valid": config.valid_sets, "test": config.test_sets
         }  # fmt: skip
         return {
-            split: [one for name in names for one in librispeech.read_librispeech(data_dir, name)]
+            split: [one for name in names for one in read_librispeech(data_dir, name)]
             for split, names in sets.items()
             if names
         }
-    train, test = an4.read_an4(data_dir)
+    train, test = read_an4(data_dir)
     if not config.holdout:
         return {"train": train, "test": test}
     train, valid = hold_out(train, config.holdout)
@@ -216,6 +219,5 @@ RECIPE = Recipe(
     title="Speech recognition: LibriSpeech or AN4, Transformer or Branchformer",
     config=SpeechConfig,
     build=build,
-    sources=sources_of("speech"),
     extra="speech",
 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
-from gfsa_experiments.tasks.speech.utterances import LETTERS
+from gfsa_experiments.tasks.speech.data import LETTERS
 
 BLANK, BEGIN, END = 0, 1, 2
 _SPECIAL = 3

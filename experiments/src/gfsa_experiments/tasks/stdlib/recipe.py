@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.engine.config import (
     Count,
     CountOrZero,
@@ -138,5 +137,4 @@ RECIPE = Recipe(
     title="Pretraining in small: a byte-level decoder on Python's own source, without any files",
     config=StdlibConfig,
     build=StdlibTask,
-    sources=sources_of("stdlib"),
 )

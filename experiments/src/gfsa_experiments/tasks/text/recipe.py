@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.labelled import LabelledRows, read_labelled, refuse_columns
 from gfsa_experiments.data.labels import Wanted
 from gfsa_experiments.data.own import name_of
 from gfsa_experiments.data.pretrained import load_classifier, load_tokenizer, refuse_longer
-from gfsa_experiments.data.sources import sources_of
+from gfsa_experiments.data.tables import LabelledRows, read_labelled, refuse_columns
 from gfsa_experiments.data.token_batches import LabelledTexts, encode_texts, without_labels
 from gfsa_experiments.engine.config import Count, TrainConfig
 from gfsa_experiments.engine.task import Recipe, Task
@@ -179,5 +178,4 @@ RECIPE = Recipe(
     title="Texts of your own: fine-tune a pretrained encoder on classes or numbers",
     config=TextConfig,
     build=TextTask,
-    sources=sources_of("text"),
 )

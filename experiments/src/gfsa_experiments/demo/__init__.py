@@ -1,1 +1,0 @@
-"""What ``gfsa demo`` does: train a task with and without filters, and report."""

@@ -1,0 +1,384 @@
+"""Utterances with their transcripts: AN4, LibriSpeech, or recordings of a caller's own.
+
+A folder of recordings has ``transcripts.tsv`` (or ``.csv``) with the columns ``path``, relative to
+it, and ``text``, and ``speaker`` and ``split`` if they are known; or LibriSpeech's layout, in which
+a ``*.trans.txt`` has a line for each recording beside it: its name, a space, its words. Any rate
+and number of channels is read: the mean of the channels at 16 kHz. Transcripts are made upper-case.
+Features are 80 log-Mel energies of 25 ms every 10 ms, computed when an utterance is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from gfsa_experiments.data.files import BadRows, check_count, find_file, not_found, read_npz
+from gfsa_experiments.data.own import digest_of, entries_of, find_own, is_hidden, name_of, text_of
+from gfsa_experiments.data.sources import source_of
+from gfsa_experiments.data.splits import PARTS, part_named, three_parts
+from gfsa_experiments.data.tables import open_table, read_rows
+from gfsa_experiments.engine.task import OwnData, Split, as_it_is
+
+LETTERS = " 'ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""The characters of the transcripts of AN4 and LibriSpeech."""
+LIBRISPEECH = {
+    "train-clean-100": 28_539,
+    "train-clean-360": 104_014,
+    "train-other-500": 148_688,
+    "dev-clean": 2_703,
+    "dev-other": 2_864,
+    "test-clean": 2_620,
+    "test-other": 2_939,
+}
+"""Its sets, and how many utterances each has."""
+SAMPLE_RATE, HOP, _WINDOW, _MELS = 16_000, 160, 400, 80
+_TABLES = ("transcripts.tsv", "transcripts.csv")
+_AUDIO = (".flac", ".wav", ".ogg", ".mp3")
+# every run holds out the same speakers
+_HOLDOUT_SEED = 20240
+# with fewer speakers than parts they cannot be kept apart
+_FEWEST_SPEAKERS = 3
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """A spoken sentence with its transcript."""
+
+    part: str
+    """The set it belongs to, for example ``train-clean-100``."""
+    name: str
+    speaker: str
+    text: str
+    """Upper-case words separated by single spaces."""
+    frames: int
+    features: Callable[[], Tensor]
+    """Returns ``(frames, size)``, with mean 0 and variance 1; can be pickled, for workers."""
+    source: Callable[[], bytes]
+    """Returns what the features were computed from, or a hash of it."""
+
+
+Sets = dict[str, list[Utterance]]
+
+
+def normalised(features: Tensor) -> Tensor:
+    """``(frames, size)`` with mean 0 and variance 1 over the frames of this utterance."""
+    return (features - features.mean(0)) / features.std(0, correction=0).clamp_min(1e-5)
+
+
+@lru_cache(maxsize=2)
+def read_an4(data_dir: Path) -> tuple[list[Utterance], list[Utterance]]:
+    """CMU AN4's training and test utterances, of different speakers, as 13 cepstra per frame.
+
+    ``an4_mfcc.npz`` holds for ``train`` and ``test`` the concatenated frames ``feat_*``, the counts
+    ``n_frame_*``, ``text_*`` and ``utt_*``.
+    """
+    path = find_file(data_dir, ["an4_mfcc.npz"], source_of("an4"))
+    return _an4_part(path, "train"), _an4_part(path, "test")
+
+
+def _an4_part(path: Path, part: str) -> list[Utterance]:
+    names = [f"{kind}_{part}" for kind in ("feat", "n_frame", "text", "utt")]
+    features, frames, texts, ids = read_npz(path, names).values()
+    frames = frames.astype(np.int64)
+    if len(features) != frames.sum() or not len(frames) == len(texts) == len(ids):
+        raise ValueError(
+            f"{path} is damaged: {len(features)} frames and {len(texts)} texts of {len(frames)} "
+            f"utterances with {frames.sum()} frames; get it again"
+        )
+    bad, found = BadRows(f"{path}, {part}", "utterances", "utterance"), []
+    spoken = np.split(features, np.cumsum(frames)[:-1])
+    for name, text, of_one in zip(map(str, ids), map(str, texts), spoken, strict=True):
+        if not text.strip() or set(text) - set(LETTERS):
+            bad.add(name, f"expected A–Z, apostrophe and space, got {text!r}")
+        elif not len(of_one) or not np.isfinite(of_one).all():
+            bad.add(name, "it has no frames, or features that are not finite")
+        else:
+            # an251-fash-b: number, speaker, microphone
+            speaker = name.split("-")[-2] if "-" in name else name
+            tensor = normalised(torch.from_numpy(of_one).float())
+            source = partial(_as_it_is, sha256(of_one.tobytes()).digest())
+            words = " ".join(text.split())
+            given = len(of_one), partial(_as_it_is, tensor), source
+            found.append(Utterance(part, name, speaker, words, *given))
+    bad.report(len(found))
+    official = source_of("an4").sizes[PARTS.index(part)]
+    check_count(f"AN4 {part}", len(texts), official, "utterances")
+    return found
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+@lru_cache(maxsize=8)
+def read_librispeech(data_dir: Path, name: str) -> list[Utterance]:
+    """One of the sets, e.g. ``train-clean-100``; the audio stays on the disk."""
+    source = source_of("librispeech")
+    folders = [data_dir / folder / name for folder in source.folders]
+    folder = next((folder for folder in folders if folder.is_dir()), None)
+    if folder is None:
+        raise not_found(data_dir, f"LibriSpeech/{name}", source)
+    found = [dataclasses.replace(one, part=name) for one, _ in _utterances(folder, _lines(folder))]
+    check_count(f"LibriSpeech {name}", len(found), LIBRISPEECH[name], "utterances")
+    return found
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One line of a table or transcript."""
+
+    path: Path
+    text: str
+    speaker: str
+    part: str | None
+
+
+@lru_cache(maxsize=2)
+def read_own(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnData]:
+    """The utterances of each part; the audio stays on the disk."""
+    root = find_own(data, data_dir, "a folder with transcripts and audio")
+    lines = _lines(root)
+    named: dict[str, list[int]] = {}
+    found: list[Utterance] = []
+    for utterance, part in _utterances(root, lines):
+        named.setdefault(part or "train", []).append(len(found))
+        found.append(utterance)
+    speakers = [utterance.speaker for utterance in found]
+    to_split = {speakers[row] for row in named.get("train", ())}
+    known = all(speakers) and len(to_split) >= _FEWEST_SPEAKERS
+    groups = speakers if known else None
+    parts, split_by = three_parts(named, str(root), groups=groups, holdout=holdout)
+    if any(speakers) and not all(speakers):
+        split_by += f"; speakers are not kept apart, {speakers.count('')} utterances name none"
+    audio = {path.resolve() for path in root.rglob("*") if path.suffix.lower() in _AUDIO}
+    unused = len(audio - {line.path.resolve() for line in lines})
+    if unused:
+        split_by += f"; {unused} recordings without a transcript are not used"
+    sets = {
+        part: [dataclasses.replace(found[row], part=part) for row in parts[part]]
+        for part in PARTS
+        if part in parts
+    }
+    own = OwnData(
+        name=name_of(data),
+        source=str(root),
+        splits={part: len(utterances) for part, utterances in sets.items()},
+        split_by=split_by,
+        unit="utterances",
+        digest=digest_of(
+            piece
+            for part, utterances in sets.items()
+            for spoken in utterances
+            for piece in (part, spoken.name, spoken.speaker, spoken.text, str(spoken.frames))
+        ),
+    )
+    return sets, own
+
+
+def _utterances(root: Path, lines: Sequence[_Line]) -> list[tuple[Utterance, str | None]]:
+    """The recordings that can be used, each with the part that it is named after."""
+    import soundfile
+
+    bad, found = BadRows(root, "utterances", "utterance"), []
+    for line in lines:
+        try:
+            info = soundfile.info(str(line.path))
+        except (soundfile.LibsndfileError, OSError) as error:
+            bad.add(line.path.name, f"it has no readable audio ({error})")
+            continue
+        if info.frames * SAMPLE_RATE < _WINDOW * info.samplerate or not line.text:
+            bad.add(line.path.name, "it is shorter than 25 ms, or has no transcript")
+            continue
+        frames = -(-info.frames * SAMPLE_RATE // info.samplerate) // HOP + 1
+        features = partial(_features, line.path)
+        given = line.speaker, line.text, frames, features, line.path.read_bytes
+        found.append((Utterance("", line.path.stem, *given), line.part))
+    bad.report(len(found))
+    return found
+
+
+def _features(path: Path) -> Tensor:
+    import soundfile
+    from torchaudio.functional import resample
+
+    # torchaudio.load needs torchcodec since 2.9
+    samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
+    wave = torch.from_numpy(samples).mean(1)
+    if not wave.isfinite().all():
+        raise ValueError(f"{path} has samples that are NaN or infinite; replace or delete it")
+    if rate != SAMPLE_RATE:
+        wave = resample(wave, rate, SAMPLE_RATE)
+    return normalised(_mel_filters()(wave).clamp_min(1e-10).log().T)
+
+
+@lru_cache(maxsize=1)
+def _mel_filters() -> Any:
+    from torchaudio.transforms import MelSpectrogram
+
+    return MelSpectrogram(
+        SAMPLE_RATE, n_fft=_WINDOW, win_length=_WINDOW, hop_length=HOP, n_mels=_MELS
+    )
+
+
+def _lines(root: Path) -> list[_Line]:
+    tables = [p for p in sorted(root.rglob("transcripts.*")) if p.name in _TABLES]
+    transcripts = [p for p in sorted(root.rglob("*.trans.txt")) if not is_hidden(p, root)]
+    if not tables and not transcripts:
+        raise FileNotFoundError(
+            f"expected {' or '.join(_TABLES)} (columns path and text) in the folder {root}, or "
+            f"*.trans.txt beside the recordings as in LibriSpeech{entries_of(root)}"
+        )
+    if tables:
+        return [line for table in tables for line in _of_table(table, root)]
+    return [line for transcript in transcripts for line in _of_transcript(transcript, root)]
+
+
+def _of_table(table: Path, root: Path) -> Iterator[_Line]:
+    columns = list(open_table(table).columns)
+    wanted = ["path", "text", *(name for name in ("speaker", "split") if name in columns)]
+    # a speaker may be unknown
+    for values in read_rows(str(table), root, wanted, wanted, "speaker").values:
+        row = dict(zip(wanted, values, strict=True))
+        part = _part_of_folders(table.parent.relative_to(root).parts)
+        if "split" in row:
+            part = part_named(row["split"])
+            if part is None:
+                raise ValueError(
+                    f"{table}: expected train, valid or test in the column split, got "
+                    f"{row['split']!r}"
+                )
+        text = " ".join(row["text"].upper().split())
+        yield _Line(table.parent / row["path"], text, row.get("speaker", ""), part)
+
+
+def _of_transcript(transcript: Path, root: Path) -> Iterator[_Line]:
+    for line in filter(str.strip, text_of(transcript).splitlines()):
+        name, _, text = line.strip().partition(" ")
+        beside = [transcript.parent / f"{name}{ending}" for ending in _AUDIO]
+        path = next((path for path in beside if path.is_file()), beside[0])
+        # 19-198-0000: speaker, chapter, number
+        speaker = name.split("-")[0] if "-" in name else ""
+        part = _part_of_folders(transcript.parent.relative_to(root).parts)
+        yield _Line(path, " ".join(text.upper().split()), speaker, part)
+
+
+def _part_of_folders(folders: tuple[str, ...]) -> str | None:
+    """The part that a folder is named after: ``train`` for ``train-clean-100``."""
+    words = (re.split(r"[-_.]", folder)[0] for folder in folders)
+    return next((part for word in words if (part := part_named(word)) is not None), None)
+
+
+def letters_of(sets: Sets) -> str:
+    """The characters of all transcripts; the space is one of them."""
+    used = {letter for utterances in sets.values() for one in utterances for letter in one.text}
+    return "".join(sorted(used | {" "}))
+
+
+def hold_out(
+    utterances: Sequence[Utterance], share: float
+) -> tuple[list[Utterance], list[Utterance]]:
+    """Split into (kept, held out) with no speaker in both.
+
+    Speakers are held out in a fixed random order until they have spoken ``share`` of all
+    utterances.
+    """
+    spoken = Counter(utterance.speaker for utterance in utterances)
+    if len(spoken) < 2:
+        raise ValueError("1 speaker cannot be held out of itself; set holdout=0 to train without")
+    held: set[str] = set()
+    for speaker in np.random.default_rng(_HOLDOUT_SEED).permutation(sorted(spoken))[:-1]:
+        held.add(str(speaker))
+        if sum(spoken[name] for name in held) >= share * len(utterances):
+            break
+    kept = [utterance for utterance in utterances if utterance.speaker not in held]
+    return kept, [utterance for utterance in utterances if utterance.speaker in held]
+
+
+class SpeechBatches(Dataset[dict[str, Any]]):
+    """Batches of ``features (B, T, F)``, ``frames (B,)``, ``tokens (B, L)`` and ``lengths (B,)``.
+
+    T and L are multiples, so that few shapes occur; padding is zeros. ``text`` are the transcripts,
+    ``part`` is the name of the set of each utterance, and ``search`` says whether to decode with a
+    beam.
+
+    Args:
+        utterances: of one or several sets.
+        encode: returns the tokens of a transcript.
+        frames_multiple, tokens_multiple: T and L are multiples of these.
+        search: decode these with a beam.
+    """
+
+    def __init__(
+        self,
+        utterances: Sequence[Utterance],
+        encode: Callable[[str], list[int]],
+        frames_multiple: int,
+        tokens_multiple: int,
+        search: bool = False,
+    ) -> None:
+        self.utterances = utterances
+        self._tokens = [torch.tensor(encode(utterance.text)) for utterance in utterances]
+        self._multiples = frames_multiple, tokens_multiple
+        self._search = search
+
+    def __len__(self) -> int:
+        return len(self.utterances)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
+        chosen = [self.utterances[index] for index in indices]
+        tokens = [self._tokens[index] for index in indices]
+        return {
+            "features": _padded([utterance.features() for utterance in chosen], self._multiples[0]),
+            "frames": torch.tensor([utterance.frames for utterance in chosen]),
+            "tokens": _padded(tokens, self._multiples[1]),
+            "lengths": torch.tensor([len(row) for row in tokens]),
+            "text": [utterance.text for utterance in chosen],
+            "part": [utterance.part for utterance in chosen],
+            "search": self._search,
+        }
+
+    def source(self, index: int) -> Any:
+        """Set, name, transcript and length of an utterance, and the source of its features."""
+        utterance = self.utterances[index]
+        return utterance.part, utterance.name, utterance.text, utterance.frames, utterance.source()
+
+    def split(self) -> Split:
+        return Split(self, as_it_is, [utterance.frames for utterance in self.utterances])
+
+    def warn_of_unalignable(self, subsampling: int) -> None:
+        """CTC needs a frame for each token and another one between two equal tokens."""
+        lengths = torch.tensor([utterance.frames for utterance in self.utterances])
+        frames = -(-lengths // subsampling)
+        needed = [len(row) + int((row[1:] == row[:-1]).sum()) for row in self._tokens]
+        short = int((torch.tensor(needed) > frames).sum())
+        if short:
+            warnings.warn(
+                f"{short} of {len(self)} utterances have fewer than one frame in {subsampling} for "
+                "each token: CTC learns nothing from them",
+                stacklevel=3,
+            )
+
+
+def _padded(sequences: list[Tensor], multiple: int) -> Tensor:
+    """``(B, N, …)``, zeros at the end, N the length of the longest, rounded up to a multiple."""
+    padded = pad_sequence(sequences, batch_first=True)
+    missing = -padded.shape[1] % multiple
+    rest = padded.new_zeros(padded.shape[0], missing, *padded.shape[2:])
+    return torch.cat([padded, rest], dim=1) if missing else padded

@@ -224,7 +224,7 @@ def uncovered(names: set[str]) -> list[str]:
         "gfsa.models",
         "gfsa.baselines",
     }
-    # gfsa.plug and gfsa.plugs.plug.plug are one object
+    # gfsa.plug and gfsa.plugs.api.plug are one object
     same = {id(found) for found in map(named_by, covered()) if found is not None}
     return sorted(n for n in names - known if named_by(n) is None or id(named_by(n)) not in same)
 

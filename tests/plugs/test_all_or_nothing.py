@@ -187,7 +187,7 @@ class Failing(SwapClass):
         if self.where == "remove" and self.count == 0:
             raise RuntimeError("no")
 
-    def mark(self, model: nn.Module) -> None:
+    def on_filters_changed(self, model: nn.Module) -> None:
         if self.where == "mark":
             raise RuntimeError("no")
 

@@ -20,7 +20,7 @@ from support.zoo import VOCABULARY, ZOO, randomise
 
 transformers.logging.set_verbosity_error()
 
-DECODERS = ["gpt2", "llama", "mistral", "gemma2"]
+DECODERS = ["gpt2", "llama", "mistral", "gemma2", "gpt_oss"]
 PAIRS = ["bart", "t5"]
 NEW = 8
 

@@ -46,6 +46,7 @@ class Case:
     padded: bool = False
     """Whether the inputs have an attention_mask with padding on the right."""
     implementations: tuple[str, ...] = ("sdpa", "eager")
+    dtype: torch.dtype = torch.float64
     eager_single: bool = False
     """Whether its eager attention takes the softmax in float32 whatever the model's dtype."""
     single: bool = False
@@ -54,13 +55,14 @@ class Case:
 
     def model(self, implementation: str) -> Any:
         torch.manual_seed(0)
-        model = self.build(implementation).double().eval()
+        model = self.build(implementation).to(self.dtype).eval()
         assert model.config._attn_implementation == implementation
         return model
 
     def batch(self) -> dict[str, Tensor]:
         return {
-            name: x.double() if x.is_floating_point() else x for name, x in self.inputs().items()
+            name: x.to(self.dtype) if x.is_floating_point() else x
+            for name, x in self.inputs().items()
         }
 
     def tolerance(self, implementation: str) -> float:
@@ -242,6 +244,26 @@ ZOO: dict[str, Case] = {
         single=True,
         # transformers since 5.18 refuses sdpa, which leaves the cap of the scores out
         implementations=("sdpa", "eager") if hf.Gemma2Model._supports_sdpa else ("eager",),
+    ),
+    "gpt_oss": Case(
+        _made(
+            "GptOssForCausalLM",
+            "GptOssConfig",
+            **_ROTARY,
+            sliding_window=4,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        ),
+        text,
+        2,
+        causal=True,
+        generates=True,
+        padded=True,
+        implementations=("eager",),
+        # its experts have no float64 kernel
+        dtype=torch.float32,
+        single=True,
     ),
     "modernbert": Case(
         _made(

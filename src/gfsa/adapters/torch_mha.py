@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator
 from gfsa.operators.call import check_kinds, is_exporting
-from gfsa.plugs.adapter import Adapter, SwapClass
+from gfsa.plugs.adapter import NAME, Adapter, SwapClass
 from gfsa.plugs.checks.proof import REASON, Owners, crosses_by_design, require_same_tokens
 
 
@@ -45,7 +45,7 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
             check_kinds(query=query)
         require_same_tokens(self, query, key)
         # in this order: compiled code that has read the name would not be shared between layers
-        if is_exporting() and self.__dict__.get("_gfsa_name") == "":
+        if is_exporting() and self.__dict__.get(NAME) == "":
             _warn_of_inputs(query, key)
         if query.is_nested:
             return self._forward_nested(query, value, attn_mask, need_weights)

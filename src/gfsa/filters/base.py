@@ -91,9 +91,8 @@ class GraphFilter(nn.Module):
     #: where the filters of a stack with a depth term keep those values; None without one
     first_values: FirstValues | None = None
 
-    #: which layer of the stack this is, and whether it is the last that reads them
+    #: which layer of the stack this is
     place = 0
-    reads_last = False
 
     #: whether the share of the exclusive term is learned
     learns_share = False
@@ -256,7 +255,6 @@ class GraphFilter(nn.Module):
     def _take_terms_of(self, other: GraphFilter) -> None:
         """Give this filter the terms of another, as they are now, and its place in the stack."""
         self.first_values, self.place = other.first_values, other.place
-        self.reads_last = other.reads_last
         share, depth = other.share(), other.depth()
         if share is not None:
             self.exclude(share.detach(), other.learns_share)
@@ -341,7 +339,7 @@ class GraphFilter(nn.Module):
             return v
         r = self.depth()
         if r is not None:
-            return self.first_values.add(v, r, self.place, self.reads_last)
+            return self.first_values.add(v, r, self.place)
         self.first_values.keep(v)
         return v
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from gfsa.filters import GraphFilter
 from gfsa.filters.depth import FirstValues
-from gfsa.plugs.adapter import CHILD, has_bound_forward
+from gfsa.plugs.adapter import ADAPTER, CHILD, CLASS, has_bound_forward
 from gfsa.plugs.checks.called import stop_checking, stop_watching_training, watch_forwards
 from gfsa.plugs.checks.proof import forget_tokens
-from gfsa.plugs.sites import ADAPTER, Site, plugged_sites
+from gfsa.plugs.sites import Site, plugged_sites
 from gfsa.plugs.transaction import all_or_nothing
 
 
@@ -65,6 +65,14 @@ def connect_depth(model: nn.Module) -> None:
     by_name = {name: site.filter for name, site in plugged_sites(model).items()}
     if not any(filter.has_depth for filter in by_name.values()):
         return
+    for config in (getattr(module, "config", None) for module in model.modules()):
+        groups = getattr(config, "num_hidden_groups", None)
+        if groups is not None and groups < config.num_hidden_layers:
+            raise ValueError(
+                f"the depth term needs layers that run once, but {type(config).__name__} has "
+                f"{groups} groups of layers for {config.num_hidden_layers} depths: plug without "
+                "depth=True"
+            )
     for names in stacks_of(by_name).values():
         filters = [by_name[name] for name in names]
         known = (f for f in filters if f.first_values is not None and not f.has_depth)
@@ -79,22 +87,25 @@ def connect_depth(model: nn.Module) -> None:
         if readers:
             values = first.first_values or FirstValues()
             if first.first_values is None:
-                _around(model, names).register_forward_pre_hook(values)
+                for module in _around(model, names):
+                    module.register_forward_pre_hook(values)
+                    module.register_forward_hook(values, always_call=True)
             for place, filter in enumerate((first, *readers)):
                 filter.first_values, filter.place = values, place
-                filter.reads_last = filter is readers[-1]
 
 
-def _around(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """The innermost module with a forward that contains these layers."""
+def _around(model: nn.Module, names: Sequence[str]) -> Iterator[nn.Module]:
+    """The modules with a forward that contain these layers.
+
+    Not the innermost alone: timm checkpoints the blocks of a Sequential one by one.
+    """
     path = names[0]
     while path:
         path = path.rpartition(".")[0]
         module = model.get_submodule(path)
-        contains = all(name.startswith(f"{path}.") for name in names)
+        contains = not path or all(name.startswith(f"{path}.") for name in names)
         if contains and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            return module
-    return model
+            yield module
 
 
 def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:
@@ -106,9 +117,10 @@ def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:
         for module in model.modules():
             if not any(isinstance(inner, GraphFilter) for inner in module.modules()):
                 stop_watching_training(module)
-                hooks = module._forward_pre_hooks
-                for key in [key for key, hook in hooks.items() if isinstance(hook, FirstValues)]:
-                    del hooks[key]
+                for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                    for key in [k for k, hook in hooks.items() if isinstance(hook, FirstValues)]:
+                        del hooks[key]
+                        module._forward_hooks_always_called.pop(key, None)
         notify_adapters(model, plugged)
 
 
@@ -149,7 +161,7 @@ def _refuse_replaced_forward(plugged: Iterable[Site]) -> None:
     for site in plugged:
         module = site.module
         # only plugging that gives the module another class gives it another forward
-        if "_gfsa_class" not in module.__dict__ or has_bound_forward(module):
+        if CLASS not in module.__dict__ or has_bound_forward(module):
             continue
         own = module.__dict__.get("forward")
         if own is not None and _calls(own, type(module).forward):
@@ -166,7 +178,7 @@ def _refuse_parametrised(plugged: Iterable[Site]) -> None:
         module = site.module
         tensors = getattr(module, "parametrizations", {})
         # each parametrised tensor is a property of the class that is on top
-        if "_gfsa_class" in module.__dict__ and any(name in vars(type(module)) for name in tensors):
+        if CLASS in module.__dict__ and any(name in vars(type(module)) for name in tensors):
             raise ValueError(
                 f"{site.name} was parametrised after it was plugged, which changed its class. Call "
                 "torch.nn.utils.parametrize.remove_parametrizations on it first, then "
@@ -182,7 +194,7 @@ def _calls(wrapper: Any, forward: Any) -> bool:
 def notify_adapters(model: nn.Module, changed: Iterable[Site]) -> None:
     """Tell the adapters of these sites that the filters of ``model`` have changed."""
     for adapter in {site.adapter for site in changed}:
-        adapter.mark(model)
+        adapter.on_filters_changed(model)
 
 
 def dtype_for(module: nn.Module) -> torch.dtype | None:

@@ -11,13 +11,10 @@ from typing import Any, NoReturn
 from torch import nn
 
 from gfsa.filters import GraphFilter
-from gfsa.plugs.adapter import CHILD, Adapter
+from gfsa.plugs.adapter import ADAPTER, CHILD, Adapter
 from gfsa.plugs.checks.proof import Owners
 from gfsa.plugs.distributed import is_partitioned
 from gfsa.plugs.registry import Unknown, find_adapter
-
-ADAPTER = "_gfsa_adapter"
-"""The key in ``module.__dict__`` under which a plugged module keeps its adapter."""
 
 
 @dataclass(frozen=True, eq=False)

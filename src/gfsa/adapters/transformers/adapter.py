@@ -31,7 +31,7 @@ from gfsa.adapters.transformers.functions import (
     operator_maker,
     refusal_by_trial,
 )
-from gfsa.adapters.transformers.mask_hooks import ConfigView, set_mask_hooks
+from gfsa.adapters.transformers.mask_hooks import PLUGGED, ConfigView, set_mask_hooks
 from gfsa.adapters.transformers.past import (
     LayerPast,
     layer_in,
@@ -52,7 +52,7 @@ from gfsa.operators import AttentionOperator, Coefficients, DenseOperator, Opera
 from gfsa.operators.base import repeat_heads, value_of
 from gfsa.operators.call import no_autocast
 from gfsa.operators.past import CachedOperator
-from gfsa.plugs.adapter import CHILD, HEADS, Adapter, heads_of
+from gfsa.plugs.adapter import CHILD, HEADS, NAME, Adapter, heads_of
 from gfsa.plugs.checks.proof import (
     REASON,
     Owners,
@@ -111,7 +111,7 @@ class InterfaceAdapter(Adapter):
         module.config = _ConfigView(module.config)
         module.__dict__[_ARGUMENTS] = _Arguments.of(type(module))
         handle = module.register_forward_pre_hook(_look_at_inputs, with_kwargs=True)
-        module.__dict__["_gfsa_handle"] = handle
+        module.__dict__[PLUGGED] = handle
         # looked up and registered here, not in a forward that may be compiled: a side effect in a
         # compiled call would make the next call compile again
         module.__dict__["_gfsa_eager"] = eager_function(type(module))
@@ -119,18 +119,18 @@ class InterfaceAdapter(Adapter):
         _filtered_name(module.config.real._attn_implementation)
 
     def remove(self, module: Any) -> None:
-        module.__dict__.pop("_gfsa_handle").remove()
+        module.__dict__.pop(PLUGGED).remove()
         del module.__dict__["_gfsa_eager"], module.__dict__[_ARGUMENTS]
-        module.__dict__.pop("_gfsa_name", None)
+        module.__dict__.pop(NAME, None)
         forget_check(module)
         module.config = module.config.real
 
-    def mark(self, model: nn.Module) -> None:
+    def on_filters_changed(self, model: nn.Module) -> None:
         views: dict[int, Any] = {}
         module: Any
         for name, module in model.named_modules():
-            if "_gfsa_handle" in module.__dict__:
-                module.__dict__["_gfsa_name"] = name
+            if PLUGGED in module.__dict__:
+                module.__dict__[NAME] = name
                 # one view for all layers, as they have one config: a compiled call checks what it
                 # reads of it once, not once a layer
                 module.config = views.setdefault(id(module.config.real), module.config)
@@ -147,8 +147,8 @@ class ModelTracerAdapter(TracerAdapter):
     def refusal(self, name: str, module: nn.Module) -> str | None:
         return refusal_of_traced(module) or super().refusal(name, module)
 
-    def mark(self, model: nn.Module) -> None:
-        super().mark(model)
+    def on_filters_changed(self, model: nn.Module) -> None:
+        super().on_filters_changed(model)
         _set_batching_entries(model)
 
     def wants_maps(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
@@ -285,7 +285,7 @@ class _BatchingEntry:
             raise NotImplementedError(refusal)
         manager = type(model).init_continuous_batching(model, *args, **kwargs)
         for module in model.modules():
-            if "_gfsa_handle" in module.__dict__:
+            if PLUGGED in module.__dict__:
                 # the paged implementation is registered now, not in a compiled forward
                 _filtered_name(module.config.real._attn_implementation)
         return manager
@@ -297,7 +297,7 @@ def refusal_of_batching(model: nn.Module) -> str | None:
         if CHILD not in module._modules:
             continue
         where = f"{name} ({type(module).__name__}) cannot run with continuous batching"
-        if "_gfsa_handle" not in module.__dict__:
+        if PLUGGED not in module.__dict__:
             return f"{where}: it is plugged by tracing, which cannot use a cache. Use generate()"
         if (degree := cast(Any, module).gfsa.degree) > 1:
             return f"{where}: its filter has degree {degree}, and {NO_POWERS}"

@@ -34,7 +34,7 @@ from gfsa.operators.blocked import rows_at_once
 from gfsa.plugs.tracing.candidates import looks_like_attention
 
 _HANDLES = "_gfsa_mask_handles"
-_PLUGGED = "_gfsa_handle"
+PLUGGED = "_gfsa_handle"
 _FOR_GENERATE = "create_masks_for_generate"
 _CREATORS = frozenset(
     (
@@ -169,7 +169,7 @@ def set_mask_hooks(model: nn.Module) -> None:
         leave = maker.register_forward_hook(_LeaveView(), always_call=True)
         _keep(maker, enter, leave)
         for module in maker.modules():
-            if _PLUGGED in module.__dict__ or _HANDLES in module.__dict__:
+            if PLUGGED in module.__dict__ or _HANDLES in module.__dict__:
                 continue
             if looks_like_attention(module):
                 _keep(module, module.register_forward_pre_hook(_WriteOut(), with_kwargs=True))
@@ -184,7 +184,7 @@ def _makers(model: nn.Module) -> Iterator[PreTrainedModel]:
     for module in model.modules():
         if not isinstance(module, PreTrainedModel) or not _makes_masks(type(module)):
             continue
-        if any(_PLUGGED in inner.__dict__ for inner in module.modules()):
+        if any(PLUGGED in inner.__dict__ for inner in module.modules()):
             yield module
 
 

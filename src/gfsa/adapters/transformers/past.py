@@ -708,6 +708,15 @@ def mix_into(cache: Any, index: int | None, module: Any) -> None:
     if not isinstance(update, _MixedUpdate):
         update = cache.update = _MixedUpdate(cache)
     known = update.filters.get(index)
+    if known is None and module.gfsa.has_depth and not torch.compiler.is_compiling():
+        held = cache.get_seq_length(index)
+        # a length on the GPU is not waited for
+        if not (isinstance(held, Tensor) and held.is_cuda) and int(held) > 0:
+            raise ValueError(
+                f"the cache holds {int(held)} tokens that {name_of(module)} did not add, so its "
+                "depth term is missing in their values: start from a new cache, or pass "
+                "use_cache=False"
+            )
     if known is None or known() is not module.gfsa:
         update.filters[index] = weakref.ref(module.gfsa)
 

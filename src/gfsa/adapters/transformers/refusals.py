@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from gfsa.plugs.adapter import NAME
 from gfsa.plugs.checks.proof import OTHER_SEQUENCE, REASON
 from gfsa.plugs.saving.renames import Renaming
 from gfsa.plugs.tracing.candidates import refusal_of_pooling
@@ -100,7 +101,7 @@ def _strides(projection: nn.Module) -> bool:
 
 def name_of(module: Any) -> str:
     """A plugged module in an error: its name in the model and its class."""
-    name = module.__dict__.get("_gfsa_name")
+    name = module.__dict__.get(NAME)
     kind = type(module).__name__
     return f"{name} ({kind})" if name else kind
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gfsa.filters import GraphFilter
 from gfsa.operators import LinearOperator
 from gfsa.operators.call import AttentionCall
+from gfsa.plugs.adapter import NAME, plain_class
 
 Owners = Sequence[tuple[nn.Module, str]]
 """The modules that contain a module, innermost first, each with the attribute that leads to it."""
@@ -149,8 +150,8 @@ def are_same_tokens(first: Tensor, second: Tensor) -> bool:
 
 def _name_of(module: nn.Module) -> str:
     """A plugged module in an error: its name in the model and the class that it had before."""
-    name = module.__dict__.get("_gfsa_name")
-    kind = module.__dict__.get("_gfsa_class", type(module)).__name__
+    name = module.__dict__.get(NAME)
+    kind = plain_class(module).__name__
     return f"{name} ({kind})" if name else str(kind)
 
 

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from gfsa.operators.call import check_kinds
-from gfsa.plugs.adapter import HEADS, Adapter, heads_of, refusal_of_own_forward
+from gfsa.plugs.adapter import (
+    ADAPTER,
+    CLASS,
+    HEADS,
+    NAME,
+    Adapter,
+    heads_of,
+    refusal_of_own_forward,
+)
 from gfsa.plugs.checks.proof import (
     OTHER_SEQUENCE,
     REASON,
@@ -66,7 +74,7 @@ class Traced(nn.Module):
         if isinstance(verified, Verified):
             for first, second in verified.equal_inputs:
                 require_same_tokens(self, inputs[first], inputs[second])
-        wants_maps = self.__dict__["_gfsa_adapter"].wants_maps(self, given)
+        wants_maps = self.__dict__[ADAPTER].wants_maps(self, given)
         trace = Trace(self, _name(self), memory, verified, wants_maps)
         with trace:
             result = super().forward(*args, **kwargs)
@@ -109,7 +117,7 @@ class Traced(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # the class is created at run time, so copies and pickles refer to the original class
         reduced: Any = super().__reduce_ex__(2)
-        return _new, (self.__dict__["_gfsa_class"],), *reduced[2:]
+        return _new, (self.__dict__[CLASS],), *reduced[2:]
 
 
 def _refusal_of_switched(owner: nn.Module) -> str | None:
@@ -125,7 +133,7 @@ def _refusal_of_switched(owner: nn.Module) -> str | None:
 
 
 def _name(module: nn.Module) -> str:
-    name: str = module.__dict__.get("_gfsa_name") or type(module).__name__
+    name: str = module.__dict__.get(NAME) or type(module).__name__
     return name
 
 
@@ -239,23 +247,23 @@ class TracerAdapter(Adapter):
         return True
 
     def install(self, module: nn.Module) -> None:
-        module.__dict__["_gfsa_class"] = type(module)
+        module.__dict__[CLASS] = type(module)
         traced = _traced(type(module))  # type: ignore[arg-type]
         module.__class__ = traced
         module.__dict__["_gfsa_memory"] = Memory(self.known)
         # looked up here, not in a forward that may be compiled
-        inputs = inspect.signature(module.__dict__["_gfsa_class"].forward).parameters
+        inputs = inspect.signature(module.__dict__[CLASS].forward).parameters
         module.__dict__["_gfsa_inputs"] = tuple(inputs)[1:]
 
     def remove(self, module: nn.Module) -> None:
-        module.__class__ = module.__dict__.pop("_gfsa_class")
+        module.__class__ = module.__dict__.pop(CLASS)
         del module.__dict__["_gfsa_memory"], module.__dict__["_gfsa_inputs"]
-        module.__dict__.pop("_gfsa_name", None)
+        module.__dict__.pop(NAME, None)
 
-    def mark(self, model: nn.Module) -> None:
+    def on_filters_changed(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
             if isinstance(module, Traced):
-                module.__dict__["_gfsa_name"] = name
+                module.__dict__[NAME] = name
 
 
 class UnknownAdapter(TracerAdapter):

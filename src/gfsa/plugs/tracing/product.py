@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
+from gfsa.plugs.adapter import plain_class
 from gfsa.plugs.tracing.maps import MapHistory, Step
 
 
@@ -34,7 +35,7 @@ class Refusals:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         # the class of a traced module is created at run time; users know the original one
-        self.kind = module.__dict__.get("_gfsa_class", type(module)).__name__
+        self.kind = plain_class(module).__name__
         self.name = name
         self.error: BaseException | None = None
 

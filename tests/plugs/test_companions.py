@@ -13,9 +13,9 @@ from transformers.cache_utils import DynamicLayer, StaticLayer, StaticSlidingWin
 from gfsa.adapters.transformers import past
 from gfsa.adapters.transformers.past import (
     GrowingPowers,
+    LayerPast,
     StaticPowers,
     TracedStaticPowers,
-    counters_of,
     empty_like,
 )
 
@@ -214,21 +214,22 @@ def test_counters_of_a_static_layer_without_powers(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: "trace" in does)
     for what in ("capture", "trace"):
         does.add(what)
-        assert counters_of(layer, layer, 6, gpu) is None
+        assert LayerPast(layer, 0, 1).counters(6, gpu) is None
         does.clear()
-    assert counters_of(dynamic, dynamic, 6, gpu) is None
+    assert LayerPast(dynamic, 0, 1).counters(6, gpu) is None
     assert not hasattr(layer, "gfsa_counters")
-    made: Any = counters_of(layer, layer, 6, gpu)
+    made: Any = LayerPast(layer, 0, 1).counters(6, gpu)
     assert made.heads == 6
     # those that are there serve a captured and a compiled step, and fewer sequences
     for what in ("capture", "trace"):
         does.add(what)
-        assert counters_of(layer, layer, 6, gpu) is counters_of(layer, layer, 4, gpu) is made
+        kept = LayerPast(layer, 0, 1)
+        assert kept.counters(6, gpu) is kept.counters(4, gpu) is made
         does.clear()
-    more: Any = counters_of(layer, layer, 12, gpu)
+    more: Any = LayerPast(layer, 0, 1).counters(12, gpu)
     assert more.heads == 12
-    assert counters_of(layer, layer, 6, gpu) is more is layer.gfsa_counters
-    assert counters_of(window, window, 6, gpu) is not more
+    assert LayerPast(layer, 0, 1).counters(6, gpu) is more is layer.gfsa_counters
+    assert LayerPast(window, 0, 1).counters(6, gpu) is not more
 
 
 class OnGPU:

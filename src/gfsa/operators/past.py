@@ -117,16 +117,19 @@ class CachedOperator(Operator):
                 y = _decode_in_one_launch(self.rows.given, self.past, u, coeffs, v, exclusive)
                 if y is not None:
                     return y
-        if v.is_cuda and not torch.compiler.is_compiling():
-            # for the tokens after a prompt: a compiled step finds them, and cannot make them
-            self.past.counters(v.shape[0] * self.heads, v.device)
         if exclusive is not None:
-            return super().polynomial(coeffs, v, exclusive)
-        coeffs = value_of(coeffs)
-        powers = self.powers(v, degree)
-        # for one token the cost is in kernel launches, not in arithmetic
-        plain = type(v) is Tensor and not torch.is_grad_enabled()
-        return combine(coeffs, powers, in_one_go=plain and not torch.compiler.is_compiling())
+            y = super().polynomial(coeffs, v, exclusive)
+        else:
+            coeffs = value_of(coeffs)
+            powers = self.powers(v, degree)
+            # for one token the cost is in kernel launches, not in arithmetic
+            plain = type(v) is Tensor and not torch.is_grad_enabled()
+            y = combine(coeffs, powers, in_one_go=plain and not torch.compiler.is_compiling())
+        if v.is_cuda and not torch.compiler.is_compiling():
+            # for the tokens after a prompt: a compiled step finds them, and cannot make them. They
+            # are kept beside the powers, so they come last
+            self.past.counters(v.shape[0] * self.heads, v.device)
+        return y
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         newest = self.past.newest(v)

@@ -33,11 +33,11 @@ from gfsa.adapters.transformers.functions import (
 )
 from gfsa.adapters.transformers.mask_hooks import PLUGGED, ConfigView, set_mask_hooks
 from gfsa.adapters.transformers.past import (
+    HeldRows,
     LayerPast,
     layer_in,
     mix_into,
     refuse_other_rows,
-    remember_rows,
 )
 from gfsa.adapters.transformers.refusals import (
     OTHER_TOKENS,
@@ -418,8 +418,8 @@ def _with_past(
         )
     held, index = cache
     layer = layer_in(held, index, module)
-    if not torch.compiler.is_compiling() and filter.degree > 1:
-        remember_rows(layer)
+    if filter.degree > 1 and not torch.compiler.is_compiling():
+        layer.gfsa_rows = HeldRows(layer)
     return CachedOperator(operator, LayerPast(layer, index, new), query.shape[1], keys)
 
 

@@ -468,7 +468,8 @@ def refusal_by_trial(
     try:
         with torch.no_grad():
             if is_eager:
-                gap, _ = _gap(*attend(value), value)
+                product, weights = attend(value)
+                gap, _ = _gap(product, weights, value)
             else:
                 gap, _ = _nonlinearity(lambda x: attend(x)[0].transpose(1, 2), value)
     except Exception:

@@ -120,11 +120,22 @@ class LayerPast(Past):
 
     def counters(self, heads: int, device: torch.device) -> Tensor | None:
         layer = self.layer
+        # the most common class first, because isinstance is slow here
         if type(layer) is DynamicLayer or device.type != "cuda":
             return None
         companions = getattr(layer, "gfsa_powers", {}).get(self.owner)
-        # a companion is a module, of which a compiled call checks less
-        return counters_of(companions[0] if companions else layer, layer, heads, device)
+        # a compiled call checks less of a companion, which is a module
+        holder = companions[0] if companions else layer
+        counters: Tensor | None = getattr(holder, "gfsa_counters", None)
+        if counters is not None and len(counters) >= heads and counters.device == device:
+            return counters
+        if torch.compiler.is_compiling() or not isinstance(layer, StaticLayer):
+            return None
+        if torch.cuda.is_current_stream_capturing():
+            # they would be the graph's memory
+            return None
+        counters = holder.gfsa_counters = _new_counters(heads, device)
+        return counters
 
     def _refuse_another(self, companions: Any) -> None:
         """Raise unless these companions belong to the tokens that the layer holds."""
@@ -230,8 +241,7 @@ class GrowingPowers(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.length
 
-    def tokens(self) -> int | None:
-        return self.length
+    tokens = get_seq_length
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         rows, is_writable = self.rows, self._is_writable
@@ -409,8 +419,7 @@ class StaticPowers(TracedStaticPowers, nn.Module):
 
     def __init__(self, max_cache_len: int, slides: bool = False) -> None:
         nn.Module.__init__(self)
-        StaticLayer.__init__(self, max_cache_len)
-        self.slides = slides
+        TracedStaticPowers.__init__(self, max_cache_len, slides)
 
 
 def _write(rows: Tensor, position: Tensor, tokens: Tensor) -> None:
@@ -426,27 +435,6 @@ def _new_counters(heads: int, device: torch.device | str) -> Tensor:
     counters = torch.zeros(heads, dtype=torch.int32, device=device)
     # as the layer's own tensors: a graph that writes to it can be captured
     torch._dynamo.mark_static_address(counters)
-    return counters
-
-
-def counters_of(holder: Any, layer: Any, heads: int, device: torch.device) -> Tensor | None:
-    """The counters that the decode kernel leaves at zero, kept by a static layer or its companion.
-
-    None for other layers, and where none were made before a graph was traced.
-
-    Args:
-        holder: the companion, or the layer itself if it has none.
-        heads: query heads of all sequences.
-    """
-    counters: Tensor | None = getattr(holder, "gfsa_counters", None)
-    if counters is not None and len(counters) >= heads and counters.device == device:
-        return counters
-    if torch.compiler.is_compiling() or not isinstance(layer, StaticLayer):
-        return None
-    if torch.cuda.is_current_stream_capturing():
-        # they would be the graph's memory
-        return None
-    counters = holder.gfsa_counters = _new_counters(heads, device)
     return counters
 
 
@@ -520,21 +508,13 @@ class _RepeatedMethod:
             for counted in update.counted:
                 setattr(layer, counted, 0)
         if not compiling:
-            remember_rows(layer)
+            layer.gfsa_rows = HeldRows(layer)
         return result
-
-
-def remember_rows(layer: Any) -> None:
-    """Note the keys and values of a layer to which powers are added, or whose rows have moved.
-
-    Not while a model is compiled: the graph would check all that is read here, for every token.
-    """
-    layer.gfsa_rows = _Rows(layer)
 
 
 def refuse_other_rows(layer: Any) -> None:
     """Raise if keys or values of a layer were assigned or written since it was last looked at."""
-    rows: _Rows | None = layer.__dict__.get("gfsa_rows")
+    rows: HeldRows | None = layer.__dict__.get("gfsa_rows")
     if rows is not None and rows.were_changed_in(layer):
         raise ValueError(
             "keys or values in a layer of the cache were assigned or written after a plugged model "
@@ -543,8 +523,12 @@ def refuse_other_rows(layer: Any) -> None:
         )
 
 
-class _Rows:
-    """The keys and values that a layer of a cache holds, and how often they were written."""
+class HeldRows:
+    """The keys and values that a layer of a cache holds, and how often they were written.
+
+    A layer gets it as ``gfsa_rows`` when powers were added or its rows have moved. Not while a
+    model is compiled: the graph would check all that is read here, for every token.
+    """
 
     def __init__(self, layer: Any) -> None:
         self.keys, self.values = layer.keys, layer.values

@@ -1,10 +1,9 @@
 """Models and parameters that are distributed over processes.
 
-New parameters are refused in a model that is already distributed:
-
-DistributedDataParallel and fully_shard register the parameters that a model has when they wrap it.
-The gradient of a parameter that is added later is not synchronised, and the filters of the
-processes drift apart without an error.
+New parameters are refused in a model that is already distributed: DistributedDataParallel and
+fully_shard register the parameters that a model has when they wrap it. The gradient of a parameter
+that is added later is not synchronised, and the filters of the processes drift apart without an
+error.
 """
 
 from __future__ import annotations

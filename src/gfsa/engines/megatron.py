@@ -50,7 +50,7 @@ def with_filters(spec: Any, filter: str = "GFSA", **arguments: Any) -> Any:
 
 
 class FilteredCoreAttention(MegatronModule):
-    r"""Core attention that returns :math:`\sum_k c_k A^k v`, one call of the ``inner`` one a power.
+    r"""Core attention that returns :math:`\sum_k c_k A^k v`, one call of ``inner`` per power.
 
     Under tensor parallelism a process holds the rows of θ of its own heads. Inference engines of
     Megatron call kernels of their own around core attention: this is for training.

@@ -131,7 +131,7 @@ _WRITTEN_FOR = (
 
 
 class FilteredAttention(GQAttention):
-    r"""Grouped-query attention that returns :math:`\sum_k c_k A^k v`, one pass a power.
+    r"""Grouped-query attention that returns :math:`\sum_k c_k A^k v`, one pass per power.
 
     Each pass is a call of the layer's own inner attention (flex or varlen), so packed documents,
     context parallelism and tensor parallelism act on every pass as they do on the one of ordinary

@@ -76,7 +76,7 @@ class GraphFilter(nn.Module):
     #: ("attention"), or on entries of H ("filter")
     dropout_after: DropoutPlace = "attention"
 
-    #: whether the filter is a polynomial of A; a filter that is none has no coefficients
+    #: whether the filter is a polynomial of A; if it is not, it has no coefficients
     is_polynomial = True
 
     #: whether this process holds only some of the heads (tensor parallel)

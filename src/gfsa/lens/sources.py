@@ -376,8 +376,8 @@ def positions_of(config: Any, model: nn.Module) -> int:
 
 
 def is_empty(tokenizer: Any) -> bool:
-    """Whether a tokenizer knows no words: transformers makes such a one where files are missing."""
-    # the mark of a word's beginning, which an empty one of T5 has
+    """Whether a tokenizer knows no words; transformers makes an empty one if files are missing."""
+    # an empty tokenizer of T5 has the mark of a word's beginning
     return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, "▁"}
 
 

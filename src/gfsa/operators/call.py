@@ -1,4 +1,7 @@
-"""The arguments of an attention call as one record, and a cache of decisions about calls."""
+"""The arguments of an attention call: one record, their checks, autocast, and export.
+
+Checks say what was expected, what was got, and what to pass instead.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Refuse to add parameters to a model that is already distributed over processes.
+"""Models and parameters that are distributed over processes.
 
-DistributedDataParallel and fully_shard register the parameters that a model has when they wrap it.
-The gradient of a parameter that is added later is not synchronised, and the filters of the
-processes drift apart without an error.
+New parameters are refused in a model that is already distributed: DistributedDataParallel and
+fully_shard register the parameters that a model has when they wrap it. The gradient of a parameter
+that is added later is not synchronised, and the filters of the processes drift apart without an
+error.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def refuse_distributed(model: nn.Module, changed: Iterable[nn.Module]) -> None:
 
 
 def _wrapper_kind(kind: type) -> str | None:
-    """Which wrapper a class is; None if it is none."""
+    """Which wrapper a class is, or None."""
     for base in kind.__mro__:
         if base.__name__ in _WRAPPERS:
             return _WRAPPERS[base.__name__]

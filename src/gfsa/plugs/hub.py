@@ -1,4 +1,4 @@
-"""Upload filters, or a whole plugged model, to the Hub with a model card."""
+"""Upload filters, or a whole plugged model, to the Hub: the upload, its card, its picture."""
 
 from __future__ import annotations
 

@@ -65,7 +65,8 @@ def connect_depth(model: nn.Module) -> None:
     by_name = {name: site.filter for name, site in plugged_sites(model).items()}
     if not any(filter.has_depth for filter in by_name.values()):
         return
-    for config in (getattr(module, "config", None) for module in model.modules()):
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    for config in configs:
         groups = getattr(config, "num_hidden_groups", None)
         if groups is not None and groups < config.num_hidden_layers:
             raise ValueError(

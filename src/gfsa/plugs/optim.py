@@ -1,4 +1,4 @@
-"""Optimiser parameter groups that give the filters a learning rate of their own."""
+"""A learning rate for the filters: parameter groups, and a mixin for trainers."""
 
 from __future__ import annotations
 

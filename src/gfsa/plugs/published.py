@@ -1,4 +1,4 @@
-"""Checkpoints of the published code: its parameters become filters.
+"""The published code: its checkpoints become filters, its settings are a preset of plug.
 
 The published code writes the filter into copies of each framework, as
 
@@ -285,7 +285,7 @@ class PublishedCheckpoint(NamedTuple):
 
     Args:
         parameter: which of :data:`PARAMETERS` its filters have.
-        filters: layer → its numbers, one a head.
+        filters: layer → its numbers, one per head.
         weights: all other tensors by name.
     """
 
@@ -302,7 +302,7 @@ def read_checkpoint(state_dict: Any) -> PublishedCheckpoint:
             key: value
             for key, value in tensors.items()
             if key.endswith(f".{parameter}")
-            # one number a head; some versions have axes of length 1 beside that of the heads
+            # one number per head; some versions have axes of length 1 beside that of the heads
             and value.dim()
             and value.numel() == max(value.shape)
             # a normalisation may call its bias beta; it has a gamma beside it

@@ -1,4 +1,7 @@
-"""Sites: a model's attention modules, each with its adapter and its filter, or why it has none."""
+"""Sites: a model's attention modules, each with its adapter and its filter, or the refusal.
+
+Beside them, the report that lists them, and the selection of layers.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ atomic, so a reader sees the last save or the new one, and a killed save leaves 
 file that nobody reads.
 
 Older versions wrote two files: ``filters.json`` with the description beside
-``filters.safetensors``. They are still read.
+``filters.safetensors``. They are still read. A name on the Hub is downloaded into a folder first.
 """
 
 from __future__ import annotations

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 
 import gfsa
-from gfsa.operators import by_rows
 from gfsa.operators.visibility import refusal_of_spans
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import DivergedError, carry_out
 from gfsa_experiments.runs.run_folder import read_row
-from gfsa_experiments.tasks.pretrain import packing, recipe
+from gfsa_experiments.tasks.pretrain import data as packing
+from gfsa_experiments.tasks.pretrain import recipe
 from gfsa_experiments.tasks.pretrain.recipe import PretrainTask
 from support.interrupting import ends_as_if_never_interrupted
-from support.sizes import LargestTensor
 from support.tiny_pretraining import SMALL, a_batch, a_run, built, write_corpus
 
 
@@ -144,12 +141,6 @@ class TestModel:
             lengths = output.square().mean(-1)
             torch.testing.assert_close(lengths, torch.ones_like(lengths), rtol=1e-3, atol=0)
         assert all(p.grad is not None for p in task.model.parameters())
-
-    def test_random_weights_are_as_wide_as_asked(self, data: Path) -> None:
-        wide = built(data, init_std=0.08, gate=True)
-        for name, weight in wide.model.named_parameters():
-            if weight.dim() > 1:
-                assert float(weight.detach().std()) == pytest.approx(0.08, rel=0.3), name
 
     def test_a_filter_changes_nothing_to_begin_with(self, data: Path) -> None:
         plain, filtered = built(data), built(data)
@@ -295,23 +286,6 @@ class TestTraining:
         assert (whole.folder / "coefficients.csv").exists() == (method == "gfsa")
         assert not (cut.folder / "checkpoints").exists()
 
-    def test_a_resumed_run_says_where_it_begins(
-        self, data: Path, tmp_path: Path, capsys: Any, caplog: Any
-    ) -> None:
-        run = a_run(data, tmp_path, max_steps=5, checkpoint_every=2)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PretrainTask, "loss", interrupted_at(4, PretrainTask.loss))
-            with pytest.raises(KeyboardInterrupt):
-                carry_out(run)
-        assert "resumed" not in capsys.readouterr().out
-        carry_out(dataclasses.replace(run, resume=True))
-        assert f"{run.folder}: resumed after step 2" in capsys.readouterr().out
-        # the head is tied to the embedding, which is nothing to be checked by the reader
-        assert "shared tensor" not in caplog.text
-        other = dataclasses.replace(run, resume=True, out=tmp_path / "other")
-        carry_out(other)
-        assert f"{other.folder}: has no checkpoint, begins with step 1" in capsys.readouterr().out
-
     def test_tokens_may_be_kept_in_bf16(self, data: Path) -> None:
         task = built(data, residual="bf16", precision="bf16")
         kinds: list[torch.dtype] = []
@@ -333,31 +307,12 @@ class TestTraining:
         assert count == 5 * 16
         torch.testing.assert_close(total, sum(loss for loss, _, _ in single))
 
-    def test_bits_are_spread_over_the_bytes_of_their_part(self, tmp_path: Path) -> None:
-        texts = {"train": "a b c d " * 100, "valid": "é" * 99, "test": "a" * 99}
-        for part, text in texts.items():
-            (tmp_path / f"{part}.txt").write_text(text)
-        task = built(tmp_path, data=str(tmp_path), vocab_size=257)
-        for part, size in (("valid", 2), ("test", 1)):
-            with torch.no_grad():
-                scores = task.score([task.predict(task.model, a_batch(task, part, rows=2))])
-            # a token is a byte, and one more begins the document
-            tokens_per_byte = (99 * size + 1) / (99 * size)
-            bits = scores["loss"] / math.log(2) * tokens_per_byte
-            assert scores["bits_per_byte"] == pytest.approx(bits)
-
     def test_every_token_is_predicted_once(self, data: Path) -> None:
         rows = built(data).rows["train"]
         ids = rows.ids(rows.__getitems__(list(range(len(rows)))))
         assert torch.equal(ids[:-1, -1], ids[1:, 0])
         assert len(rows) == (len(rows._host) - 1) // 16
         assert torch.equal(ids[:, :-1].flatten(), rows._host[: len(rows) * 16].long())
-
-    def test_valid_is_measured_on_rows_from_everywhere(self, data: Path) -> None:
-        task = built(data, eval_rows=5)
-        assert len(task.splits["valid"]) == 5
-        every = len(built(data, eval_rows=0).splits["valid"])
-        assert task.rows["valid"].rows.tolist() == [i * every // 5 for i in range(5)]
 
 
 def documents_of(task: PretrainTask, *rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -419,41 +374,6 @@ class TestBoundaries:
         assert isinstance(packing.mask_for(task.model, ids, task._end), torch.Tensor)
         gfsa.plug(task.model)
         assert refusal_of_spans(packing.mask_for(task.model, ids, task._end).visible) is None
-
-    @pytest.mark.parametrize("gate", [False, True])
-    def test_no_tensor_of_all_queries_and_keys(
-        self, gate: bool, data: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        tokens = 2048
-        # torch's attention takes masks, for so many queries at a time
-        monkeypatch.setattr(by_rows, "MOST_ENTRIES", 64 * tokens)
-        task = built(data, boundaries=True, gate=gate)
-        gfsa.plug(task.model)
-        ids, labels = documents_of(task, [1000, 48, 1000])
-        with LargestTensor() as largest:
-            task._mean(task.model, ids, labels).backward()
-        assert largest.bytes < tokens * tokens
-
-    @pytest.mark.parametrize(
-        ("compiled", "layers"), [(compile_blocks, "lower"), (compile_model, "all")]
-    )
-    def test_one_code_for_all_documents(
-        self, compiled: Callable[..., Any], layers: str, data: Path
-    ) -> None:
-        """And nothing that is left uncompiled."""
-        task = built(data, boundaries=True)
-        gfsa.plug(task.model, layers=layers)
-        batches = [documents_of(task, *[row] * 4) for row in ([16], [3, 13], [1] * 16, [2, 7, 7])]
-        with torch.no_grad():
-            expected = [task._mean(task.model, *batch) for batch in batches]
-        counters.clear()
-        compiled(task.model, backend="aot_eager", fullgraph=True)
-        for number, (batch, loss) in enumerate(zip(batches, expected, strict=True)):
-            torch.testing.assert_close(task._mean(task.model, *batch), loss)
-            if number == 0:
-                graphs = counters["stats"]["unique_graphs"]
-        assert counters["stats"]["unique_graphs"] == graphs
-        torch._dynamo.reset()
 
 
 class TestSettings:

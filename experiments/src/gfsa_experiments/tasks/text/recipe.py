@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.labels import Wanted
-from gfsa_experiments.data.own import name_of
+from gfsa_experiments.data.own import Wanted, name_of
 from gfsa_experiments.data.pretrained import load_classifier, load_tokenizer, refuse_longer
 from gfsa_experiments.data.tables import LabelledRows, read_labelled, refuse_columns
 from gfsa_experiments.data.token_batches import LabelledTexts, encode_texts, without_labels

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from gfsa_experiments.data.files import find_file, read_lines, usable_rows
 from gfsa_experiments.data.hub import fetch
-from gfsa_experiments.data.pretrained import load_classifier, load_tokenizer, refuse_longer
+from gfsa_experiments.data.pretrained import load_tokenizer
 from gfsa_experiments.data.sources import source_of, table
 from gfsa_experiments.data.token_batches import (
     LabelledTexts,
     encode_texts,
     hold_out,
-    without_labels,
 )
 from gfsa_experiments.engine.config import Count, Fraction, ShareBelowOne, TrainConfig
-from gfsa_experiments.engine.task import Recipe, Task
+from gfsa_experiments.engine.task import Recipe
+from gfsa_experiments.tasks.text.recipe import TextTask
 
 _REPOSITORY = "nyu-mll/glue"
 
@@ -210,9 +208,6 @@ def _label(text: str, classes: tuple[str, ...]) -> float:
     return value
 
 
-_EXAMPLES = 8
-
-
 @dataclass(frozen=True, kw_only=True)
 class GlueConfig(TrainConfig):
     """Fine-tuning on one task; the paper's settings."""
@@ -249,20 +244,17 @@ class GlueConfig(TrainConfig):
         return f"{self.task} {Path(self.model).name}"
 
 
-class GlueTask(Task):
-    """An encoder with a new head: cross-entropy, or squared error for STS-B.
+class GlueTask(TextTask):
+    """:class:`TextTask` on a task of GLUE: squared error for STS-B; metrics are GLUE's, ×100."""
 
-    Metrics are those of GLUE, ×100.
-    """
+    own_data = None
 
     def __init__(self, config: GlueConfig, data_dir: Path) -> None:
         facts = TASKS[config.task]
-        self.metric = facts.metric
-        self.regression = not facts.labels
         # first, so that missing data is not noticed after the model has been fetched
         read_glue(data_dir, config.task)
-        self.model = load_classifier(config.model, max(1, len(facts.labels)))
-        encoded = encode_task(
+        encoded = partial(
+            encode_task,
             data_dir,
             config.task,
             config.model,
@@ -272,33 +264,14 @@ class GlueTask(Task):
             config.fraction,
             config.report,
         )
-        refuse_longer(self.model, config.model, max(part.longest for part in encoded.values()))
-        self.splits = {name: texts.split() for name, texts in encoded.items()}
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        logits = self._logits(model, batch)
-        if self.regression:
-            return F.mse_loss(logits.squeeze(-1), batch["labels"])
-        return F.cross_entropy(logits, batch["labels"].long())
-
-    def predict(self, model: nn.Module, batch: Any) -> Any:
-        logits = self._logits(model, batch)
-        found = logits.squeeze(-1) if self.regression else logits.argmax(-1)
-        return found, batch["labels"]
+        self._prepare(config.model, len(facts.labels), encoded)
+        self.metric, self.higher_is_better = facts.metric, True
 
     def score(self, predictions: list[Any]) -> dict[str, float]:
         found, labels = (
             torch.cat(part).double().numpy() for part in zip(*predictions, strict=True)
         )
         return {name: 100 * float(v) for name, v in _scores(self.metric, labels, found).items()}
-
-    def example(self) -> Any:
-        """Some validation texts (test texts, if there are none)."""
-        return without_labels(self.first_examples(_EXAMPLES))
-
-    def _logits(self, model: nn.Module, batch: Any) -> Tensor:
-        logits: Tensor = model(**without_labels(batch)).logits
-        return logits.float()
 
 
 @lru_cache(maxsize=16)

@@ -117,16 +117,6 @@ def test_an_encoder_sees_what_it_would_predict(data: Path, tmp_path: Path) -> No
         built(data, model=model, tokenizer="own", dropout=None)
 
 
-def test_blocks_cover_the_text(data: Path) -> None:
-    task, longer = built(data), built(data, block=32)
-    ids = task.splits["train"].dataset.columns["input_ids"].reshape(-1)  # type: ignore[attr-defined]
-    again = longer.splits["train"].dataset.columns["input_ids"].reshape(-1)  # type: ignore[attr-defined]
-    assert len(ids) - len(again) in (0, 16)
-    assert (ids[: len(again)] == again).all()
-    with pytest.raises(ValueError, match="less than a block of 100000"):
-        built(data, block=100_000)
-
-
 def test_a_pretrained_model(gpt2: str, data: Path, tmp_path: Path) -> None:
     task = built(data, model=gpt2, tokenizer="own", dropout=0.3)
     config = task.model.config
@@ -137,22 +127,6 @@ def test_a_pretrained_model(gpt2: str, data: Path, tmp_path: Path) -> None:
         built(data, model=gpt2, tokenizer="own", block=64)
     half = str(save_model(tmp_path / "half", "gpt2", torch.float16))
     assert built(data, model=half, tokenizer="own").model.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"model": "scratch"}, "no tokenizer of its own"),
-        ({"tokenizer": "bpe"}, "another vocabulary than its own"),
-        ({"block": 1}, "predicts nothing"),
-        ({"dropout": 1.0}, "dropout must lie in"),
-        ({"width": 10, "heads": 3}, "width 10 must be a multiple of heads 3"),
-        ({"depth": 0}, "depth must be at least 1"),
-    ],
-)
-def test_settings_that_make_no_sense(setting: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CausalLMConfig(**setting).check()
 
 
 def trained(data: Path, out: Path, method: str, **changes: Any) -> Row:

@@ -53,14 +53,6 @@ def a_batch(task: CodeTask, indices: tuple[int, ...] = (0, 3, 5)) -> dict[str, t
     return task.splits["train"].dataset.__getitems__(list(indices))  # type: ignore[attr-defined]
 
 
-def test_models_that_cannot_take_the_code(data: Path, tmp_path: Path) -> None:
-    gpt2, roberta = (str(save_model(tmp_path / kind, kind)) for kind in ("gpt2", "roberta"))
-    with pytest.raises(ValueError, match="is a decoder: the vector of its first token"):
-        built(data, model=gpt2)
-    with pytest.raises(ValueError, match=r"positions for 38 tokens, .* set max_length=38"):
-        built(data, model=roberta, max_length=0, pad_to_multiple=64)
-
-
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_a_filter_changes_nothing_to_begin_with(dataset: str, data: Path) -> None:
     plain, filtered = built(data, dataset=dataset), built(data, dataset=dataset)
@@ -141,21 +133,6 @@ def test_metrics(data: Path) -> None:
     assert scores == pytest.approx({"accuracy": 60, "f1": 200 / 3, "macro_f1": 100 * 7 / 12})
     assert built(data).metric == "accuracy"
     assert built(data, dataset="bigclonebench").metric == "f1"
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"fraction": 2.0}, "fraction must lie in"),
-        ({"width": 10, "heads": 3}, "width 10 must be a multiple of heads 3"),
-        ({"dropout": 1.0}, "dropout must lie in"),
-        ({"max_length": 2}, "hold no code"),
-        ({"vocab_size": 0}, "vocab_size must be at least 1"),
-    ],
-)
-def test_settings_that_make_no_sense(setting: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CodeConfig(**setting).check()
 
 
 def trained(data: Path, out: Path, method: str, dataset: Any = "devign", **changes: Any) -> Row:

@@ -73,35 +73,6 @@ def test_classes_of_torch_are_compiled_too() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_runs_before_it_leave_a_run_its_limit() -> None:
-    """One process trains one model after another; all share the code of a block's class."""
-    for _ in range(4):
-        model = nn.Sequential(*(Scaled(number) for number in torch.randint(10**6, (3,)).tolist()))
-        counters.clear()
-        compile_blocks(model, backend="aot_eager")
-        with torch._dynamo.config.patch(recompile_limit=4):
-            model(torch.randn(2, 4))
-        assert counters["stats"]["unique_graphs"] == 3
-
-
-class Scaled(nn.Module):
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * self.number
-
-
-def test_blocks_that_differ_are_all_compiled() -> None:
-    """Above the compiler's own limit, which leaves what comes later as it is."""
-    model = nn.Sequential(*(Scaled(number) for number in range(12)))
-    assert compile_blocks(model, backend="aot_eager") == 12
-    model(torch.randn(2, 4))
-    assert counters["stats"]["unique_graphs"] == 12
-
-
 def test_a_model_without_blocks_says_so() -> None:
     with pytest.raises(ValueError, match="Linear has no such stack; use compile=model"):
         compile_blocks(nn.Linear(2, 2))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from gfsa_experiments.tasks.code.data import read_code_set
+from gfsa_experiments.tasks.code.recipe import read_code_set
 from support.hub import HubPart, fake_hub
-from support.tiny_texts import sentence, write, write_clones, write_devign
+from support.tiny_texts import sentence, write_clones, write_devign
 
 unofficial = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
 
@@ -48,20 +46,6 @@ def test_clones(shared: bool, tmp_path: Path) -> None:
     assert found.code[2] == f"void f2 ( ) {{ {sentence(2)} ; }}"
 
 
-def test_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # the hub is not asked without the package
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(FileNotFoundError, match=r"function.json.*CodeXGLUE.*Defect-detection"):
-        read_code_set(tmp_path, "devign")
-    write_clones(tmp_path)
-    (tmp_path / "test.txt").unlink()
-    with (
-        pytest.warns(UserWarning, match="official"),
-        pytest.raises(FileNotFoundError, match=r"test.txt, test_sampled.txt"),
-    ):
-        read_code_set(tmp_path, "bigclonebench")
-
-
 @pytest.mark.filterwarnings("ignore:.*results are not those of the official")
 def test_without_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(repository: str, split: str) -> HubPart:
@@ -89,35 +73,6 @@ def test_without_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
     assert clones.parts["test"].labels.tolist() == [1, 0, 1]
 
 
-@pytest.mark.filterwarnings("ignore:.*results are not those of the official")
-@pytest.mark.filterwarnings("ignore:.*Using google")
-def test_the_hub_is_checked_as_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    labels = [-1, *[0] * 199]
-    fake_hub(
-        monkeypatch,
-        lambda *which: HubPart(func=["f ( )"] * 200, target=labels),
-    )
-    with pytest.warns(UserWarning, match="train: 1 of 200 rows cannot be used; line 1: expected"):
-        assert len(read_code_set(tmp_path, "devign").parts["train"].labels) == 199
-    read_code_set.cache_clear()
-    fake_hub(monkeypatch, lambda *which: HubPart(func=["f ( )"]))
-    with pytest.raises(ValueError, match="should have the columns func, target, it has func"):
-        read_code_set(tmp_path, "devign")
-
-
-def test_damaged_files(tmp_path: Path) -> None:
-    write_devign(tmp_path / "a")
-    path = tmp_path / "a/function.json"
-    path.write_text(path.read_text()[:-30])
-    with pytest.raises(ValueError, match=r"function.json is damaged .* get it again"):
-        read_code_set(tmp_path / "a", "devign")
-    write_clones(tmp_path / "b", shared=True)
-    path = tmp_path / "b/data.jsonl.xz"
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(ValueError, match=r"data.jsonl.xz is damaged"):
-        read_code_set(tmp_path / "b", "bigclonebench")
-
-
 @unofficial
 @pytest.mark.parametrize(
     ("row", "why"),
@@ -138,36 +93,3 @@ def test_bad_pairs(row: str, why: str, tmp_path: Path) -> None:
     path.write_text("1000\t1001\t1\n" + row + "\n")
     with pytest.raises(ValueError, match="More than 1 % of them are bad"):
         read_code_set(tmp_path, "bigclonebench")
-
-
-@unofficial
-def test_bad_functions(tmp_path: Path) -> None:
-    write_clones(tmp_path)
-    lines = [json.dumps({"idx": str(1000 + i), "func": sentence(i)}) for i in range(300)]
-    write(tmp_path / "data.jsonl", "\n".join([*lines, lines[0], '{"idx": "7"']))
-    with pytest.warns(UserWarning, match=r"2 of 302 rows .*idx 1000 occurs twice; line 302"):
-        read_code_set(tmp_path, "bigclonebench")
-
-
-@unofficial
-def test_wrong_targets_and_places(tmp_path: Path) -> None:
-    write_devign(tmp_path, train=200, others=2)
-    path = tmp_path / "function.json"
-    entries = json.loads(path.read_text())
-    entries[5]["target"] = 3
-    path.write_text(json.dumps(entries))
-    with pytest.warns(UserWarning, match="cannot be used") as told:
-        found = read_code_set(tmp_path, "devign")
-    said = [str(warning.message) for warning in told]
-    assert any(
-        "1 of 204 rows cannot be used; line 6: expected func and a target" in s for s in said
-    )
-    assert any("'5' is not a usable function of 204" in s for s in said)
-    assert len(found.parts["train"].labels) == 199
-    read_code_set.cache_clear()
-    write(tmp_path / "test.txt", "202\n900\n")
-    with (
-        pytest.warns(UserWarning, match="cannot be used"),
-        pytest.raises(ValueError, match="'900' is not a usable function"),
-    ):
-        read_code_set(tmp_path, "devign")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gfsa_experiments.data.tokenizers import gpt2_tokenizer, token_ids, train_tokenizer
-from gfsa_experiments.tasks.causal_lm.data import count_words, read_corpus
+from gfsa_experiments.tasks.causal_lm.recipe import count_words, read_corpus
 from support.hub import HubPart, fake_hub
 from support.tiny_texts import corpus, sentence, write
 
@@ -41,17 +41,6 @@ def test_words_are_counted_as_officially(tmp_path: Path) -> None:
     message = r"has 36 words, the official file 245,569"
     with pytest.warns(UserWarning, match=message):
         read_corpus(tmp_path, "wikitext-2", "test")
-
-
-def test_missing_and_damaged_files(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"ptb.train.txt.*imikolov"):
-        read_corpus(tmp_path, "ptb", "train")
-    (tmp_path / "ptb.train.txt").write_bytes(b"no \xff it was n't \n")
-    with pytest.raises(ValueError, match=r"ptb.train.txt is damaged .*get it again"):
-        read_corpus(tmp_path, "ptb", "train")
-    write(tmp_path / "ptb.train.txt", "")
-    with pytest.raises(ValueError, match="is empty"):
-        read_corpus(tmp_path, "ptb", "train")
 
 
 @unofficial
@@ -114,13 +103,3 @@ def test_the_tokenizer_of_gpt2(
     # also from a data set's folder beside it
     (tmp_path / "wikitext-2").mkdir()
     assert gpt2_tokenizer(tmp_path / "wikitext-2").get_vocab_size() == 50_257
-
-
-def test_a_tokenizer_of_another_size(tmp_path: Path) -> None:
-    write(tmp_path / "vocab.json", '{"a": 0}')
-    write(tmp_path / "merges.txt", "#version: 0.2\na b\n")
-    with pytest.raises(ValueError, match="has 1 tokens, GPT-2 has 50257"):
-        gpt2_tokenizer(tmp_path)
-    write(tmp_path / "vocab.json", '{"a": 0')
-    with pytest.raises(ValueError, match=r"vocab.json is damaged"):
-        gpt2_tokenizer(tmp_path)

@@ -15,9 +15,15 @@ import gfsa
 from gfsa.cli import build
 from gfsa_experiments.tasks import find_recipe
 from gfsa_experiments.tasks.digits.recipe import DigitsConfig, DigitsViT, load_digits
-from gfsa_experiments.tasks.stdlib.data import part_of, read_parts, rows_of, source_folder
-from gfsa_experiments.tasks.stdlib.model import ByteDecoder
-from gfsa_experiments.tasks.stdlib.recipe import StdlibConfig, StdlibTask
+from gfsa_experiments.tasks.stdlib.recipe import (
+    ByteDecoder,
+    StdlibConfig,
+    StdlibTask,
+    part_of,
+    read_parts,
+    rows_of,
+    source_folder,
+)
 
 
 def small(filtered: bool = False, **options: object) -> DigitsViT:

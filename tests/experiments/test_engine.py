@@ -23,7 +23,7 @@ from filelock import FileLock
 import gfsa
 from gfsa.lens.trajectory import Trajectory
 from gfsa_experiments.engine.checkpoints import checkpoints
-from gfsa_experiments.engine.evaluate import evaluate
+from gfsa_experiments.engine.trainer import evaluate
 from gfsa_experiments.runs import run_many
 from gfsa_experiments.runs.load_run import trained_task
 from gfsa_experiments.runs.methods import METHODS, MethodConfig
@@ -104,30 +104,6 @@ def test_methods_begin_as_the_same_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("epochs", "steps"), [(1.1, 11), (1.11, 12), (0.3, 3), (1e-5, 1)])
 def test_a_fraction_of_an_epoch(epochs: float, steps: int) -> None:
     assert ToyConfig(epochs=epochs).total_steps(10) == steps
-
-
-@pytest.mark.parametrize("before", ["highest", "medium"])
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-def test_tensor_cores_multiply_where_asked_and_afterwards_as_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, before: str
-) -> None:
-    seen = set()
-    loss = ToyTask.loss
-
-    def noting(self: ToyTask, *args: Any) -> torch.Tensor:
-        seen.add(torch.get_float32_matmul_precision())
-        return loss(self, *args)
-
-    monkeypatch.setattr(ToyTask, "loss", noting)
-    usual = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(before)
-    try:
-        row = carry_out(run(tmp_path, max_steps=2, precision=precision))
-        assert torch.get_float32_matmul_precision() == before
-    finally:
-        torch.set_float32_matmul_precision(usual)
-    assert row.precision == precision
-    assert seen == {"high" if precision == "tf32" else before}
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "gfsa"])
@@ -292,16 +268,6 @@ def test_going_on_with_other_data_is_refused(
     assert carry_out(dataclasses.replace(cut, data_dir=moved)).steps == 12
 
 
-def test_other_data_may_be_taken_before_anything_is_trained(tmp_path: Path) -> None:
-    first, second = write_toy(tmp_path / "a", 0), write_toy(tmp_path / "b", 5)
-    one = run(tmp_path / "runs", batch_size=1000, drop_last=True)
-    # it ends after the data is read: there is no batch of so many
-    with pytest.raises(ValueError, match="make no batch"):
-        carry_out(dataclasses.replace(one, data_dir=first))
-    with pytest.raises(ValueError, match="make no batch"):
-        carry_out(dataclasses.replace(one, data_dir=second, resume=True))
-
-
 def test_a_finished_run_is_handed_out_for_its_own_data_alone(tmp_path: Path) -> None:
     first, second = write_toy(tmp_path / "a", 0), write_toy(tmp_path / "b", 5)
     one = dataclasses.replace(run(tmp_path / "runs"), data_dir=first)
@@ -362,17 +328,6 @@ def test_augmentation_is_the_same_for_every_method(
             carry_out(run(tmp_path, method))
     assert seen["plain"] == seen["gfsa"]
     assert len(set(seen["plain"])) == 12
-
-
-@pytest.mark.filterwarnings("error:.*no filter has moved")
-def test_filters_that_never_move_are_noticed(tmp_path: Path) -> None:
-    moving = carry_out(run(tmp_path / "moving", epochs=1))
-    assert moving.moved
-    assert carry_out(run(tmp_path / "plain", "plain", epochs=1)).moved is None
-    still = dataclasses.replace(run(tmp_path), options=MethodConfig(filter_lr=0.0))
-    with pytest.warns(UserWarning, match=r"seed-0: no filter has moved in \d+ steps"):
-        row = carry_out(still)
-    assert row.moved == 0.0
 
 
 def test_divergence_is_an_error_and_a_result(tmp_path: Path) -> None:
@@ -489,17 +444,6 @@ def test_many_may_add_rows(tmp_path: Path) -> None:
     assert read_rows(table) == [row] * 160
 
 
-def test_bad_settings_are_refused_before_anything_is_read() -> None:
-    for wrong in (
-        {"batch_size": 0},
-        {"warmup": 1.5},
-        {"batch_size": 8, "accumulate": 3},
-        {"graphs": True, "accumulate": 2},
-    ):
-        with pytest.raises(ValueError, match="|".join(wrong)):
-            ToyConfig(**wrong).check()
-
-
 def test_graphs_need_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one GPU"):
         carry_out(run(tmp_path, graphs=True))
@@ -583,37 +527,3 @@ def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert two.steps == row.steps
     assert two.moved == pytest.approx(row.moved, rel=1e-4)
     assert two.test == row.test
-
-
-def without_data(table: Path) -> bytes:
-    """Make a table one of a version that had no such column; gives what is in it now."""
-    lines = table.read_bytes().splitlines()
-    old = b"".join(line.rpartition(b",")[0] + b"\r\n" for line in lines)
-    table.write_bytes(old)
-    return old
-
-
-def test_a_table_of_an_earlier_version_gets_the_new_column_and_keeps_its_rows(
-    tmp_path: Path,
-) -> None:
-    row = carry_out(run(tmp_path, max_steps=1))
-    old_row = dataclasses.replace(row, data="", command='gfsa train "a, b"\n--set c=d')
-    table = tmp_path / "toy.csv"
-    append_rows(table, [old_row, old_row])
-    table.chmod(0o640)
-    old = table.read_bytes()
-    head, _, rest = old.partition(b",data\r\n")
-    old = head + b"\r\n" + rest.replace(b",\r\n", b"\r\n")
-    table.write_bytes(old)
-    assert read_rows(table) == [old_row, old_row]
-    # reading changes nothing
-    assert table.read_bytes() == old
-    append_rows(table, [row])
-    assert read_rows(table) == [old_row, old_row, row]
-    assert table.read_bytes().startswith(head + b",data\r\n" + rest)
-    assert b"\n" not in table.read_bytes().replace(b"\r\n", b"").replace(b"\n--set", b"")
-    assert table.stat().st_mode & 0o777 == 0o640
-    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {
-        "toy.csv",
-        ".toy.csv.lock",
-    }

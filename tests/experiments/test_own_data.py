@@ -12,9 +12,7 @@ import pytest
 
 from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.data.corpus import corpus_of
-from gfsa_experiments.data.labels import decide
-from gfsa_experiments.data.own import digest_of, find_own, name_of
-from gfsa_experiments.data.splits import PARTS, three_parts
+from gfsa_experiments.data.own import PARTS, decide, digest_of, find_own, name_of, three_parts
 from gfsa_experiments.data.tables import LabelledRows, read_labelled, read_rows
 from gfsa_experiments.runs.sweep import Request
 from support.hub import HubPart, fake_parts
@@ -74,12 +72,6 @@ class TestNames:
     ) -> None:
         (run,) = Request(recipe, settings=tuple(settings.items())).runs()
         assert run.key().task == label
-
-    def test_files_that_differ_in_their_ending_are_different_runs(self) -> None:
-        first, second = Request("text", each=(("data", "my.csv,my.jsonl"),)).runs()
-        assert first.key().task == second.key().task
-        assert first.key() != second.key()
-        assert first.folder != second.folder
 
 
 class TestTables:
@@ -294,25 +286,10 @@ def test_a_row_has_no_folders_of_a_machine(path: str, kept: str) -> None:
 
 def test_lines_of_a_plan_with_one_folder_are_the_same_or_refused(tmp_path: Path) -> None:
     plan = tmp_path / "plan.txt"
-    plan.write_text("text --set data=my.csv --seeds 0-1\ntext --set data=my.csv --seeds 1-2\n")
+    plan.write_text("common --method plain --set data=my.csv\ntext --seeds 0-1\ntext --seeds 1-2\n")
     assert [run.config.seed for run in runs_of_plan(plan)] == [0, 1, 2]
-    plan.write_text("text --set data=/one/my.csv\ntext --set data=/two/my.csv\n")
+    plan.write_text(
+        "common --method plain\ntext --set data=/one/my.csv\ntext --set data=/two/my.csv\n"
+    )
     with pytest.raises(ValueError, match=r"plan\.txt: two runs .*data=/one/my\.csv and data=/two"):
         runs_of_plan(plan)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "settings", "error"),
-    [
-        ("text", {}, "set data= to a table of your own"),
-        ("text", {"data": "x.csv", "text": "a,b,c"}, "text takes one column, or two"),
-        ("text", {"data": "x.csv", "text": "label"}, "name the same column"),
-        ("causal_lm", {"data": "x.txt", "dataset": "ptb"}, r"dataset \(data= names the text"),
-        ("causal_lm", {"text": "content"}, r"text \(it names a column of data="),
-        ("graph", {"data": "zincc"}, r"data must be one of zinc, .*\./zincc\), got 'zincc'"),
-        ("image", {"data": "photos", "dataset": "cifar10"}, r"data \(dataset=cifar10 is ours"),
-    ],
-)
-def test_settings_that_make_no_sense(recipe: str, settings: dict[str, str], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        Request(recipe, settings=tuple(settings.items())).runs()

@@ -14,7 +14,7 @@ import torch
 from gfsa_experiments.data.tables import read_labelled
 from gfsa_experiments.tasks.graph.own import read_own as read_graphs
 from gfsa_experiments.tasks.image.data import list_images
-from gfsa_experiments.tasks.lra.own import read_texts
+from gfsa_experiments.tasks.lra.data import read_texts
 from gfsa_experiments.tasks.speech.data import letters_of
 from gfsa_experiments.tasks.speech.data import read_own as read_speech
 from gfsa_experiments.tasks.text.recipe import TextConfig, TextTask

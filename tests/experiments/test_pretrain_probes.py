@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa_experiments.runs.run import carry_out
+from gfsa_experiments.tasks.pretrain.data import TokenRows
 from gfsa_experiments.tasks.pretrain.probes import probe
-from gfsa_experiments.tasks.pretrain.rows import TokenRows
 from support.tiny_pretraining import SMALL, a_run, built, write_corpus
 
 VOCABULARY = 60

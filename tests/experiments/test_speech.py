@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,15 @@ import gfsa
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import Run, carry_out
-from gfsa_experiments.tasks.speech.augment import masks, warp_time
-from gfsa_experiments.tasks.speech.config import SpeechConfig
-from gfsa_experiments.tasks.speech.decode import best_path, prefix_search
 from gfsa_experiments.tasks.speech.models import TorchRecogniser, subsampled
-from gfsa_experiments.tasks.speech.recipe import SpeechTask, build
+from gfsa_experiments.tasks.speech.recipe import (
+    SpeechConfig,
+    SpeechTask,
+    best_path,
+    build,
+    prefix_search,
+    warp_time,
+)
 from support.speech import write_an4, write_librispeech
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the official file:UserWarning")
@@ -99,15 +102,6 @@ def test_warping_moves_time_and_keeps_both_ends() -> None:
     assert (warped[0] - time[0]).abs().max() > 0.5
 
 
-def test_masks_are_drawn_for_each_utterance() -> None:
-    torch.manual_seed(0)
-    masked = masks(1, 20, 1, 4)(torch.ones(8, 13, 100)) == 0
-    whole_frames, whole_features = masked.all(1).sum(1), masked.all(2).sum(1)
-    assert whole_frames.max() <= 20
-    assert whole_features.max() <= 4
-    assert len(set(whole_frames.tolist())) > 3
-
-
 @pytest.mark.parametrize("encoder", ENCODERS)
 @pytest.mark.parametrize("plugged", [False, True])
 def test_padding_changes_nothing(encoder: Any, plugged: bool) -> None:
@@ -129,14 +123,6 @@ def test_padding_changes_nothing(encoder: Any, plugged: bool) -> None:
     assert said.ctc.shape == (1, 11, 31)
     assert among.lengths.tolist() == subsampled(frames).tolist() == [11, 23]
     torch.testing.assert_close(among.ctc[:1, :11], said.ctc)
-
-
-def test_layers_start_with_weights_of_their_own() -> None:
-    model = TorchRecogniser(13, 31, "transformer", 16, 2, 2, 32, 5, 0.0, norm_first=True)
-    first, second = (layer.self_attn.in_proj_weight for layer in model.layers)
-    assert not torch.equal(first, second)
-    with pytest.raises(ValueError, match="at most 2500 tokens of 4 frames, got 2501"):
-        model(torch.zeros(1, 10_001, 13), torch.tensor([10_001]))
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
@@ -228,46 +214,3 @@ def test_validation_is_greedy_and_the_test_searched(data: Path) -> None:
     with torch.no_grad():
         assert "beam" not in task.predict(task.model, first_batch(task, "valid"))
         assert "beam" in task.predict(task.model, first_batch(task, "test"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"library": "torch"}, "library=torch has CTC alone: set decoder_layers=0"),
-        ({"ctc_weight": 1.0}, "CTC alone is decoder_layers=0 and ctc_weight=1, both or neither"),
-        ({"width": 30, "heads": 4}, "width must be even and divisible by heads, got 30 and 4"),
-        ({"encoder": "branchformer", "kernel": 4}, "odd kernel, got 32 and 4"),
-        ({"holdout": 1.0}, r"holdout must lie in \[0, 1\), got 1.0"),
-        ({"test_sets": ()}, "test_sets must name at least one"),
-        ({"valid_sets": ("test-clean",)}, "test-clean is named 2 times, in valid_sets and in test"),
-        ({"train_sets": ("dev-clean",)}, "dev-clean is named 2 times, in train_sets and in valid"),
-        ({"train_sets": ("test-other",)}, "different sets"),
-        ({"test_sets": ("test-clean",) * 2}, "in test_sets and in test_sets"),
-        ({"train_sets": ("train-clean",)}, "train_sets takes sets of LibriSpeech, train-clean-100"),
-        ({"beam": 0}, "beam must be at least 1"),
-        ({"warp": -1}, "warp must be at least 0"),
-    ],
-)
-def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SpeechConfig(**{**SMALL, **settings}).check()
-
-
-def test_without_speechbrain_the_way_out_is_named(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "speechbrain.lobes.models.convolution", None)
-    with pytest.raises(ImportError, match=r"speechbrain.*library=torch decoder_layers=0"):
-        task_of(data, **JOINT)
-
-
-@pytest.mark.parametrize(("holdout", "shown"), [(0.2, "valid"), (0.0, "test")])
-def test_the_lens_sees_what_chooses(holdout: float, shown: str, data: Path) -> None:
-    task = task_of(data, holdout=holdout, **CTC_ALONE)
-    example = task.example()["features"]
-    alike = []
-    for name, split in task.splits.items():
-        some = split.dataset.__getitems__(list(range(min(8, len(split)))))  # type: ignore[attr-defined]
-        if torch.equal(some["features"], example):
-            alike.append(name)
-    assert alike == [shown]

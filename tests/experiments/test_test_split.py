@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-import gfsa_experiments
 from gfsa_experiments.engine import trainer
-from gfsa_experiments.engine.sealed import sealed
-from gfsa_experiments.engine.task import Split, as_it_is
+from gfsa_experiments.engine.task import Split, as_it_is, sealed
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.tasks.pretrain.recipe import PretrainTask
 from support import toy_recipe
 from support.tiny_pretraining import a_run, write_corpus
 from support.toy_recipe import ToyConfig, ToyData, ToyTask
-
-SOURCES = Path(gfsa_experiments.__file__).parent
 
 
 def toy_run(out: Path, **settings: Any) -> Run:

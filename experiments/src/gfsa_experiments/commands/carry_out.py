@@ -1,22 +1,97 @@
-"""Carry out the runs of ``gfsa train``: append the row of each, and print what it came to."""
+"""Carry out the runs of ``gfsa train``: progress, the row of each, and what to do at Ctrl-C."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gfsa_experiments.commands.progress_bars import progress_bars
-from gfsa_experiments.commands.resume_hint import resume_hint
+from gfsa_experiments.engine.checkpoints import newest_step
+from gfsa_experiments.runs.data import has_row
 from gfsa_experiments.runs.row import Row, append_rows
 from gfsa_experiments.runs.run import Run
 from gfsa_experiments.runs.run_many import carry_out_all
-from gfsa_experiments.runs.same_data import has_row
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from gfsa_experiments.engine.measure import Progress as ProgressCallback
+    from gfsa_experiments.engine.measure import Report
+
+
+@contextmanager
+def progress_bars(
+    console: Console, runs: int
+) -> Iterator[tuple[Callable[[Run], ProgressCallback], Callable[[], None]]]:
+    """A bar for all runs, and a bar for the steps of the current one, if it reports steps.
+
+    Gives a function that makes the progress callback of a run, and one that advances the bar of all
+    runs. Runs at the same time report no steps. Where the output is no terminal (nohup, a job of a
+    cluster), which bars are not drawn on, a line is printed at each evaluation.
+    """
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
+        all_runs = bars.add_task("runs", total=runs)
+        current = bars.add_task("steps", total=None, visible=False)
+
+        def callback_of(run: Run) -> ProgressCallback:
+            bars.reset(current, description=str(run), visible=True)
+
+            def update(report: Report) -> None:
+                status = f"{run}, {report.status}"
+                bars.update(current, completed=report.step, total=report.total, description=status)
+                if report.valid is not None and not console.is_terminal:
+                    print_line(console, f"{run}: {report.line}")
+
+            return update
+
+        yield callback_of, lambda: bars.advance(all_runs)
+
+
+def print_line(console: Console, text: str, style: str | None = None) -> None:
+    """One line, as it is and at once, however wide the output is taken to be."""
+    console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    console.file.flush()
+
+
+@contextmanager
+def resume_hint(console: Console, runs: Sequence[Run], names: Mapping[Path, str]) -> Iterator[None]:
+    """Print at Ctrl-C how the runs can go on.
+
+    Args:
+        runs: all that are carried out.
+        names: of each run, by its folder.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        message = _message([run.folder for run in runs], names)
+        print_line(console, message, style="yellow")
+        raise
+
+
+def _message(folders: Sequence[Path], names: Mapping[Path, str]) -> str:
+    done = [folder for folder in folders if (folder / "row.json").exists()]
+    steps = {folder: newest_step(folder / "checkpoints") for folder in folders}
+    begun = {folder: step for folder, step in steps.items() if step and folder not in done}
+    # a run writes its settings before anything else
+    lost = [
+        folder
+        for folder in folders
+        if folder not in done and folder not in begun and (folder / "config.json").exists()
+    ]
+    again = [f"{names[folder]} has no checkpoint and begins with step 1" for folder in lost]
+    if not done and not begun:
+        return "; ".join(["interrupted", *(again or ["no run had begun"])])
+    said = [f"{len(done)} of {len(folders)} runs are done"] if done else []
+    said += [f"{names[folder]} goes on after step {step}" for folder, step in begun.items()]
+    return "; ".join(["interrupted; the same command with --resume continues", *said, *again])
+
 
 # below this mean |coefficient − start|, a learned filter is ordinary attention in effect
 _HARDLY_MOVED = 1e-3

@@ -83,8 +83,9 @@ def train(
         return
     from gfsa_experiments.commands.carry_out import carry_out
     from gfsa_experiments.engine.whole_files import refuse_inside_file
+    from gfsa_experiments.runs.data import lacking
     from gfsa_experiments.runs.row import check_rows_fit, read_rows_if_any
-    from gfsa_experiments.runs.same_data import lacking
+    from gfsa_experiments.runs.run import data_of
     from gfsa_experiments.runs.sweep import Request
 
     if recipe and plan is not None:
@@ -120,7 +121,7 @@ def train(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if missing:
-        runs = lacking(runs, results)
+        runs = lacking(runs, results, data_of)
         if not runs:
             console.print(f"{results} has all of these runs")
             return
@@ -235,7 +236,8 @@ def _print_config(console: Console, runs: list[Run]) -> None:
 
 def _print_advice(console: Console, runs: list[Run]) -> None:
     """What to think about before the runs are compared, each sentence once."""
-    from gfsa_experiments.commands.progress_bars import print_line
+
+    from gfsa_experiments.commands.carry_out import print_line
 
     said = dict.fromkeys(run.config.advice(run.options.filter_lr) for run in runs)
     for sentence in filter(None, said):
@@ -243,7 +245,7 @@ def _print_advice(console: Console, runs: list[Run]) -> None:
 
 
 def _print_recipes_and_methods(console: Console) -> None:
-    from gfsa_experiments.commands.progress_bars import print_line
+    from gfsa_experiments.commands.carry_out import print_line
     from gfsa_experiments.runs.methods import METHODS
     from gfsa_experiments.tasks import RECIPES, find_recipe
 

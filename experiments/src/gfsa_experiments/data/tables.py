@@ -15,17 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from gfsa_experiments.data.files import BadRows
-from gfsa_experiments.data.labels import Labels, Wanted, decide, refuse_unseen
 from gfsa_experiments.data.own import (
     HUB,
+    Labels,
+    Wanted,
+    decide,
     digest_of,
     ending_of,
     entries_of,
     find_own,
     is_hidden,
     name_of,
+    part_named,
+    part_of,
+    refuse_unseen,
+    three_parts,
 )
-from gfsa_experiments.data.splits import part_named, part_of, three_parts
 from gfsa_experiments.engine.task import OwnData
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")

@@ -1,4 +1,4 @@
-"""Samplers and loaders: the examples of a step depend on the seed and the step alone.
+"""Which examples each training step sees: determined by the seed and the step alone.
 
 So a resumed run continues in the middle of an epoch without reading earlier batches again.
 """
@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from gfsa_experiments.engine.randomness import isolated_generators
-from gfsa_experiments.engine.task import Split
+from gfsa_experiments.engine.checkpoints import isolated_generators
+from gfsa_experiments.engine.config import TrainConfig
+from gfsa_experiments.engine.step import to_device
+from gfsa_experiments.engine.task import Split, Task
 
 # number of batches whose examples are sorted by length together
 _POOL = 50
@@ -144,3 +147,72 @@ def _at_most_cores(workers: int) -> int:
     """``workers``, at most one per core; items do not depend on the number of workers."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(workers, cores or 1)
+
+
+class StepBatches:
+    """The training batches of this process, on its device.
+
+    Args:
+        task: has the examples, and how a batch is augmented.
+        config: how many examples a step has, and their order.
+        accelerator: the devices that share a step.
+    """
+
+    def __init__(self, task: Task, config: TrainConfig, accelerator: Accelerator) -> None:
+        self.task, self.config, self.accelerator = task, config, accelerator
+        self.steps_per_epoch = self._of_epoch(0, 0).steps()
+        if not self.steps_per_epoch:
+            raise ValueError(
+                f"{len(task.splits['train'])} examples make no batch of {config.batch_size}; "
+                "set a smaller batch_size or drop_last=false"
+            )
+
+    def steps(self, done: int, total: int) -> Iterator[list[Any]]:
+        """The batches of each step from ``done`` to ``total``, one for each accumulation."""
+        pin = self.accelerator.device.type == "cuda"
+        while done < total:
+            order = self._of_epoch(*divmod(done, self.steps_per_epoch))
+            loader = training_loader(self.task.splits["train"], order, self.config.workers, pin)
+            pieces: list[Any] = []
+            for batch in loader:
+                moved = to_device(batch, self.accelerator.device)
+                pieces.append(self._augmented(moved, done, len(pieces)))
+                if len(pieces) == self.config.accumulate:
+                    yield pieces
+                    pieces = []
+                    done += 1
+                    if done == total:
+                        return
+
+    def _augmented(self, batch: Any, step: int, piece: int) -> Any:
+        """Augment a batch with random numbers that do not depend on the method's dropout."""
+        if type(self.task).prepare is Task.prepare:
+            return batch
+        device = self.accelerator.device
+        at = (self.config.seed, step, piece, self.accelerator.process_index)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(int(np.random.SeedSequence(at).generate_state(1)[0]))
+            return self.task.prepare(batch)
+
+    def _of_epoch(self, epoch: int, start: int) -> EpochBatches:
+        """The order of an epoch's examples from its step ``start`` on."""
+        config, split = self.config, self.task.splits["train"]
+        if config.group_by_length and split.lengths is None:
+            raise ValueError("group_by_length=true, but this recipe's examples have no lengths")
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        if config.batch_size % (processes * config.accumulate):
+            raise ValueError(
+                f"batch_size {config.batch_size} cannot be split among {processes} processes"
+                f" × accumulate={config.accumulate}"
+            )
+        return EpochBatches(
+            len(split),
+            config.batch_size,
+            config.seed,
+            epoch,
+            lengths=split.lengths if config.group_by_length else None,
+            pieces=processes * config.accumulate,
+            own_pieces=range(rank * config.accumulate, (rank + 1) * config.accumulate),
+            start=start,
+            drop_last=config.drop_last,
+        )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
     from gfsa_experiments.engine.config import TrainConfig
-    from gfsa_experiments.engine.speed import Work
+    from gfsa_experiments.engine.measure import Work
 
 
 @dataclass
@@ -218,3 +219,48 @@ class Recipe:
     def label_of(self, config: TrainConfig, data_dir: Path) -> str:
         """The name of a run's task in tables."""
         return config.label() if self.label is None else self.label(config, data_dir)
+
+
+@contextmanager
+def sealed(split: Split) -> Iterator[None]:
+    """Inside, whoever reads the examples of ``split`` gets an error.
+
+    The data set itself is sealed, not only its place among the splits: a task may have it by other
+    names. Copies of the examples that a task has made are not found.
+    """
+    dataset = split.dataset
+    kind = type(dataset)
+    try:
+        # one base and no slots: the layout in memory is that of the class it takes the place of
+        dataset.__class__ = type(f"Sealed{kind.__name__}", (kind,), dict(_NOTHING_TO_READ))
+        is_swapped = True
+    except TypeError:
+        # lists and the like keep their class
+        split.dataset = type("Sealed", (), dict(_NOTHING_TO_READ))()
+        is_swapped = False
+    try:
+        yield
+    finally:
+        if is_swapped:
+            object.__setattr__(dataset, "__class__", kind)
+        split.dataset = dataset
+
+
+def _refuse(*given: Any) -> NoReturn:
+    raise RuntimeError(
+        "the test split was read before the last step: it is reported, and nothing may be trained "
+        "on it or chosen by it; read train or valid"
+    )
+
+
+def _attribute(self: Any, name: str) -> Any:
+    # isinstance asks for it
+    return type(self) if name == "__class__" else _refuse()
+
+
+_NOTHING_TO_READ = {
+    "__slots__": (),
+    "__getattribute__": _attribute,
+    # looked up on the class, past __getattribute__
+    **dict.fromkeys(("__len__", "__getitem__", "__iter__"), _refuse),
+}

@@ -11,25 +11,113 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType, gather_object
 from torch import nn
 
 from gfsa.lens.trajectory import Trajectory
-from gfsa_experiments.engine.checkpoint_times import CheckpointTimes
+from gfsa_experiments.engine.batches import StepBatches, evaluation_loader, in_order
+from gfsa_experiments.engine.checkpoints import (
+    CheckpointTimes,
+    LoopCheckpoints,
+    LoopState,
+    Position,
+    isolated_generators,
+)
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
 from gfsa_experiments.engine.config import TrainConfig
-from gfsa_experiments.engine.evaluate import evaluate
-from gfsa_experiments.engine.loop_state import LoopCheckpoints, LoopState, Position
-from gfsa_experiments.engine.meters import Pace, PeakMemory, StepMeter
+from gfsa_experiments.engine.measure import (
+    Movement,
+    Pace,
+    PeakMemory,
+    Progress,
+    Report,
+    RunLog,
+    StepMeter,
+    peak_flops,
+    speed,
+    warn_of_unknown_peak,
+)
 from gfsa_experiments.engine.optimiser import WeightAverage, build_optimiser, set_learning_rate
-from gfsa_experiments.engine.progress import Progress, Report
-from gfsa_experiments.engine.randomness import isolated_generators
-from gfsa_experiments.engine.run_log import Movement, RunLog
-from gfsa_experiments.engine.sealed import sealed
-from gfsa_experiments.engine.sharding import is_sharded, share_buffers
-from gfsa_experiments.engine.speed import peak_flops, speed, warn_of_unknown_peak
-from gfsa_experiments.engine.step_batches import StepBatches
-from gfsa_experiments.engine.task import Task
-from gfsa_experiments.engine.train_step import EagerStep, GraphedStep
+from gfsa_experiments.engine.step import EagerStep, GraphedStep, map_tensors, to_device
+from gfsa_experiments.engine.task import Task, sealed
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    return bool(accelerator.distributed_type == DistributedType.FSDP)
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Give every process the buffers of the first one; every process calls this.
+
+    In training each updates the statistics of its batch norms by its own share of a batch.
+    """
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            torch.distributed.broadcast(buffer, src=0)
+
+
+def refuse_with_sharding(config: TrainConfig) -> None:
+    """Raise for settings that keep whole copies of the weights, or replay a step."""
+    for name in ("ema", "best", "patience", "graphs"):
+        if getattr(config, name):
+            raise ValueError(
+                f"{name}={getattr(config, name)} needs all weights in one process, but FSDP shards "
+                f"them: leave {name} out, or train without FSDP"
+            )
+
+
+def whole_weights(model: nn.Module) -> dict[str, Any]:
+    """The weights of a sharded model on the host of the first process; every process calls this.
+
+    Other processes get an empty dict.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return dict(get_model_state_dict(model, options=options))
+
+
+@torch.no_grad()
+def evaluate(
+    task: Task, model: nn.Module, split: str, config: TrainConfig, accelerator: Accelerator
+) -> dict[str, float]:
+    """The task's metrics on ``split``; several processes share the batches."""
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    data = task.splits[split]
+    size = config.eval_batch_size or config.batch_size
+    order = in_order(len(data), size, rank, processes)
+    own = len(order)
+    if is_sharded(accelerator):
+        # the processes compute together: one that has a batch less repeats the first of all
+        first, *_ = shares = in_order(len(data), size, 0, processes)
+        order += [first] * (len(shares) - own)
+    loader = evaluation_loader(data, order, config.workers, pin=accelerator.device.type == "cuda")
+    was_training = model.training
+    model.eval()
+    try:
+        predictions = []
+        for batch in loader:
+            with accelerator.autocast():
+                predicted = task.predict(model, to_device(batch, accelerator.device))
+            predictions.append(predicted)
+        predictions = predictions[:own]
+        predictions = map_tensors(lambda tensor: tensor.cpu(), predictions)
+    finally:
+        model.train(was_training)
+    if processes > 1:
+        predictions = _in_order(gather_object([predictions]))
+    scores = task.score(predictions)
+    if task.metric not in scores:
+        raise KeyError(
+            f"the task reports {task.metric!r}, but its score() gave {', '.join(scores)}"
+        )
+    return {name: float(value) for name, value in scores.items()}
+
+
+def _in_order(shares: list[list[Any]]) -> list[Any]:
+    """The batches of all processes, which took them in turn, in their original order."""
+    longest = max(len(share) for share in shares)
+    return [share[i] for i in range(longest) for share in shares if i < len(share)]
 
 
 @dataclass

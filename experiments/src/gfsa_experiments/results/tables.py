@@ -19,8 +19,8 @@ from gfsa_experiments.results.statistics import (
     finite,
     holm,
 )
+from gfsa_experiments.runs.data import data_of_experiments
 from gfsa_experiments.runs.row import COLUMNS, Row, read_rows
-from gfsa_experiments.runs.same_data import data_of_experiments
 from gfsa_experiments.tasks import RECIPES
 
 PLAIN = ("plain", "")

@@ -16,8 +16,8 @@ from gfsa.environment import commit, device_name
 from gfsa.lens.trajectory import Trajectory
 from gfsa.plugs.saving.checkpoint import write_filters
 from gfsa_experiments.engine.config import as_text
-from gfsa_experiments.engine.nested import to_device
-from gfsa_experiments.engine.run_log import COEFFICIENTS
+from gfsa_experiments.engine.measure import COEFFICIENTS
+from gfsa_experiments.engine.step import to_device
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.engine.trainer import Outcome
 from gfsa_experiments.runs.row import Row

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from gfsa_experiments.engine.checkpoints import seed_everything
 from gfsa_experiments.engine.config import field_names
-from gfsa_experiments.engine.randomness import seed_everything
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.runs.methods import MethodConfig, find_method
 from gfsa_experiments.runs.run_folder import read_json

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from accelerate.state import AcceleratorState
 from filelock import FileLock, Timeout
 from torch import nn
 
-from gfsa_experiments.engine.arithmetic import arithmetic_of
+from gfsa_experiments.engine.checkpoints import seed_everything
 from gfsa_experiments.engine.config import (
     HARMLESS,
     TrainConfig,
@@ -27,13 +28,10 @@ from gfsa_experiments.engine.config import (
     settings_of,
     without_folders,
 )
-from gfsa_experiments.engine.meters import free_memory_of_earlier_runs
-from gfsa_experiments.engine.progress import Progress
-from gfsa_experiments.engine.randomness import seed_everything
-from gfsa_experiments.engine.sharding import is_sharded, refuse_with_sharding, whole_weights
+from gfsa_experiments.engine.measure import Progress, free_memory_of_earlier_runs
 from gfsa_experiments.engine.task import Task
-from gfsa_experiments.engine.trainer import Trainer
-from gfsa_experiments.runs.fingerprint import fingerprint
+from gfsa_experiments.engine.trainer import Trainer, is_sharded, refuse_with_sharding, whole_weights
+from gfsa_experiments.runs.data import difference, fingerprint, warn_of_rows_on_other_data
 from gfsa_experiments.runs.finish import keep_files, row_of
 from gfsa_experiments.runs.methods import (
     MethodConfig,
@@ -53,8 +51,24 @@ from gfsa_experiments.runs.run_folder import (
     write_json,
     write_row,
 )
-from gfsa_experiments.runs.same_data import difference, warn_of_rows_on_other_data
 from gfsa_experiments.tasks import find_recipe
+
+
+@contextlib.contextmanager
+def arithmetic_of(config: TrainConfig) -> Iterator[None]:
+    """Torch's deterministic algorithms and TF32, if the settings want them, for one run."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    if config.deterministic:
+        # cuBLAS reads this when it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if config.precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_float32_matmul_precision(before[1])
 
 
 class Key(NamedTuple):
@@ -135,7 +149,7 @@ class Run:
 
 
 # what was printed about own data: once for all runs of this process on it
-_SAID: set[str] = set()
+_SAID: set[tuple[Path, str]] = set()
 
 
 class DivergedError(FloatingPointError):
@@ -276,8 +290,8 @@ def _record_own_data(run: Run, task: Task) -> None:
         return
     write_json(run.folder / "splits.json", dataclasses.asdict(task.own_data))
     said = f"data {task.own_data}"
-    if run.results is not None and said not in _SAID:
-        _SAID.add(said)
+    if run.results is not None and (run.results, said) not in _SAID:
+        _SAID.add((run.results, said))
         print(said, flush=True)
 
 

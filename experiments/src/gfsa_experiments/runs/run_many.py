@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
-from gfsa_experiments.engine.progress import Progress
+from gfsa_experiments.engine.measure import Progress
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import DivergedError, Run, carry_out
 

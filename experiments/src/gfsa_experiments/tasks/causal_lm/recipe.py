@@ -16,14 +16,71 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.own import digest_of, name_of
+from gfsa_experiments.data import hub
+from gfsa_experiments.data.corpus import corpus_of
+from gfsa_experiments.data.files import check_count, find_file, read_lines
+from gfsa_experiments.data.own import PARTS, digest_of, name_of
 from gfsa_experiments.data.pretrained import load_config, load_model, load_tokenizer
-from gfsa_experiments.data.splits import PARTS
+from gfsa_experiments.data.sources import source_of
 from gfsa_experiments.data.tokenizers import gpt2_tokenizer, token_ids, train_tokenizer
 from gfsa_experiments.engine.config import Count, ShareBelowOne, TrainConfig, check_multiple
 from gfsa_experiments.engine.next_token_loss import IGNORED, NextTokenLoss
 from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, TensorRows, as_it_is
-from gfsa_experiments.tasks.causal_lm.data import count_words, own_lines, read_corpus
+
+_REPOSITORY = "Salesforce/wikitext"
+
+
+@lru_cache(maxsize=3)
+def read_corpus(data_dir: Path, name: str, part: str) -> tuple[str, ...]:
+    """The lines of one part, each with the line feed that ends it."""
+    names = [f"ptb.{part}.txt"]
+    if name != "ptb":
+        names = [f"wiki.{part}.tokens", f"wiki.{part}.raw", f"{part}.txt"]
+    try:
+        path = find_file(data_dir, names, source_of(name))
+    except FileNotFoundError as missing:
+        if name == "ptb":
+            raise
+        return _from_hub(data_dir, name, part, missing)
+    lines = tuple(line + "\n" for line in read_lines(path))
+    # the raw files contain the words that the others replace by <unk>: their counts differ
+    if not path.name.startswith(f"wiki.{part}.raw"):
+        _check_words(path, lines, name, part)
+    return lines
+
+
+def own_lines(data_dir: Path, data: str, column: str) -> tuple[dict[str, tuple[str, ...]], str]:
+    """The lines of each part of a corpus of the caller's own, and how the parts were made."""
+    corpus = corpus_of(data, data_dir, column)
+    lines = {
+        part: tuple(line + "\n" for text in documents for line in _lines(text))
+        for part, documents in corpus.documents().items()
+    }
+    return lines, corpus.split_by
+
+
+def _lines(text: str) -> list[str]:
+    """Only line feeds separate lines."""
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+
+
+def _from_hub(data_dir: Path, name: str, part: str, missing: FileNotFoundError) -> tuple[str, ...]:
+    ((where, found),) = hub.fetch(data_dir, _REPOSITORY, f"{name}-v1", [hub.PARTS[part]], missing)
+    (texts,) = hub.columns_of(where, found, "text")
+    # the hub's empty lines lack their line feed
+    lines = tuple(text.rstrip("\n") + "\n" for text in texts)
+    _check_words(where, lines, name, part)
+    return lines
+
+
+def _check_words(where: Path | str, lines: tuple[str, ...], name: str, part: str) -> None:
+    check_count(where, count_words(lines), source_of(name).sizes[PARTS.index(part)], "words")
+
+
+def count_words(lines: tuple[str, ...]) -> int:
+    """Words as these corpora count them: separated by blanks, plus one for each line end."""
+    return sum(len(line.split()) + 1 for line in lines)
+
 
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout")
 

@@ -217,7 +217,7 @@ class PatchItems(GraphItems):
 
     @staticmethod
     def inputs(batch: Tensors) -> Batch:
-        from gfsa_experiments.tasks.graph.vit import PaddedPatches
+        from gfsa_experiments.tasks.graph.gps import PaddedPatches
 
         return PaddedPatches(**_wide(batch), y=None)
 

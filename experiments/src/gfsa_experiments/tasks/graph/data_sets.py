@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gfsa_experiments.data.files import not_found, read_npz
-from gfsa_experiments.data.labels import Wanted
+from gfsa_experiments.data.own import Wanted
 from gfsa_experiments.data.sources import source_of
 from gfsa_experiments.tasks.graph.graphs import (
     KINDS,

@@ -20,9 +20,19 @@ import torch
 from torch import Tensor
 
 from gfsa_experiments.data.files import read_npz
-from gfsa_experiments.data.labels import Labels, Wanted, decide, refuse_unseen
-from gfsa_experiments.data.own import digest_of, entries_of, find_own, name_of
-from gfsa_experiments.data.splits import PARTS, part_named, three_parts
+from gfsa_experiments.data.own import (
+    PARTS,
+    Labels,
+    Wanted,
+    decide,
+    digest_of,
+    entries_of,
+    find_own,
+    name_of,
+    part_named,
+    refuse_unseen,
+    three_parts,
+)
 from gfsa_experiments.engine.task import OwnData
 from gfsa_experiments.tasks.graph.graphs import KINDS, Features, GraphSet, Metric, usable
 
@@ -122,7 +132,7 @@ def _digest(graphs: GraphSet) -> str:
 def _labels(y: Tensor, wanted: Wanted) -> tuple[Tensor, Metric, tuple[str, ...], str]:
     """The labels as float32, the metric for them, the names of the classes, and why.
 
-    One column is classes or a number, by the rule of :func:`~gfsa_experiments.data.labels.decide`.
+    One column is classes or a number, by the rule of :func:`~gfsa_experiments.data.own.decide`.
     Several columns are yes-or-no labels if they have no numbers but 0 and 1 (−1 and NaN: unknown),
     otherwise numbers.
     """

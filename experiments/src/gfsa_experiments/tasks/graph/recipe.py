@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import os
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa_experiments.data.files import Tensors, cached_arrays
-from gfsa_experiments.data.labels import Wanted
+from gfsa_experiments.data.own import Wanted
+from gfsa_experiments.data.sources import table
 from gfsa_experiments.engine.config import (
     Count,
     CountOrZero,
@@ -28,20 +30,116 @@ from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.graph.batches import DenseItems, GraphItems, PairItems, PatchItems
 from gfsa_experiments.tasks.graph.data_sets import DATA_NAMES, read_graphs
 from gfsa_experiments.tasks.graph.features import (
+    MAX_HOPS,
     laplacian_encoding,
     pair_features,
     patch_features,
     walk_encoding,
 )
 from gfsa_experiments.tasks.graph.graphs import TEST, TRAIN, VALID, GraphSet
-from gfsa_experiments.tasks.graph.models import build_model
 from gfsa_experiments.tasks.graph.own import EXPECTED, is_own, own_name
-from gfsa_experiments.tasks.graph.settings import (
-    FOLLOWING,
-    NOT_GIVEN,
-    paper_settings,
-    unread_settings,
-)
+
+Settings = dict[str, Any]
+
+NOT_GIVEN: Any = None
+"""The default of settings that follow the model and the data set."""
+
+
+def _settings(line: dict[str, str]) -> Settings:
+    """The settings that a line gives, with numbers and truth values as such."""
+    given = {name: text for name, text in line.items() if text and name not in ("model", "data")}
+    return {name: _value(text) for name, text in given.items()}
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except ValueError:
+        return text
+
+
+_SETTINGS = {
+    (line["model"], line["data"]): _settings(line)
+    for line in table("gfsa_experiments.tasks.graph", "settings.csv")
+}
+MODELS = tuple(dict.fromkeys(model for model, _ in _SETTINGS))
+FOLLOWING = tuple(_SETTINGS[MODELS[0], ""])
+"""The settings that follow the model and the data set."""
+
+_GRAPHORMERS = ("graphormer-slim", "graphormer")
+# settings that only some models read (graph/models.py, graph/recipe.py)
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "ffn_width": _GRAPHORMERS,
+    "mlp_dropout": _GRAPHORMERS,
+    "local": ("gps",),
+    "encoding": ("gps", "graph-vit"),
+    "encoding_size": ("gps", "graph-vit"),
+    "encoding_width": ("gps",),
+    "pooling": ("gps",),
+    "gnn_depth": ("graph-vit",),
+    "patches": ("graph-vit",),
+    "patch_hops": ("graph-vit",),
+    "patch_walk_steps": ("graph-vit",),
+}
+
+
+def paper_settings(model: str, data: str) -> Settings:
+    """The papers' settings for this model on this data set."""
+    return _SETTINGS[model, ""] | _SETTINGS.get((model, data), {})
+
+
+def unread_settings(model: str) -> dict[str, str]:
+    """Settings that only other models read: name → reason."""
+    return {
+        name: f"model={model} does not use it; {' or '.join(readers)} would"
+        for name, readers in _READ_BY.items()
+        if model not in readers
+    }
+
+
+def build_model(config: GraphConfig, graphs: GraphSet) -> nn.Module:
+    """A model for these graphs' features and labels; torch's global generator initialises it."""
+    ends = graphs.node_features, graphs.edge_features, graphs.outputs
+    sizes = {"dim": config.width, "depth": config.depth, "num_heads": config.heads}
+    if config.model.startswith("graphormer"):
+        from gfsa_experiments.models import Graphormer
+
+        make = Graphormer.slim if config.model == "graphormer-slim" else Graphormer.base
+        return make(
+            *ends,
+            **sizes,
+            ffn_dim=config.ffn_width,
+            max_hops=MAX_HOPS,
+            dropout=config.dropout,
+            mlp_dropout=config.mlp_dropout,
+            attention_dropout=config.attention_dropout,
+        )
+    if config.model == "gps":
+        from gfsa_experiments.tasks.graph.gps import GPS
+
+        return GPS(
+            *ends,
+            **sizes,
+            local=config.local,
+            encoding=config.encoding,
+            encoding_size=config.encoding_size,
+            encoding_dim=config.encoding_width,
+            dropout=config.dropout,
+            attention_dropout=config.attention_dropout,
+            pooling=config.pooling,
+        )
+    from gfsa_experiments.tasks.graph.gps import PaddedGraphViT
+
+    return PaddedGraphViT(
+        *ends,
+        **sizes,
+        gnn_depth=config.gnn_depth,
+        walk_steps=0 if config.encoding == "none" else config.encoding_size,
+        patch_walk_steps=config.patch_walk_steps,
+        gnn_dropout=config.dropout,
+        dropout=config.attention_dropout,
+    )
+
 
 ModelName = Literal["graphormer-slim", "graphormer", "gps", "graph-vit"]
 Encoding = Literal["walk", "laplacian", "none"]

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gfsa_experiments.data.files import check_count, not_found, read_npz
-from gfsa_experiments.data.own import entries_of
+from gfsa_experiments.data.own import PARTS, entries_of, part_named, three_parts
 from gfsa_experiments.data.sources import source_of
-from gfsa_experiments.data.splits import PARTS, part_named, three_parts
 from gfsa_experiments.data.token_batches import hold_out
 
 Cifar = Literal["cifar10", "cifar100"]

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from gfsa_experiments.data.own import digest_of, find_own
-from gfsa_experiments.data.splits import PARTS
+from gfsa_experiments.data.own import PARTS, digest_of, find_own
 from gfsa_experiments.data.token_batches import hold_out
 from gfsa_experiments.engine.batches import SeededItems
 from gfsa_experiments.engine.config import (

@@ -27,8 +27,7 @@ from gfsa_experiments.engine.task import Classification, Recipe, Split, TensorRo
 from gfsa_experiments.models.encoder import Attention, Encoder
 from gfsa_experiments.tasks.image import data as cifar
 from gfsa_experiments.tasks.lra import listops
-from gfsa_experiments.tasks.lra.listops_files import read_listops
-from gfsa_experiments.tasks.lra.own import BYTES, read_texts
+from gfsa_experiments.tasks.lra.data import BYTES, read_listops, read_texts
 
 _PIXELS = cifar.SIDE**2
 

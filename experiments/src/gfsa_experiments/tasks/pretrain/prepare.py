@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gfsa_experiments.data.files import cache_folder
-from gfsa_experiments.tasks.pretrain.tokens import TokenizerChoice, pack, token_files
+from gfsa_experiments.tasks.pretrain.data import TokenizerChoice, pack, token_files
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

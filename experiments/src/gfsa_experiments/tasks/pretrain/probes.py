@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import gfsa
 from gfsa.lens.measure import attention_entropy
 from gfsa.operators import Operator
-from gfsa_experiments.tasks.pretrain.rows import TokenRows
+from gfsa_experiments.tasks.pretrain.data import TokenRows
 
 # sequences and rows at a time: the logits of 8 × 1,024 tokens take half a gigabyte
 _BATCH = 8

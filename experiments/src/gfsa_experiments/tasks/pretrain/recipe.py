@@ -20,14 +20,19 @@ from gfsa_experiments.engine.config import (
     Schedule,
     TrainConfig,
 )
+from gfsa_experiments.engine.measure import Work
 from gfsa_experiments.engine.next_token_loss import IGNORED, NextTokenLoss
-from gfsa_experiments.engine.speed import Work
 from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, as_it_is
+from gfsa_experiments.tasks.pretrain.data import (
+    Part,
+    TokenizerChoice,
+    TokenRows,
+    mask_for,
+    positions_in_documents,
+    token_files,
+)
 from gfsa_experiments.tasks.pretrain.model import QKNorm, Sizes, Variant, build_decoder
-from gfsa_experiments.tasks.pretrain.packing import mask_for, positions_in_documents
 from gfsa_experiments.tasks.pretrain.probes import probe
-from gfsa_experiments.tasks.pretrain.rows import TokenRows
-from gfsa_experiments.tasks.pretrain.tokens import Part, TokenizerChoice, token_files
 
 # depth, width, heads and width of the MLP; with 16,384 tokens and a tied head 5.4, 15.4, 46.9 and
 # 111.7 million numbers

@@ -27,9 +27,18 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from gfsa_experiments.data.files import BadRows, check_count, find_file, not_found, read_npz
-from gfsa_experiments.data.own import digest_of, entries_of, find_own, is_hidden, name_of, text_of
+from gfsa_experiments.data.own import (
+    PARTS,
+    digest_of,
+    entries_of,
+    find_own,
+    is_hidden,
+    name_of,
+    part_named,
+    text_of,
+    three_parts,
+)
 from gfsa_experiments.data.sources import source_of
-from gfsa_experiments.data.splits import PARTS, part_named, three_parts
 from gfsa_experiments.data.tables import open_table, read_rows
 from gfsa_experiments.engine.task import OwnData, Split, as_it_is
 

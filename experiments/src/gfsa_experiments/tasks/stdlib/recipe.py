@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import sysconfig
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gfsa.operators import AttentionOperator, Operator
 from gfsa_experiments.engine.config import (
     Count,
     CountOrZero,
@@ -19,10 +23,158 @@ from gfsa_experiments.engine.config import (
     TrainConfig,
     check_multiple,
 )
-from gfsa_experiments.engine.speed import Work
-from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
-from gfsa_experiments.tasks.stdlib.data import read_parts, rows_of, source_folder
-from gfsa_experiments.tasks.stdlib.model import ByteDecoder
+from gfsa_experiments.engine.measure import Work
+from gfsa_experiments.engine.task import Recipe, Split, Task, TensorRows, as_it_is
+from gfsa_experiments.models.attention import SoftmaxAttention
+
+BYTES = 256
+# of ten shares of the modules, one to validate on and one to test on
+_SHARES = 10
+_HELD_OUT = {0: "valid", 1: "test"}
+_PARTS = ("train", "valid", "test")
+
+
+def source_folder() -> Path:
+    """The folder of the standard library of the running Python."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def part_of(module: str) -> str:
+    """The part that a module belongs to, by its name: the same for every version of Python."""
+    return _HELD_OUT.get(int(sha256(module.encode()).hexdigest(), 16) % _SHARES, "train")
+
+
+@lru_cache(maxsize=2)
+def read_parts(folder: Path) -> dict[str, bytes]:
+    """The modules of each part (files, not packages), sorted by name, a zero byte between two."""
+    found: dict[str, list[bytes]] = {name: [] for name in _PARTS}
+    for path in sorted(folder.glob("*.py")):
+        found[part_of(path.stem)].append(path.read_bytes())
+    if not all(found.values()):
+        counts = ", ".join(f"{len(modules)} in {name}" for name, modules in found.items())
+        raise FileNotFoundError(
+            f"expected the source of Python's standard library in {folder}, found {counts}; this "
+            "Python came without it: use another one, or gfsa train pretrain --set data=FOLDER"
+        )
+    return {name: b"\0".join(modules) for name, modules in found.items()}
+
+
+def rows_of(text: bytes, block: int, name: str, most: int = 0) -> TensorRows:
+    """Rows ``ids (N, block + 1)`` of bytes: the last of a row is the first of the next.
+
+    Args:
+        text: all bytes of a part.
+        block: how many bytes each row predicts.
+        name: of the part.
+        most: take so many rows, evenly spaced; 0 for all.
+    """
+    count = (len(text) - 1) // block
+    if count < 1:
+        raise ValueError(
+            f"the {name} text has {len(text)} bytes, not enough for a row of {block} and the byte "
+            "after it; set a smaller block"
+        )
+    rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, block + 1, block)
+    taken = min(count, most) if most else count
+    return TensorRows(ids=rows[torch.arange(taken) * count // taken].contiguous())
+
+
+class CausalAttention(SoftmaxAttention):
+    r"""Causal attention over normalised, rotated queries and keys, with a temperature per head.
+
+    .. math:: A_h = \mathrm{softmax}_{causal}(t_h\, R\,\hat q_h\,(R\,\hat k_h)^\top / \sqrt d),
+              \qquad \hat x = x / \sqrt{\operatorname{mean}(x^2) + ε}
+
+    R rotates by position (RoPE), t is learned and one in the beginning.
+
+    Args:
+        dim: width of the tokens.
+        num_heads: a divisor of ``dim``.
+        block: the longest sequence.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(self, dim: int, num_heads: int, block: int) -> None:
+        super().__init__(dim, num_heads)
+        half = dim // num_heads // 2
+        angles = torch.arange(block)[:, None] * 10_000.0 ** (-torch.arange(half) / half)
+        self.register_buffer("cosine", angles.cos(), persistent=False)
+        self.register_buffer("sine", angles.sin(), persistent=False)
+        self.temperature = nn.Parameter(torch.ones(num_heads))
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normalised and rotated, and values: ``(B, H, N, d)`` each."""
+        q, k, v = super().heads(x)
+        q, k = (self._rotated(_normalised(part)) for part in (q, k))
+        return q * self.temperature[:, None, None], k, v
+
+    def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
+        # without a filter this is exactly torch's own attention
+        if self.plugged is None:
+            return AttentionOperator(q, k, is_causal=True, backend="sdpa")
+        return AttentionOperator(q, k, is_causal=True)
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        cosine, sine = self.cosine[: x.shape[-2]], self.sine[: x.shape[-2]]
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class DecoderBlock(nn.Module):
+    """``x ← x + attention(norm(x))``, then the same with an MLP four times as wide."""
+
+    def __init__(self, width: int, heads: int, block: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(width)
+        self.attention = CausalAttention(width, heads, block)
+        self.mlp_norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        update: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return x + update
+
+
+class ByteDecoder(nn.Module):
+    """Predicts the next byte; the head has the weights of the embedding.
+
+    Args:
+        depth: attention layers.
+        width: of the tokens.
+        heads: attention heads per layer.
+        block: the longest sequence.
+        init_std: standard deviation of the random weights.
+    """
+
+    def __init__(self, depth: int, width: int, heads: int, block: int, init_std: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(BYTES, width)
+        self.blocks = nn.ModuleList(DecoderBlock(width, heads, block) for _ in range(depth))
+        self.norm = nn.RMSNorm(width)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=init_std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def tokens(self, ids: Tensor) -> list[Tensor]:
+        """The tokens ``(B, N, width)`` that enter the first block and leave each block."""
+        states = [self.embed(ids)]
+        for block in self.blocks:
+            states.append(block(states[-1]))
+        return states
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits ``(B, N, 256)``."""
+        return F.linear(self.norm(self.tokens(ids)[-1]), self.embed.weight)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.labels import Wanted
-from gfsa_experiments.data.own import name_of
+from gfsa_experiments.data.own import Wanted, name_of
 from gfsa_experiments.data.pretrained import load_classifier, load_tokenizer, refuse_longer
 from gfsa_experiments.data.tables import LabelledRows, read_labelled, refuse_columns
 from gfsa_experiments.data.token_batches import LabelledTexts, encode_texts, without_labels
@@ -67,26 +67,29 @@ class TextTask(Task):
     training labels.
     """
 
+    _mean, _deviation = 0.0, 1.0
+
     def __init__(self, config: TextConfig, data_dir: Path) -> None:
         columns = config.text, config.label_column, config.labels
         # first, so that wrong data is not noticed after the model has been fetched
         rows = read_labelled(config.data, Path(data_dir).absolute(), *columns)
         self.own_data = rows.own
-        self.regression = rows.labels.kind == "numbers"
+        self._mean, self._deviation = _mean_and_deviation(rows)
+        sizes = config.model, config.max_length, config.pad_to_multiple
+        encoded = partial(_encode, config.data, Path(data_dir).absolute(), *columns, *sizes)
+        self._prepare(config.model, len(rows.labels.classes), encoded)
+
+    def _prepare(
+        self, model: str, classes: int, encoded: Callable[[], dict[str, LabelledTexts]]
+    ) -> None:
+        """Make the model for so many classes, 0 for numbers, and the splits of encoded texts."""
+        self.regression = not classes
         self.metric = "rmse" if self.regression else "accuracy"
         self.higher_is_better = not self.regression
-        self._mean, self._deviation = _mean_and_deviation(rows)
-        self.model = load_classifier(config.model, max(1, len(rows.labels.classes)))
-        encoded = _encode(
-            config.data,
-            Path(data_dir).absolute(),
-            *columns,
-            config.model,
-            config.max_length,
-            config.pad_to_multiple,
-        )
-        refuse_longer(self.model, config.model, max(part.longest for part in encoded.values()))
-        self.splits = {name: texts.split() for name, texts in encoded.items()}
+        self.model = load_classifier(model, max(1, classes))
+        parts = encoded()
+        refuse_longer(self.model, model, max(part.longest for part in parts.values()))
+        self.splits = {name: texts.split() for name, texts in parts.items()}
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         logits = self._logits(model, batch)

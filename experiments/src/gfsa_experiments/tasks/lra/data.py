@@ -1,9 +1,11 @@
-"""ListOps from the official tsv files, or generated once and stored as tokens."""
+"""Sequences of the Long Range Arena: ListOps from files or generated, or texts of one's own."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,8 @@ from filelock import FileLock
 
 from gfsa_experiments.data.files import read_npz, usable_rows
 from gfsa_experiments.data.sources import source_of
+from gfsa_experiments.data.tables import LabelledRows, read_labelled
+from gfsa_experiments.engine.task import OwnData
 from gfsa_experiments.engine.whole_files import write_whole
 from gfsa_experiments.tasks.lra.listops import COUNTS, LONGEST, TOKENS, Sequences, make_listops
 
@@ -94,3 +98,44 @@ def _open(path: Path) -> dict[str, Sequences]:
     except ValueError as error:
         raise ValueError(f"{error}, or delete it to generate it again") from error
     return {part: Sequences(*(arrays[f"{name}_{part}"] for name in _ARRAYS)) for part in COUNTS}
+
+
+BYTES = 256
+# labels are stored in bytes
+_MOST_CLASSES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnTexts:
+    """The bytes of the texts of each part, the number of classes, and what was read."""
+
+    parts: dict[str, Sequences]
+    classes: int
+    own: OwnData
+
+
+@lru_cache(maxsize=2)
+def read_texts(data: str, data_dir: Path, text: str, label: str, longest: int) -> OwnTexts:
+    """Texts with classes from a table; those of more than ``longest`` bytes are cut."""
+    rows = read_labelled(data, data_dir, (text,), label, only_classes=True)
+    classes = len(rows.labels.classes)
+    if classes > _MOST_CLASSES:
+        raise ValueError(
+            f"{rows.own.source}: this recipe predicts up to {_MOST_CLASSES} classes, and the "
+            f"column {label} has {classes}; the recipe text predicts any number of them"
+        )
+    # 0 is the padding
+    whole = [row[0].replace("\0", " ").encode() for row in rows.texts]
+    cut = sum(len(one) > longest for one in whole)
+    own = rows.own
+    if cut:
+        said = f"{own.split_by}; {cut} texts of more than {longest} bytes are cut"
+        own = dataclasses.replace(own, split_by=said)
+    parts = {part: _sequences(whole, rows, part, longest) for part in rows.parts}
+    return OwnTexts(parts, classes, own)
+
+
+def _sequences(whole: list[bytes], rows: LabelledRows, part: str, longest: int) -> Sequences:
+    return Sequences.of(
+        (whole[row][:longest], int(rows.labels.values[row])) for row in rows.parts[part]
+    )

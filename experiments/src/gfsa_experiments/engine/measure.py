@@ -1,0 +1,286 @@
+"""What a run measures and records: loss, time, memory, speed, history and coefficients."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import io
+import json
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import gfsa
+from gfsa.lens.trajectory import Trajectory
+from gfsa_experiments.engine.whole_files import write_text
+
+# dense bf16 products, 10¹² operations a second, by a part of the name that torch has for the GPU
+_PEAK = {
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "RTX 4090": 165.0,
+    "B200": 2250.0,
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one training example takes."""
+
+    tokens: int
+    flops: float
+    """Forward and backward, of the model without any method: what a method adds is no progress."""
+
+
+def speed(work: Work, examples_per_second: float, peak: float | None) -> dict[str, float]:
+    """``tokens_per_second``, and ``mfu`` (model FLOPs utilisation) where the peak is known.
+
+    .. math:: mfu = \\frac{flops \\cdot examples\\ a\\ second}{peak}
+
+    Args:
+        work: of one example.
+        examples_per_second: over all processes.
+        peak: operations a second of all processes' GPUs together; None if unknown.
+    """
+    found: dict[str, float] = {"tokens_per_second": round(work.tokens * examples_per_second)}
+    if peak is None:
+        return found
+    return found | {"mfu": round(work.flops * examples_per_second / peak, 4)}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The most bf16 operations a second that a GPU's maker states; None if it is not listed."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak * 1e12 for part, peak in _PEAK.items() if part in name), None)
+
+
+def warn_of_unknown_peak(device: torch.device) -> None:
+    """Say why rows and logs have no MFU on this GPU; Python shows it once."""
+    if device.type == "cuda" and peak_flops(device) is None:
+        warnings.warn(
+            f"no MFU is reported: the peak of {torch.cuda.get_device_name(device)} is not known, "
+            f"only of {', '.join(_PEAK)}",
+            stacklevel=2,
+        )
+
+
+def speed_text(found: dict[str, float]) -> str:
+    """``, 812,000 tokens/s, MFU 25 %``"""
+    if not found:
+        return ""
+    share = f", MFU {found['mfu']:.0%}" if "mfu" in found else ""
+    return f", {found['tokens_per_second']:,.0f} tokens/s{share}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The steps since the last report, and a validation if there was one."""
+
+    step: int
+    """Steps done."""
+    total: int
+    """Steps of the run."""
+    loss: float
+    """The mean of the steps."""
+    tokens: int | None = None
+    """Trained on so far; None if the task does not count them."""
+    metric: str = ""
+    valid: float | None = None
+    """The task's ``metric`` on ``valid``; None if it was not evaluated."""
+    speed: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def status(self) -> str:
+        """``loss 2.61, 812,000 tokens/s, MFU 25%``"""
+        return f"loss {self.loss:.3g}{speed_text(self.speed)}"
+
+    @property
+    def line(self) -> str:
+        """The same with how far the run is and the validation, for a log."""
+        said = [f"step {self.step:,} of {self.total:,}"]
+        said += [f"{self.tokens:,} tokens"] if self.tokens is not None else []
+        said += [f"loss {self.loss:.4g}"]
+        said += [f"valid {self.metric} {self.valid:.4g}"] if self.valid is not None else []
+        return ", ".join(said) + speed_text(self.speed)
+
+
+Progress = Callable[[Report], None]
+"""Called every ``log_every`` steps, at evaluations and at checkpoints."""
+
+
+class Pace(NamedTuple):
+    """The steps since the last reading."""
+
+    loss: float
+    """Their mean."""
+    steps: int
+    seconds_per_step: float | None
+    """None if no step was timed."""
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps: those that were not timed count as the mean of the others."""
+        return self.steps * (self.seconds_per_step or 0.0)
+
+
+class StepMeter:
+    """The mean loss and the time of training steps, from one reading to the next.
+
+    Losses are summed on the device, so that the host waits for it at a reading only.
+
+    Args:
+        device: where the losses are.
+        untimed: how many of the first steps are not timed, because they compile.
+    """
+
+    def __init__(self, device: torch.device, untimed: int = 0) -> None:
+        self._losses = torch.zeros((), device=device)
+        self._untimed = untimed
+        self._steps, self._since = 0, time.perf_counter()
+
+    def add(self, loss: Tensor) -> None:
+        """Count a step."""
+        self._losses += loss
+        self._steps += 1
+        if self._steps == self._untimed:
+            # waits for the device, so that the time begins after what is not timed
+            float(self._losses)
+            self._since = time.perf_counter()
+
+    def read(self) -> Pace:
+        """The steps so far; waits for the device."""
+        loss = float(self._losses) / self._steps
+        timed = self._steps - self._untimed
+        seconds = (time.perf_counter() - self._since) / timed if timed else None
+        return Pace(loss, self._steps, seconds)
+
+    def restart(self) -> None:
+        """Begin with the next step, whatever was measured or done since the reading."""
+        self._losses.zero_()
+        self._steps, self._untimed, self._since = 0, 0, time.perf_counter()
+
+
+def free_memory_of_earlier_runs(device: torch.device) -> None:
+    """Give back what an earlier run of this process left; it would count as this run's."""
+    gc.collect()
+    if device.type == "cuda":
+        # cuBLAS keeps 64 MiB for every stream it has worked on, and a captured step has its own
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+class PeakMemory:
+    """The most memory of a GPU that training takes; on a CPU nothing is measured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._measures = device.type == "cuda"
+        self._most = 0
+
+    def start(self) -> None:
+        """Forget what the GPU's memory was used for before."""
+        if self._measures:
+            torch.cuda.reset_peak_memory_stats()
+
+    def stop(self) -> None:
+        """Count the memory that was used since the start."""
+        if self._measures:
+            self._most = max(self._most, torch.cuda.max_memory_allocated())
+
+    @property
+    def mib(self) -> float | None:
+        return round(self._most / 2**20, 1) if self._most else None
+
+
+COEFFICIENTS = "coefficients.csv"
+
+
+class RunLog:
+    """The history of a run, ``metrics.jsonl`` in its folder, and a log for TensorBoard.
+
+    The history has no times in it, so that two runs of one seed have the same history.
+
+    Args:
+        folder: of the run.
+        writes: whether this process writes files.
+    """
+
+    def __init__(self, folder: Path, writes: bool) -> None:
+        self.folder, self.writes = folder, writes
+        self.history: list[dict[str, Any]] = []
+        self._tensorboard: Any = None
+
+    def open_tensorboard(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self.writes:
+            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
+
+    def add(self, line: dict[str, Any], **beside: Any) -> None:
+        """Add a line to the history and to TensorBoard, which gets the values ``beside`` it too."""
+        self.history.append(line)
+        if self._tensorboard is not None:
+            for name, value in (line | beside).items():
+                if name != "step" and value is not None:
+                    self._tensorboard.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def write_metrics(self) -> None:
+        """Write ``metrics.jsonl``: the metrics over time, one JSON object per line."""
+        if self.writes:
+            lines = [json.dumps(line) + "\n" for line in self.history]
+            write_text(self.folder / "metrics.jsonl", "".join(lines))
+
+    def write_curve(self, curve: list[dict[str, float]]) -> None:
+        """Write ``curve.csv``: a line per validation with step, tokens, seconds and metric."""
+        if self.writes and curve:
+            text = io.StringIO()
+            writer = csv.DictWriter(text, list(curve[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(curve)
+            write_text(self.folder / "curve.csv", text.getvalue())
+
+    def write_coefficients(self, trajectory: Trajectory) -> None:
+        """Write ``coefficients.csv``: those of every filter that learns, at every validation."""
+        if self.writes and trajectory.layers:
+            write_text(self.folder / COEFFICIENTS, trajectory.to_text())
+
+
+class Movement:
+    """How far the learned numbers of a model's filters are from their start."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = gfsa.filters_of(model).items()
+        self._filters: dict[str, Any] = {
+            name: f for name, f in found if getattr(f, "theta", None) is not None
+        }
+        self._start = {name: f.theta.detach().clone() for name, f in self._filters.items()}
+
+    def mean(self) -> float | None:
+        """Mean |coefficient − its start| over the learned numbers of all filters."""
+        if not self._start:
+            return None
+        steps = [
+            ((_whole(f.theta) - self._start[name]) * f.lr_multiplier).abs().flatten()
+            for name, f in self._filters.items()
+        ]
+        return float(torch.cat(steps).mean())
+
+
+def _whole(theta: Any) -> Tensor:
+    """A filter's numbers; where they are sharded, every process has to ask for them."""
+    gathered: Tensor = theta.full_tensor() if hasattr(theta, "full_tensor") else theta
+    return gathered.detach()

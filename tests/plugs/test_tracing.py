@@ -151,6 +151,30 @@ def test_what_looks_like_attention():
     assert not looks_like_attention(wrapper), "the innermost is meant"
 
 
+class KeepsBiases(WrittenAttention):
+    """Computes its biases once, as LeViT does in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.biases, self.kept = nn.Parameter(torch.zeros(HEADS, 1, N)), {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.kept.setdefault("cpu", self.biases * 1.0)
+        q, k, v = self.qkv(x).reshape(B, N, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        y = (q @ k.mT * DIM**-0.5 + bias).softmax(-1) @ v
+        return self.proj(y.transpose(1, 2).reshape(B, N, DIM))
+
+
+def test_the_proof_leaves_nothing_in_what_a_module_keeps() -> None:
+    model = nn.Sequential(KeepsBiases()).eval()
+    expected = copy.deepcopy(model)(X)
+    gfsa.plug(model, unknown="trace")
+    y = model(X)
+    assert torch.equal(y, expected)
+    y.sin().sum().backward()
+    assert model[0].biases.grad is not None
+
+
 class OutsideTorch(torch.autograd.Function):
     """A product that the tracer does not see, as that of quantised layers."""
 

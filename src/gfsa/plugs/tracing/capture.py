@@ -8,6 +8,7 @@ copy of the module up to there, and proves that the product is self-attention.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -458,7 +459,10 @@ def _replica(module: nn.Module) -> nn.Module:
         copies[inner] = inner
         if not isinstance(inner, torch.jit.ScriptModule):
             copies[inner] = object.__new__(type(inner))
-            copies[inner].__dict__.update(inner.__dict__)
+            # what the copy keeps in a dict, as LeViT does its biases, is not the module's
+            attributes = vars(inner).items()
+            own = {n: copy.copy(x) if type(x) in (dict, list, set) else x for n, x in attributes}
+            copies[inner].__dict__.update(own)
     for inner, own in copies.items():
         if own is inner:
             continue

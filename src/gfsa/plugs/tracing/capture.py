@@ -461,8 +461,9 @@ def _replica(module: nn.Module) -> nn.Module:
             copies[inner] = object.__new__(type(inner))
             # what the copy keeps in a dict, as LeViT does its biases, is not the module's
             attributes = vars(inner).items()
-            own = {n: copy.copy(x) if type(x) in (dict, list, set) else x for n, x in attributes}
-            copies[inner].__dict__.update(own)
+            copies[inner].__dict__.update(
+                {n: copy.copy(x) if type(x) in (dict, list, set) else x for n, x in attributes}
+            )
     for inner, own in copies.items():
         if own is inner:
             continue

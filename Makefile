@@ -25,7 +25,7 @@ slow: .venv/.dev
 
 # more corrupted filter files than the tests try, and longer sequences of plug, save, load …
 fuzz: .venv/.dev
-	GFSA_FUZZ=20000 $(BIN)/pytest tests/scale/test_corrupted_filters.py tests/scale/test_any_order.py
+	GFSA_FUZZ=20000 $(BIN)/pytest tests/scale/test_hostile_files.py tests/scale/test_any_order.py
 
 # every model type of transformers and timm against a dense reference; writes docs/supported.md
 census: .venv/.dev
@@ -72,10 +72,9 @@ docs: .venv-docs/.docs
 docs-serve: .venv-docs/.docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/mkdocs serve
 
-# clicks through the built site in Chromium. Without a network: BROWSER="--mermaid mermaid.min.js"
-docs-browser: docs
-	$(DOCS)/pip install -q -c constraints.txt playwright
-	$(DOCS)/python docs/site/browser_check.py $(BROWSER)
+# the built site and a page of the lens in Chromium
+docs-browser: docs .venv/.dev
+	$(BIN)/pytest tests/docs/test_site_in_browser.py tests/lens/test_page.py
 
 .venv-docs/.docs: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-docs

@@ -1,6 +1,6 @@
 """FSDP 2 with accelerate: plug first, then prepare; the filters are sharded with their layers.
 
-pip install 'gfsa[transformers]' accelerate
+pip install '.[transformers]' accelerate
 accelerate launch --multi_gpu --num_processes 2 examples/accelerate_fsdp2.py --steps 20
 """
 

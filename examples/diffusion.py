@@ -1,6 +1,6 @@
 """A small diffusion transformer (DiT) on timm's attention, trained as a rectified flow.
 
-pip install 'gfsa[timm]';  python examples/diffusion.py --steps 250
+pip install '.[timm]';  python examples/diffusion.py --steps 250
 """
 
 import argparse

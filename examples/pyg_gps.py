@@ -1,6 +1,6 @@
 """GraphGPS of PyTorch Geometric: message passing and filtered global attention in each layer.
 
-pip install 'gfsa[graph]';  python examples/pyg_gps.py --epochs 8
+pip install '.[graph]';  python examples/pyg_gps.py --epochs 8
 """
 
 import argparse

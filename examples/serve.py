@@ -1,6 +1,6 @@
 """Serve a plugged model: load it, keep its cache static, compile the decoding step.
 
-pip install 'gfsa[transformers]';  python examples/serve.py --new-tokens 48
+pip install '.[transformers]';  python examples/serve.py --new-tokens 48
 """
 
 import argparse

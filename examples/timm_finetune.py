@@ -1,6 +1,6 @@
 """Fine-tune a Vision Transformer of timm: one line to plug it, one for the optimizer.
 
-pip install 'gfsa[timm]';  python examples/timm_finetune.py --steps 60
+pip install '.[timm]';  python examples/timm_finetune.py --steps 60
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Fine-tune with transformers' Trainer; the filters have a learning rate of their own.
 
-pip install 'gfsa[transformers]' accelerate;  python examples/trainer.py --steps 60
+pip install '.[transformers]' accelerate;  python examples/trainer.py --steps 60
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Supervised fine-tuning with TRL: LoRA, packed rows, and a learning rate for the filters.
 
-pip install 'gfsa[peft]' trl;  python examples/trl_sft.py --steps 20
+pip install '.[peft]' trl;  python examples/trl_sft.py --steps 20
 """
 
 import argparse

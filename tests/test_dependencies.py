@@ -1,26 +1,34 @@
 """Imports point one way, from a user to what it uses; adapters alone import frameworks.
 
-operators and kernels ← filters ← functional, plugs ← lens ← cli, info, serve ← experiments, and
-benchmarks may import all of them. The library reaches models and baselines of the experiments by
-the names ``gfsa.models`` and ``gfsa.baselines`` alone.
+operators and kernels ← filters ← functional, plugs ← adapters ← engines, lens ← cli, info, serve ←
+experiments, and benchmarks may import all of them. The registry of plugs imports an adapter when
+its framework has been imported, and not before. The library reaches models and baselines of the
+experiments by the names ``gfsa.models`` and ``gfsa.baselines`` alone.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
+import shutil
+import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+import gfsa
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [ROOT / "src", ROOT / "experiments" / "src", ROOT / "benchmarks" / "src"]
 
 CORE = {"_version", "kernels", "operators", "filters", "plugs"}
-EVERYTHING = {"gfsa", "functional", "environment", "lens", *CORE}
+EVERYTHING = {"gfsa", "functional", "environment", "adapters", "lens", *CORE}
 # parts of the experiments that need nothing of the rest
 OF_EXPERIMENTS = {"gfsa_experiments.baselines", "gfsa_experiments.models"}
 # what each package (or module of the library) may import of ours, besides itself; "gfsa" is the
@@ -32,12 +40,12 @@ MAY_IMPORT = {
     "filters": {"operators"},
     "functional": {"kernels", "operators", "filters"},
     "plugs": CORE,
-    "lens": CORE,
-    "engines": CORE,
+    "adapters": CORE,
+    "lens": {*CORE, "adapters"},
+    "engines": {*CORE, "adapters"},
     "titan": {*CORE, "engines"},
     "environment": {"gfsa"},
-    "gfsa": {*EVERYTHING, "_public", *OF_EXPERIMENTS} - {"environment"},
-    "_public": EVERYTHING - {"environment"},
+    "gfsa": {*EVERYTHING, *OF_EXPERIMENTS} - {"environment"},
     "info": EVERYTHING,
     "serve": EVERYTHING,
     "tune": CORE,
@@ -52,9 +60,7 @@ MAY_IMPORT = {
 # modules that import a framework when they are imported; others import these inside functions
 FRAMEWORK_MODULES = {
     "gfsa.engines.megatron": {"megatron"},
-    "gfsa.engines.titan.attention": {"spmd_types", "torchtitan"},
-    "gfsa.engines.titan.checkpoints": {"safetensors", "torchtitan"},
-    "gfsa.engines.titan.filters": {"spmd_types", "torchtitan"},
+    "gfsa.engines.torchtitan": {"safetensors", "spmd_types", "torchtitan"},
     "gfsa.engines.vllm.attention": {"vllm"},
     "gfsa.engines.vllm.config": {"vllm"},
     "gfsa.engines.vllm.models": {"vllm"},
@@ -64,31 +70,30 @@ FRAMEWORK_MODULES = {
     "gfsa.tune": {"typer"},
     "gfsa.lens.figures": {"matplotlib"},
     "gfsa.lens.callbacks.transformers": {"transformers"},
-    "gfsa.plugs.adapters.diffusers": {"diffusers"},
-    "gfsa.plugs.adapters.litgpt": {"litgpt"},
-    "gfsa.plugs.adapters.speechbrain": {"speechbrain"},
-    "gfsa.plugs.adapters.timm": {"timm"},
-    "gfsa.plugs.adapters.torchvision": {"torchvision"},
-    "gfsa.plugs.adapters.transformers.adapter": {"transformers"},
-    "gfsa.plugs.adapters.transformers.batching_manager": {"transformers"},
-    "gfsa.plugs.adapters.transformers.cache": {"transformers"},
-    "gfsa.plugs.adapters.transformers.companions": {"transformers"},
-    "gfsa.plugs.adapters.transformers.function_lookup": {"transformers"},
-    "gfsa.plugs.adapters.transformers.generate_masks": {"transformers"},
-    "gfsa.plugs.adapters.transformers.mask_hooks": {"transformers"},
-    "gfsa.plugs.adapters.transformers.mask_view": {"transformers"},
-    "gfsa.plugs.adapters.transformers.masks": {"transformers"},
-    "gfsa.plugs.adapters.transformers.one_launch": {"transformers"},
-    "gfsa.plugs.adapters.transformers.operators": {"transformers"},
-    "gfsa.plugs.adapters.transformers.paged": {"transformers"},
-    "gfsa.plugs.adapters.transformers.paged_groups": {"transformers"},
-    "gfsa.plugs.adapters.transformers.paged_sectors": {"transformers"},
-    "gfsa.plugs.adapters.transformers.serving": {"transformers", "typer"},
+    "gfsa.adapters.diffusers": {"diffusers"},
+    "gfsa.adapters.litgpt": {"litgpt"},
+    "gfsa.adapters.speechbrain": {"speechbrain"},
+    "gfsa.adapters.timm": {"timm"},
+    "gfsa.adapters.torchvision": {"torchvision"},
+    "gfsa.adapters.transformers.adapter": {"transformers"},
+    "gfsa.adapters.transformers.mask_hooks": {"transformers"},
+    "gfsa.adapters.transformers.masks": {"transformers"},
+    "gfsa.adapters.transformers.functions": {"transformers"},
+    "gfsa.adapters.transformers.past": {"transformers"},
+    "gfsa.adapters.transformers.serving": {"transformers", "typer"},
     "gfsa.titan": {"torchtitan"},
 }
 
-# imports a module by its name because the name is an argument of the user
-BY_NAME = {"gfsa.lens.sources", "gfsa_experiments.tasks", "gfsa_experiments.tasks.graph.own"}
+# imports a module by its name because the name is an argument of the user, a public name (gfsa),
+# a command (gfsa.cli) or the adapter of a library (gfsa.plugs.registry)
+BY_NAME = {
+    "gfsa",
+    "gfsa.cli",
+    "gfsa.lens.sources",
+    "gfsa.plugs.registry",
+    "gfsa_experiments.tasks",
+    "gfsa_experiments.tasks.graph.own",
+}
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,10 @@ def package_of(module: str) -> str:
     return rest.partition(".")[0] or top if top == "gfsa" else top
 
 
+def finds_adapters(found: Import) -> bool:
+    return found.module == "gfsa.plugs.registry" and found.when == "call"
+
+
 def test_every_package_has_its_place() -> None:
     assert {package_of(module) for module in MODULES} == set(MAY_IMPORT)
 
@@ -165,6 +174,7 @@ def test_no_back_edge() -> None:
         for found in ours
         if package_of(found.target) not in MAY_IMPORT[package_of(found.module)]
         and package_of(found.target) != package_of(found.module)
+        and not (finds_adapters(found) and package_of(found.target) == "adapters")
     ]
     assert not back, "\n".join(back)
 
@@ -188,20 +198,14 @@ def test_no_cycle_of_modules() -> None:
         visit(module, ())
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name not in BY_NAME])
-def test_no_module_of_ours_is_imported_by_a_string(module: str) -> None:
-    nodes = list(ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))))
-    importing = {"import_module", "__import__", "EntryPoint"}
-    calls = [
-        n
-        for n in nodes
-        if isinstance(n, ast.Call) and ast.unparse(n.func).rpartition(".")[2] in importing
-    ]
-    if not calls:
-        return
-    strings = [str(n.value) for n in nodes if isinstance(n, ast.Constant)]
-    assert not [s for s in strings if re.fullmatch(r"gfsa\w*(\.\w+)+(:\w+)?", s)]
-    assert not [ast.unparse(call) for call in calls if isinstance(call.args[0], ast.JoinedStr)]
+def test_no_module_of_ours_is_imported_by_a_string() -> None:
+    importing = re.compile(r"\b(import_module|__import__|EntryPoint)\(f?(.*)")
+    for module in set(MODULES) - set(BY_NAME):
+        text = MODULES[module].read_text(encoding="utf-8")
+        if calls := importing.findall(text):
+            strings = re.findall(r"""["'](gfsa\w*(?:\.\w+)+(?::\w+)?)["']""", text)
+            assert not strings, (module, strings)
+            assert not [given for _, given in calls if given.startswith('f"')], module
 
 
 def test_frameworks_are_imported_by_their_adapter_or_command_only() -> None:
@@ -215,3 +219,62 @@ def test_frameworks_are_imported_by_their_adapter_or_command_only() -> None:
             if top not in free:
                 loaded.setdefault(found.module, set()).add(top)
     assert loaded == FRAMEWORK_MODULES
+
+
+@pytest.fixture(scope="module")
+def checks() -> ModuleType:
+    path = ROOT / ".ci" / "check_distributions.py"
+    spec = importlib.util.spec_from_file_location("check_distributions", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_file_names_the_same_version(checks: ModuleType) -> None:
+    assert checks.version_of_tree() == gfsa.__version__
+    assert checks.problems_of_texts(gfsa.__version__) == []
+
+
+def test_another_version_is_found_in_every_file(checks: ModuleType) -> None:
+    found = " ".join(checks.problems_of_texts("9.9.9"))
+    for name in ("experiments", "benchmarks", "CITATION.cff", "CHANGELOG.md"):
+        assert name in found
+
+
+def write_wheel(path: Path, leave_out: str = "") -> None:
+    info = f"gfsa-{gfsa.__version__}.dist-info"
+    sources = [p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src/gfsa").rglob("*.py")]
+    pages = [p.relative_to(ROOT / "src").as_posix() for p in ROOT.glob("src/gfsa/lens/page/*.*")]
+    names = {*sources, *pages, "gfsa/py.typed", f"{info}/licenses/LICENSE"} - {leave_out}
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name in sorted(names):
+            wheel.writestr(name, "")
+        wheel.writestr(f"{info}/METADATA", f"Name: gfsa\nVersion: {gfsa.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "leave_out",
+    ["gfsa/py.typed", "gfsa/cli.py", "gfsa/lens/page/lens.html"],
+)
+def test_a_wheel_without_a_file_is_found(
+    checks: ModuleType, tmp_path: Path, leave_out: str
+) -> None:
+    wheel = tmp_path / "gfsa.whl"
+    write_wheel(wheel)
+    assert checks.problems_of_wheel(wheel, gfsa.__version__) == []
+    write_wheel(wheel, leave_out)
+    assert checks.problems_of_wheel(wheel, gfsa.__version__) == [f"gfsa.whl has no {leave_out}"]
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
+def test_changes_that_are_not_committed_are_refused(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    ran = subprocess.run(
+        ["make", "release"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode != 0
+    assert "commit or stash these changes first" in ran.stderr
+    assert not (tmp_path / ".venv-release").exists()

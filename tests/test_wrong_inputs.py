@@ -77,7 +77,7 @@ RANDOM = ("--data", "random", "--samples", "1", "--tokens", "4")
             ("diagnose", "--model", "bert", "--model", "vit", *RANDOM),
             "vit (ViTModel) does not run on the inputs that were made of --data random: ",
         ),
-        (("diagnose", "--model", "bert", "--data", "bytes"), "bytes is no text in UTF-8"),
+        (("diagnose", "--model", "bert", "--data", "bytes"), "bytes is not text in UTF-8"),
         (("diagnose", "--model", "bert", "--data", "text.txt"), "bert has no tokenizer"),
         (
             ("diagnose", "--model", "bert", "--data", "bytes.safetensors"),
@@ -85,7 +85,7 @@ RANDOM = ("--data", "random", "--samples", "1", "--tokens", "4")
         ),
         (
             ("diagnose", "--model", "bert", "--data", "absent.safetensors"),
-            "--data 'absent.safetensors' is no file",
+            "--data 'absent.safetensors' is neither a file",
         ),
         (("diagnose", "--model", "bert", "--data", "single.safetensors"), "has no dimension"),
         (("diagnose", "--model", "bert", "--data", "none.safetensors"), "a file without tensors"),

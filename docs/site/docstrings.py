@@ -15,7 +15,7 @@ from griffe import AliasResolutionError, Extension, NameResolutionError, Object
 
 # functions that have the name of their module: a path that is read statically means the module
 SHADOWED = {
-    "gfsa.plug": "gfsa.plugs.plug.plug",
+    "gfsa.plug": "gfsa.plugs.api.plug",
     "gfsa.prune": "gfsa.plugs.prune.prune",
     "gfsa.plugs.sites": "gfsa.plugs.sites.sites",
     "gfsa.baselines.apply": "gfsa_experiments.baselines.apply.apply",

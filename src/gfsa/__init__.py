@@ -1,93 +1,66 @@
 """gfsa: graph-filter self-attention for any PyTorch Transformer."""
 
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from gfsa._version import __version__
+from gfsa._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from gfsa._public import (
-        GFSA,
-        Exclusive,
-        FilterRate,
-        GraphFilter,
-        Laplacian,
-        PageRank,
-        Polynomial,
-        Twicing,
-        convert,
-        filters_of,
-        from_pretrained,
-        graph_filter_attention,
-        linear_graph_filter_attention,
-        load,
-        load_peft,
-        parameter_groups,
-        plug,
-        prune,
-        push_to_hub,
-        register_adapter,
-        save,
-        unplug,
-    )
-    from gfsa.lens import diagnose
+    from gfsa.filters import GFSA as GFSA
+    from gfsa.filters import Exclusive as Exclusive
+    from gfsa.filters import GraphFilter as GraphFilter
+    from gfsa.filters import Laplacian as Laplacian
+    from gfsa.filters import PageRank as PageRank
+    from gfsa.filters import Polynomial as Polynomial
+    from gfsa.filters import Twicing as Twicing
+    from gfsa.functional import graph_filter_attention as graph_filter_attention
+    from gfsa.functional import linear_graph_filter_attention as linear_graph_filter_attention
+    from gfsa.lens import diagnose as diagnose
+    from gfsa.plugs import FilterRate as FilterRate
+    from gfsa.plugs import filters_of as filters_of
+    from gfsa.plugs import parameter_groups as parameter_groups
+    from gfsa.plugs import plug as plug
+    from gfsa.plugs import register_adapter as register_adapter
+    from gfsa.plugs import unplug as unplug
+    from gfsa.plugs.hub import push_to_hub as push_to_hub
+    from gfsa.plugs.prune import prune as prune
+    from gfsa.plugs.published import convert as convert
+    from gfsa.plugs.saving.checkpoint import load as load
+    from gfsa.plugs.saving.checkpoint import save as save
+    from gfsa.plugs.saving.peft import load_peft as load_peft
+    from gfsa.plugs.saving.pretrained import from_pretrained as from_pretrained
     from gfsa_experiments import baselines as baselines
     from gfsa_experiments import models as models
 
-__all__ = [
-    "GFSA",
-    "Exclusive",
-    "FilterRate",
-    "GraphFilter",
-    "Laplacian",
-    "PageRank",
-    "Polynomial",
-    "Twicing",
-    "__version__",
-    "convert",
-    "diagnose",
-    "filters_of",
-    "from_pretrained",
-    "graph_filter_attention",
-    "linear_graph_filter_attention",
-    "load",
-    "load_peft",
-    "parameter_groups",
-    "plug",
-    "prune",
-    "push_to_hub",
-    "register_adapter",
-    "save",
-    "unplug",
-]
+# where each public name is: it is imported when it is first used, because torch takes seconds to
+# import and `gfsa --help` does not need it
+_PUBLIC = {
+    "gfsa.filters": "GFSA Exclusive GraphFilter Laplacian PageRank Polynomial Twicing",
+    "gfsa.functional": "graph_filter_attention linear_graph_filter_attention",
+    "gfsa.lens": "diagnose",
+    "gfsa.plugs": "FilterRate filters_of parameter_groups plug register_adapter unplug",
+    "gfsa.plugs.saving.pretrained": "from_pretrained",
+    "gfsa.plugs.hub": "push_to_hub",
+    "gfsa.plugs.prune": "prune",
+    "gfsa.plugs.published": "convert",
+    "gfsa.plugs.saving.checkpoint": "load save",
+    "gfsa.plugs.saving.peft": "load_peft",
+}
+_WHERE = {name: module for module, names in _PUBLIC.items() for name in names.split()}
+_PARTS = ("filters", "functional", "lens", "operators", "plugs")
+
+__all__ = sorted(["__version__", *_WHERE])
 
 
 def __getattr__(name: str) -> Any:
-    # torch takes seconds to import and `gfsa --help` does not need it, so every name is imported
-    # when it is first used
-    if name in ("filters", "functional", "operators", "plugs"):
-        import gfsa.filters as filters
-        import gfsa.functional as functional
-        import gfsa.operators as operators
-        import gfsa.plugs as plugs
-
-        return {
-            "filters": filters,
-            "functional": functional,
-            "operators": operators,
-            "plugs": plugs,
-        }[name]
-    if name in ("diagnose", "lens"):
-        import gfsa.lens as lens
-
-        return lens if name == "lens" else lens.diagnose
+    if name in _WHERE:
+        found = globals()[name] = getattr(import_module(_WHERE[name]), name)
+        return found
+    if name in _PARTS:
+        return import_module(f"gfsa.{name}")
     if name in ("baselines", "models"):
         return _of_experiments(name)
-    if name in __all__:
-        import gfsa._public as public
-
-        globals().update({public_name: vars(public)[public_name] for public_name in public.__all__})
-        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -106,8 +79,6 @@ def _of_experiments(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    modules = ["filters", "functional", "lens", "operators", "plugs"]
     # help() and inspect read every name listed here, so names that would raise are left out
-    if find_spec("gfsa_experiments") is not None:
-        modules += ["baselines", "models"]
-    return sorted([*__all__, *modules])
+    optional = ["baselines", "models"] if find_spec("gfsa_experiments") is not None else []
+    return sorted([*__all__, *_PARTS, *optional])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -20,36 +21,12 @@ if TYPE_CHECKING:
 GROUP = "gfsa.commands"
 
 
-def _load_diagnose() -> Callable[..., None]:
-    from gfsa.lens.command import diagnose
-
-    return diagnose
-
-
-def _load_info() -> Callable[..., None]:
-    from gfsa.info import info
-
-    return info
-
-
-def _load_serve() -> Callable[..., None]:
-    from gfsa.serve import serve
-
-    return serve
-
-
-def _load_tune() -> Callable[..., None]:
-    from gfsa.tune import tune
-
-    return tune
-
-
-# the library's own commands, each by a function that imports it
+# the library's own commands, each a function of the same name in this module
 COMMANDS = {
-    "diagnose": _load_diagnose,
-    "info": _load_info,
-    "serve": _load_serve,
-    "tune": _load_tune,
+    "diagnose": "gfsa.lens.command",
+    "info": "gfsa.info",
+    "serve": "gfsa.serve",
+    "tune": "gfsa.tune",
 }
 
 # commands of the distributions that are developed beside the library: where to get each
@@ -104,11 +81,12 @@ def build() -> typer.Typer:
     ) -> None:
         pass
 
-    installed = {entry.name: entry.load for entry in entry_points(group=GROUP)} | COMMANDS
+    added = {entry.name: entry for entry in entry_points(group=GROUP)}
     # in the order in which people meet them
-    for name in dict.fromkeys((*ELSEWHERE, *installed)):
-        if name in installed:
-            command = installed[name]()
+    for name in dict.fromkeys((*ELSEWHERE, *added, *COMMANDS)):
+        if name in COMMANDS or name in added:
+            is_own = name in COMMANDS
+            command = getattr(import_module(COMMANDS[name]), name) if is_own else added[name].load()
             settings = getattr(command, "context_settings", None)
             app.command(name, cls=Command, context_settings=settings)(command)
         else:

@@ -7,9 +7,15 @@ from torch import Tensor
 
 from gfsa.kernels.routes import Backend, Decision
 from gfsa.operators.attention import AttentionOperator
-from gfsa.operators.autocast import autocast, no_autocast
-from gfsa.operators.call import AttentionCall
-from gfsa.operators.checks import check_call, check_coefficients, check_kinds, check_share
+from gfsa.operators.call import (
+    AttentionCall,
+    autocast,
+    check_call,
+    check_coefficients,
+    check_kinds,
+    check_share,
+    no_autocast,
+)
 from gfsa.operators.linear import LinearOperator
 
 

@@ -8,8 +8,8 @@ import typer
 def serve(context: typer.Context) -> None:
     """Serve a plugged model of transformers over HTTP: transformers serve, with the filters."""
     try:
-        from gfsa.plugs.adapters.transformers.config_files import one_line
-        from gfsa.plugs.adapters.transformers.serving import run
+        from gfsa.adapters.transformers.serving import run
+        from gfsa.plugs.saving.pretrained import one_line
     except ImportError as error:
         typer.echo(
             f"gfsa serve needs {error.name or 'transformers'}: pip install 'transformers[serving]'",

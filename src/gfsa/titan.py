@@ -19,11 +19,9 @@ from torchtitan.config import derive, override
 from torchtitan.models.common.attention import GQAttention
 from torchtitan.trainer import Trainer
 
-from gfsa.engines.titan.attention import FilteredAttention
-from gfsa.engines.titan.checkpoints import FilterCheckpointManager
-from gfsa.engines.titan.filters import FilterConfig
+from gfsa.engines.torchtitan import FilterCheckpointManager, FilterConfig, FilteredAttention
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.layer_selection import select_layers
+from gfsa.plugs.sites import select_layers
 
 _PATTERN = rf"\.{CHILD}\."
 

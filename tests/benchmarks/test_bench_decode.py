@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
 pytest.importorskip("transformers")
 
 from gfsa_benchmarks import decode
-from gfsa_benchmarks.case import Setting, Shape, only
+from gfsa_benchmarks.case import Setting, Shape
 
 CPU = Setting(torch.device("cpu"), torch.float32)
 COMPILED = Setting(torch.device("cpu"), torch.float32, compiled="model")
@@ -46,30 +45,6 @@ def test_what_is_timed_as_compiled_is_compiled(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(outputs[0][::2], outputs[0][1::2])
 
 
-def test_each_variant_checks_its_own_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of one class share their code, by which torch keeps what it has compiled."""
-    compiled: list[Any] = []
-    compile_ = torch.compile
-
-    def compiler(function: Any, mode: str, fullgraph: bool) -> Any:
-        compiled.append(function)
-        return compile_(function, backend="eager", fullgraph=fullgraph)
-
-    monkeypatch.setattr(torch, "compile", compiler)
-    torch.compiler.reset()
-    outputs = []
-    for setting in (CPU, COMPILED):
-        torch.manual_seed(0)
-        case = decode.decode_static(SHAPE, setting)
-        outputs.append([variant.forward() for variant in case.variants for _ in range(3)])
-    torch.testing.assert_close(outputs[0], outputs[1])
-    assert len(compiled) == 3
-    codes = [function.__func__.__code__ for function in compiled]
-    assert [len(_debug_get_cache_entry_list(code)) for code in codes] == [1, 1, 1]
-    assert len({code.co_name for code in codes}) == 3
-    torch.compiler.reset()
-
-
 def test_fewer_heads_of_keys_are_those_of_the_model() -> None:
     case = decode.prefill(Shape.parse("1x4/2x10x8"), CPU)
     for variant in case.variants:
@@ -92,11 +67,6 @@ def test_both_degrees_are_timed_by_both_ways_on_a_gpu(monkeypatch: pytest.Monkey
     ]
 
 
-def test_blocks_of_a_step_are_not_compiled() -> None:
-    with pytest.raises(ValueError, match="not --compile-blocks"):
-        decode.decode_static(SHAPE, Setting(CPU.device, CPU.dtype, compiled="blocks"))
-
-
 def test_the_memory_of_a_cache() -> None:
     """Keys and values; with a filter of degree 2 half as much again, and sixteen free rows."""
     case = decode.prefill(SHAPE, CPU)
@@ -108,10 +78,3 @@ def test_the_memory_of_a_cache() -> None:
     )
     assert "the cache of plain" in decode.memory_of_caches(case)
     assert [variant.backend for variant in case.variants] == ["torch", "sdpa", "sdpa"]
-
-
-def test_samples_of_decoded_tokens_are_long() -> None:
-    case = only(decode.decode_static(SHAPE, CPU), ["gfsa"])
-    assert case.sample_ms == 100
-    assert [variant.name for variant in case.variants] == ["plain", "gfsa"]
-    assert only(decode.prefill(SHAPE, CPU), []).sample_ms == 10

@@ -1,32 +1,31 @@
-"""The harness: memory it can prove, ratios it computes, rows it keeps, where it measured."""
+"""gfsa bench: timing, rows, profiles, and the command."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import dataclasses
-import gc
-import math
-import subprocess
+import io
 import time
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from rich.table import Table
+from typer.testing import CliRunner
 
 import gfsa
+from gfsa.cli import build
 from gfsa.environment import commit
 from gfsa.kernels.routes import Decision
-from gfsa_benchmarks import suites, timing
+from gfsa_benchmarks import profiling, suites, timing
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, deterministic
 from gfsa_benchmarks.harness import COLUMNS, append, measure
+from gfsa_benchmarks.profiling import Kernel, Spent
 from gfsa_benchmarks.published import published_attention
-from gfsa_benchmarks.run_suite import against_published, run_suite, table
-from gfsa_benchmarks.suites import SUITES, suite_called
-from gfsa_benchmarks.timing import MIB, Timing, captured, interleaved, peak_mib
-from gfsa_experiments.runs.csv_table import check_table
+from gfsa_benchmarks.run_suite import against_published, run_suite
+from gfsa_benchmarks.suites import suite_called
+from gfsa_benchmarks.timing import MIB, interleaved, peak_mib
 
 CPU = Setting(torch.device("cpu"), torch.float32)
 
@@ -53,15 +52,6 @@ def test_peak_includes_the_result_and_not_the_inputs():
     assert peak_mib(lambda: kept.add(1), CPU.device) == pytest.approx(7, abs=0.01)
 
 
-def test_rounds_are_interleaved_and_rotate():
-    calls = []
-    works = [lambda name=name: (calls.append(name), time.sleep(0.011)) for name in "abc"]
-    timings = interleaved(works, 3, CPU.device)
-    # two calls each to warm up, then rounds
-    assert calls[6:] == list("abcbcacab")
-    assert all(timing.median >= 10 for timing in timings)
-
-
 def test_a_sample_is_as_long_as_it_is_asked_to_be(monkeypatch):
     repeated = []
 
@@ -73,11 +63,6 @@ def test_a_sample_is_as_long_as_it_is_asked_to_be(monkeypatch):
     interleaved([lambda: None], 2, CPU.device, sample_ms=21)
     # one to warm up, one to learn how long a call takes, then rounds
     assert repeated == [1, 1, 11, 11]
-
-
-def test_median_and_quartiles():
-    assert Timing.of([1.0, 2.0, 3.0, 4.0, 100.0]) == Timing(3.0, 2.0, 4.0)
-    assert Timing.of([5.0]) == Timing(5.0, 5.0, 5.0)
 
 
 @pytest.mark.parametrize("suite", ["ops", "linear"])
@@ -118,17 +103,6 @@ def test_rows_compare_with_the_first_variant():
     assert twice.extra_mib == pytest.approx(3, abs=0.01)
 
 
-def test_a_variant_without_a_backward_has_none_in_its_row(tmp_path):
-    case = Case("one", [Variant("plain", "torch", lambda: mib(1), None)])
-    (row,) = measure(case, "decode", CPU, rounds=1)
-    assert row.fwd_bwd_ms is None
-    assert row.peak_mib == pytest.approx(1, abs=0.01)
-    append([row], tmp_path / "bench.csv")
-    (written,) = csv.DictReader((tmp_path / "bench.csv").open())
-    assert written["fwd_bwd_ms"] == ""
-    assert table([row]).row_count == 1
-
-
 def test_graphs_are_refused_on_a_cpu():
     with pytest.raises(ValueError, match="graphs are for CUDA"):
         Setting(torch.device("cpu"), torch.float32, graphs=True)
@@ -153,41 +127,6 @@ def test_csv_grows_under_one_header(tmp_path):
     assert {len(line) for line in lines} == {len(COLUMNS)}
 
 
-def test_csv_of_another_version_is_not_mixed_with(tmp_path):
-    path = tmp_path / "bench.csv"
-    path.write_text("date,speed\n")
-    with pytest.raises(ValueError, match="other columns"):
-        append(small_rows(), path)
-    assert path.read_text() == "date,speed\n"
-
-
-def test_a_line_that_was_cut_short_costs_no_row(tmp_path):
-    path = tmp_path / "bench.csv"
-    rows = small_rows()
-    append(rows, path)
-    path.write_text(path.read_text()[:-7])
-    append(rows, path)
-    lines = path.read_text().splitlines()
-    assert len(lines) == 1 + 2 * len(rows)
-    assert len(next(csv.reader(lines[-1:]))) == len(COLUMNS)
-
-
-def test_where_rows_cannot_go_is_told_before_anything_is_measured(tmp_path, monkeypatch):
-    def built(*_):
-        raise AssertionError("began to measure")
-
-    monkeypatch.setitem(SUITES, "ops", dataclasses.replace(SUITES["ops"], build=built))
-    (tmp_path / "old.csv").write_text("date,speed\n")
-    wrong = {"old.csv": "other columns", "": "is a folder", "old.csv/new.csv": "is a file, not a"}
-    for name, complaint in wrong.items():
-        with pytest.raises(ValueError, match=complaint):
-            run_suite("ops", "cpu", "float32", [], 1, False, False, [], tmp_path / name, Console())
-    # root may write everywhere
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(ValueError, match="is not writable"):
-        check_table(tmp_path / "new.csv", COLUMNS)
-
-
 def test_reports_are_computed_from_the_rows():
     rows = small_rows()
     named = {row.variant: row for row in rows}
@@ -208,21 +147,6 @@ def test_reports_are_computed_from_the_rows():
 def test_shapes_are_written_as_they_are_read(text, shape):
     assert Shape.parse(text) == shape
     assert str(shape) == text
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["1x2x3", "1x2x3x4x5", "1x0x3x4", "axbxcxd", "1x2x3x4:full", "1x2x3x4:dropout=1.5"],
-)
-def test_a_shape_that_is_none_is_refused(text):
-    with pytest.raises(ValueError, match="BATCHxHEADSxTOKENSxDIM"):
-        Shape.parse(text)
-
-
-@pytest.mark.parametrize("heads", ["4/3", "4/4"])
-def test_groups_of_heads_are_even(heads):
-    with pytest.raises(ValueError, match="divide the heads of queries"):
-        Shape.parse(f"1x{heads}x6x4")
 
 
 def test_grouped_heads_are_for_operators():
@@ -249,50 +173,6 @@ def test_dropout_is_for_operators(monkeypatch):
     monkeypatch.setattr(Setting, "__post_init__", lambda setting: None)
     captured = dataclasses.replace(CPU, graphs=True)
     assert "gfsa sdpa" not in [v.name for v in suite_called("ops").build(shape, captured).variants]
-
-
-@pytest.mark.parametrize("program", ["/some/where/gfsa", "/site-packages/gfsa/__main__.py"])
-def test_the_command_is_kept_without_paths(program, monkeypatch):
-    monkeypatch.setattr("sys.argv", [program, "bench", "--csv", "/a/b.csv", "--graphs"])
-    assert small_rows()[0].command == "gfsa bench --graphs"
-
-
-def test_the_package_run_as_a_program_is_the_same_command(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/path/gfsa_benchmarks/__main__.py", "--graphs"])
-    assert small_rows()[0].command == "gfsa bench --graphs"
-
-
-def test_a_copy_without_history_can_be_told_its_commit(monkeypatch):
-    monkeypatch.setenv("GFSA_COMMIT", "abc1234")
-    assert small_rows()[0].commit == "abc1234"
-
-
-def test_a_captured_graph_keeps_the_tensors_of_its_work(monkeypatch):
-    """Otherwise the next capture would give their memory back, and a replay would read it."""
-
-    class OnGpu:
-        def wait_stream(self, other):
-            pass
-
-        def replay(self):
-            pass
-
-    for name in ("Stream", "CUDAGraph", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, OnGpu)
-    for name in ("stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
-
-    def case():
-        x = torch.zeros(3)
-        return captured(lambda: x + 1), weakref.ref(x)
-
-    replay, tensor = case()
-    gc.collect()
-    assert tensor() is not None
-    replay()
-    del replay
-    gc.collect()
-    assert tensor() is None
 
 
 def test_a_deterministic_variant_asks_torch_for_it_while_it_runs():
@@ -343,54 +223,8 @@ def test_fused_kernels_are_timed_where_they_take_the_call(monkeypatch):
         assert asked == [("fused", in_order), ("sdpa", False), ("fused", in_order)]
 
 
-def test_edited_code_is_told_and_a_grown_table_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("GFSA_COMMIT", raising=False)
-    code, table = tmp_path / "src" / "gfsa" / "__init__.py", tmp_path / "results" / "bench.csv"
-    recipe = tmp_path / "experiments" / "src" / "recipe.py"
-    for file in (code, table, recipe):
-        file.parent.mkdir(parents=True)
-        file.write_text("one\n")
-    monkeypatch.setattr(gfsa, "__file__", str(code))
-    assert commit() == ""
-
-    def git(*words: str) -> str:
-        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        ran = subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
-        return ran.stdout.decode().strip()
-
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-q", "-m", "first")
-    name = git("rev-parse", "--short", "HEAD")
-    table.write_text("two\n")
-    assert commit() == name
-    for edited in (code, recipe):
-        edited.write_text("two\n")
-        assert commit() == f"{name}-dirty"
-        edited.write_text("one\n")
-    assert commit() == name
-
-
 def tokens(heads=2, n=5, dim=3):
     return [torch.randn(1, heads, n, dim, dtype=torch.float64) for _ in range(3)]
-
-
-def test_equals_the_formula_written_out_for_one_head():
-    q, k, v = tokens(heads=1)
-    w0, w1, wK, K = 0.3, 0.7, -0.2, 4
-    n = q.shape[-2]
-    A = torch.zeros(n, n, dtype=torch.float64)
-    for i in range(n):
-        row = [math.exp(float(q[0, 0, i] @ k[0, 0, j]) / math.sqrt(3)) for j in range(n)]
-        for j in range(n):
-            A[i, j] = row[j] / sum(row)
-    square = sum(torch.outer(A[:, j], A[j]) for j in range(n))
-    H = w0 * torch.eye(n, dtype=A.dtype) + w1 * A + wK * (A + (K - 1) * (square - A))
-    weights = [torch.tensor([w], dtype=torch.float64) for w in (w0, w1, wK)]
-    got = published_attention(q, k, v, *weights, K=K)
-    torch.testing.assert_close(got[0, 0], H @ v[0, 0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -402,3 +236,149 @@ def test_equals_gfsa(is_causal):
     got = published_attention(q, k, v, *weights, K=3, is_causal=is_causal)
     # the filter's own parameters are float32 numbers
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+OWN = {"attend", "grad_keys", "add_parts"}
+
+
+def test_idle_time_is_what_no_kernel_covers() -> None:
+    ms = 1_000_000
+    ran = [
+        Kernel("attend", 4 * ms, 6 * ms),
+        # on another stream, at the same time
+        Kernel("triton_poi_fused_add_0", 5 * ms, 7 * ms),
+        # inside of the former: the gap begins where the longer one ends
+        Kernel("attend", 5 * ms, 6 * ms),
+        Kernel("memcpy", 10 * ms, 11 * ms),
+        Kernel("nvjet", 1 * ms, 3 * ms),
+        # the same kernel to the compiler, numbered within its graph
+        Kernel("triton_poi_fused_add_7", 11 * ms, 12 * ms),
+    ]
+    found = profiling.summarised(ran, 2, OWN)
+    assert found.ms == 5.5
+    assert found.kinds[profiling.IDLE] == Spent(2, 0)
+    assert found.kinds["attention"] == Spent(1.5, 1)
+    assert found.kinds["matrix products"] == Spent(1, 0.5)
+    assert found.kernels["attend"] == Spent(1.5, 1)
+    assert found.kernels["triton_poi_fused_add"] == Spent(1.5, 1)
+
+
+def rows_of(table: Table) -> list[str]:
+    """The body of a printed table, cells separated by single spaces."""
+    console = Console(width=160, file=io.StringIO())
+    console.print(table)
+    lines = console.file.getvalue().split("\n")  # type: ignore[attr-defined]
+    return [" ".join(line.replace("│", " ").split()) for line in lines if line.startswith("│")]
+
+
+def test_tables_show_what_a_filter_adds() -> None:
+    ms = 1_000_000
+    plain = profiling.summarised([Kernel("sdpa", 0, ms), Kernel("nvjet", ms, 4 * ms)], 1, OWN)
+    ran = [Kernel("attend", 0, 2 * ms), Kernel("add_parts", 2 * ms, 3 * ms)]
+    ran.append(Kernel("nvjet", 3 * ms, 6 * ms))
+    profiles = {"plain": plain, "gfsa": profiling.summarised(ran, 1, OWN)}
+    lines = rows_of(profiling.kinds_table(profiles))
+    assert "attention 1.000 1 2.000 1 +1.000" in lines
+    assert "coefficients of filters 0.000 0 1.000 1 +1.000" in lines
+    assert "matrix products 3.000 1 3.000 1 +0.000" in lines
+    assert "step 4.000 2 6.000 3 +2.000" in lines
+    # what differs most comes first
+    names = [line.split()[0] for line in rows_of(profiling.kernels_table(profiles))]
+    assert names[0] == "attend"
+    assert set(names[1:3]) == {"sdpa", "add_parts"}
+    assert names[3] == "nvjet"
+
+
+def test_own_kernels_are_found_by_their_decorator() -> None:
+    pytest.importorskip("triton")
+    import gfsa.kernels.op  # noqa: F401
+
+    found = profiling.own_kernels()
+    assert {"attend", "combine", "grad_keys", "attend_once", "fold", "unfold", "add_parts"} <= found
+    assert not any(name.startswith("triton_") for name in found)
+
+
+def test_a_cpu_has_no_kernels_to_profile() -> None:
+    with pytest.raises(ValueError, match="launched on CUDA, got the device cpu"):
+        run_suite(*("ops", "cpu", "float32", [], 1, False, None, [], None, Console()), profile=True)
+    assert not torch.cuda.is_initialized()
+
+
+runner = CliRunner()
+
+
+def bench(*arguments):
+    return runner.invoke(build(), ["bench", "--device", "cpu", "--rounds", "1", *arguments])
+
+
+def test_ops_end_to_end(tmp_path):
+    path = tmp_path / "bench.csv"
+    shown = bench("--shapes", "1x2x16x4,2x1x8x4:causal", "--csv", str(path))
+    assert shown.exit_code == 0, shown.output
+    assert "10 rows added" in shown.output
+    assert "faster than" in shown.output
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    assert [row["variant"] for row in rows[:5]] == [
+        "plain",
+        "gfsa degree 1",
+        "gfsa",
+        "gfsa sdpa",
+        "published",
+    ]
+    assert {row["shape"] for row in rows} == {"1x2x16x4", "2x1x8x4:causal"}
+    assert {row["dtype"] for row in rows} == {"float32"}
+    for row in rows:
+        assert float(row["fwd_ms"]) > 0
+        assert float(row["fwd_bwd_ms"]) > 0
+        assert float(row["peak_mib"]) > 0
+
+
+def test_linear_end_to_end_keeps_nothing_when_told_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = bench("--suite", "linear", "--shapes", "1x1x16x4,1x1x32x4", "--no-append")
+    assert shown.exit_code == 0, shown.output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--suite", "speed"], "expected a suite of"),
+        (["--dtype", "int8"], "expected a dtype of"),
+        (["--shapes", "large"], "BATCHxHEADSxTOKENSxDIM"),
+        (["--suite", "linear", "--shapes", "1x1x8x4:causal"], "neither causal nor padded"),
+        (["--device", "toaster"], "expected a device"),
+        (["--device", "meta"], "cpu and cuda"),
+        (["--graphs", "--shapes", "1x1x8x4"], "graphs are for CUDA"),
+        (["--compile"], "nothing to compile"),
+        (["--suite", "models", "--compile", "--compile-blocks"], "whole models"),
+        (["--variants", "plain,fast", "--shapes", "1x1x8x4"], "expected variants of plain, gfsa"),
+        (["--suite", "decode", "--shapes", "1x1x8x4:padded"], "no padded shapes"),
+        (["--profile", "--shapes", "1x1x8x4"], "launched on CUDA"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments, message):
+    shown = bench(*arguments, "--no-append")
+    assert shown.exit_code == 2
+    # the message is boxed and broken into lines
+    words = shown.output.replace("│", " ").split()
+    assert " ".join(message.split()) in " ".join(words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_without_a_gpu_it_says_so():
+    shown = bench("--device", "cuda", "--no-append")
+    assert shown.exit_code == 2
+    assert "no CUDA device" in shown.output
+
+
+def test_the_commit_of_a_row_is_named_or_that_of_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GFSA_COMMIT", "abc1234")
+    assert commit() == "abc1234"
+    monkeypatch.delenv("GFSA_COMMIT")
+    monkeypatch.setattr(gfsa, "__file__", str(tmp_path / "src" / "gfsa" / "__init__.py"))
+    assert commit() == ""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gfsa_benchmarks import pretraining, run_suite
+from gfsa_benchmarks import pretraining
 from gfsa_benchmarks.case import Setting, Shape
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
-from support.counting import Counting
 
 pytest.importorskip("transformers")
 
@@ -72,38 +71,6 @@ def test_the_step_is_the_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logits.dtype == torch.bfloat16
     assert labels.shape == (2, 8)
     assert clipped == [PretrainConfig.clip]
-
-
-@pytest.mark.parametrize(
-    ("shape", "size"), [("64x5x32x64", "15m"), ("1x8x32x64", "46m"), ("32x12x32x64", "110m")]
-)
-def test_heads_of_a_size_of_the_recipe_are_that_size(shape: str, size: str) -> None:
-    config = PretrainConfig(size=size, block=32)  # type: ignore[arg-type]
-    sizes = pretraining.decoder_sizes(Shape.parse(shape))
-    assert sizes == config.sizes(64)
-    other = pretraining.decoder_sizes(Shape.parse("1x6x32x32"))
-    assert (other.depth, other.width, other.mlp) == (2, 192, 512)
-
-
-@pytest.mark.parametrize("compiled", ["model", "blocks"])
-def test_one_graph_for_forward_and_step(compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph without gradients would be compiled for the forward's time alone."""
-    monkeypatch.setattr(pretraining, "ARMS", {"plain": None, "gfsa": {"K": 3}})
-    compiler, counting = torch.compile, Counting()
-    monkeypatch.setattr(
-        torch, "compile", lambda call, backend=counting: compiler(call, backend=backend)
-    )
-    setting = Setting(CPU, torch.float32, compiled=compiled)  # type: ignore[arg-type]
-    with run_suite.compiling():
-        case = pretraining.pretraining_step(Shape.parse("1x2x8x4"), setting)
-        assert [variant.backend for variant in case.variants] == ["torch", "sdpa"]
-        for count, variant in enumerate(case.variants, 1):
-            before = variant.forward()
-            assert counting.graphs == count
-            assert variant.step is not None
-            variant.step()
-            assert not torch.equal(variant.forward(), before)
-            assert counting.graphs == count
 
 
 def test_padding_is_refused() -> None:

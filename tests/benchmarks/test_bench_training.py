@@ -1,15 +1,11 @@
 """The suite of whole training steps, on models small enough for a CPU."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from gfsa.kernels import routes
-from gfsa.operators import AttentionCall
 from gfsa_benchmarks import run_suite, training
 from gfsa_benchmarks.case import Setting, Shape
-from support.counting import Counting
+from support.measuring import Counting
 
 pytest.importorskip("transformers")
 
@@ -51,60 +47,6 @@ def test_the_published_form_gives_the_same_loss(monkeypatch: pytest.MonkeyPatch)
             named[name].step()
         for other in losses[1:]:
             torch.testing.assert_close(other, losses[0], rtol=1e-5, atol=1e-6)
-
-
-def test_compiled_models_leave_out_the_published_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "LAYERS", 2)
-    monkeypatch.setattr(torch, "compile", lambda model, backend="inductor": model)
-    setting = Setting(torch.device("cpu"), torch.float32, compiled="model")
-    case = training.training_step(Shape.parse("1x2x8x4"), setting)
-    names = [variant.name for variant in case.variants]
-    assert names == ["plain", "gfsa", "gfsa even layers", "gfsa sdpa"]
-
-
-def test_what_is_timed_as_compiled_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of several shapes share functions, of which the compiler keeps few graphs."""
-    monkeypatch.setattr(training, "LAYERS", 2)
-    monkeypatch.setattr(run_suite, "_GRAPHS", 1)
-    compiler, counting = torch.compile, Counting()
-    monkeypatch.setattr(
-        torch, "compile", lambda model, backend=counting: compiler(model, backend=backend)
-    )
-    setting = Setting(torch.device("cpu"), torch.float32, compiled="model")
-    for text in ("1x2x8x4", "1x2x8x4:causal"):
-        with run_suite.compiling():
-            case = training.training_step(Shape.parse(text), setting)
-            before = counting.graphs
-            case.variants[0].forward()
-            assert counting.graphs > before
-            # a graph too many is an error, not a model that runs as it is
-            with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-                case.variants[0].step()
-
-
-def test_what_ran_is_what_the_compiler_saw(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a whole decoder it sees a description of the mask, which is None otherwise."""
-
-    decide, situation_of = routes.decide, routes.situation_of
-
-    def by_mask(call: AttentionCall, v: torch.Tensor, *rest: Any) -> routes.Situation:
-        situation = situation_of(call, v, *rest)
-        described = call.visible is not None
-        return situation._replace(only_torch="described" if described else None)
-
-    def decided(situation: routes.Situation, wanted: routes.Backend = "auto") -> routes.Decision:
-        return decide(situation, "sdpa" if situation.only_torch else "dense")
-
-    monkeypatch.setattr(training, "LAYERS", 2)
-    monkeypatch.setattr(routes, "situation_of", by_mask)
-    monkeypatch.setattr(training, "_decide", decided)
-    monkeypatch.setattr(routes, "decide", decided)
-    ran = {}
-    for compiled in (None, "model", "blocks"):
-        setting = Setting(torch.device("cpu"), torch.float32, compiled=compiled)
-        shape = Shape.parse("1x2x8x4:causal")
-        ran[compiled] = training.training_step(shape, setting).variants[1].backend
-    assert ran == {None: "dense", "model": "sdpa", "blocks": "dense"}
 
 
 @pytest.mark.parametrize("variant", [0, 1])

@@ -1,8 +1,10 @@
-"""The site has every page and every public name; ``make docs`` builds it and checks its links."""
+"""The site has every page and every public name, and no page uses another name of gfsa."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import json
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -157,3 +159,86 @@ def test_every_entry_exists_and_has_a_docstring(name: str) -> None:
     found = lookup(name)
     # METHODS is a dictionary, described by the class of its values
     assert isinstance(found, dict) or found.__doc__
+
+
+TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXAMPLES = sorted(
+    path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".ipynb")
+)
+OURS = r"gfsa(?:_experiments)?"
+# what looks like a name and is none: a file, the group of entry points, ends of state-dict keys
+NO_NAMES = {"gfsa.py", "gfsa.commands", "gfsa.theta", "gfsa._extra_state"}
+
+_IMPORT = re.compile(rf"^\s*from ({OURS}[\w.]*) import (\([^)]*\)|[^\n#]+)", re.MULTILINE)
+# not behind a full stop, a slash or a star (a key of a state dict, a path), nor behind -m
+_DOTTED = re.compile(rf"(?<![\w./*-])(?<!-m )({OURS}(?:\.\w+)+)")
+
+
+def text_of(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return text
+    return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+
+
+def names_in(text: str) -> set[str]:
+    """The names that a text imports, and those that it writes with dots."""
+    found = set(_DOTTED.findall(text)) - NO_NAMES
+    for module, names in _IMPORT.findall(text):
+        words = names.strip("()").split(",")
+        found |= {f"{module}.{word.split()[0]}" for word in words if word.strip()}
+    return found
+
+
+@functools.cache
+def covered() -> frozenset[str]:
+    """The names with an entry in the reference, and those of the policy itself."""
+    policy = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Deprecation")[2]
+    policy = policy.partition("\n## ")[0]
+    found = set(re.findall(r"`(gfsa_experiments\.[\w.]+)`", policy))
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        found |= set(re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE))
+    return frozenset(found)
+
+
+@functools.cache
+def named_by(path: str) -> Any:
+    """What a dotted path names; None if it cannot be imported here."""
+    module, _, name = path.rpartition(".")
+    if not module:
+        return None
+    try:
+        owner = importlib.import_module(module)
+    except ImportError:
+        # gfsa.models and gfsa.baselines are names of gfsa, not modules of it
+        owner = named_by(module)
+    return getattr(owner, name, None)
+
+
+def uncovered(names: set[str]) -> list[str]:
+    """Those of the names that the policy does not cover."""
+    known = covered() | {"gfsa.__version__", "gfsa.__all__"}
+    # modules with covered names in them
+    known |= {path.rpartition(".")[0] for path in known} | {
+        "gfsa.filters",
+        "gfsa.models",
+        "gfsa.baselines",
+    }
+    # gfsa.plug and gfsa.plugs.api.plug are one object
+    same = {id(found) for found in map(named_by, covered()) if found is not None}
+    return sorted(n for n in names - known if named_by(n) is None or id(named_by(n)) not in same)
+
+
+def test_every_name_in_pages_and_examples_is_covered() -> None:
+    wrong = {
+        str(path.relative_to(ROOT)): found
+        for path in (*TEXTS, *EXAMPLES)
+        if (found := uncovered(names_in(text_of(path))))
+    }
+    assert not wrong
+
+
+def test_a_name_of_the_policy_exists() -> None:
+    for name in covered():
+        if name.startswith("gfsa_experiments."):
+            assert named_by(name) is not None, name

@@ -1,13 +1,16 @@
-"""Every Python snippet of the documentation runs.
+"""Every Python snippet of the documentation and every example of a docstring runs.
 
 The blocks of a page are run in order in one namespace, in a temporary directory, as a reader would
-type them. A block that opens with ```` ```python no-run ```` is shown but not run.
+type them. A block that opens with ``````python no-run`````` is shown but not run. An example of a
+docstring may use ``gfsa``, ``torch``, ``pathlib`` and ``model``, a small encoder without filters.
 """
 
 from __future__ import annotations
 
 import ast
+import doctest
 import linecache
+import pathlib
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +18,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
+import gfsa
 from support.hub_server import hub_server
 from support.snippets import Block, blocks_of
 
@@ -65,3 +70,44 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     # what a page uploads goes to a server of this machine
     with hub_server(tmp_path / "cache") if "push_to_hub" in text else nullcontext():
         run_page(str(page.relative_to(ROOT)), text)
+
+
+NAMES = [name for name in gfsa.__all__ if ">>>" in (getattr(gfsa, name).__doc__ or "")]
+# where a reader begins; FilterRate has its example in docs/reference/plugs.md
+MAIN = {
+    "GFSA",
+    "Polynomial",
+    "diagnose",
+    "graph_filter_attention",
+    "load",
+    "parameter_groups",
+    "plug",
+    "save",
+    "unplug",
+}
+
+
+def names_for_examples() -> dict[str, Any]:
+    layer = torch.nn.TransformerEncoderLayer(d_model=16, nhead=4, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
+    return {"gfsa": gfsa, "torch": torch, "pathlib": pathlib, "model": model}
+
+
+def run(name: str, docstring: str) -> doctest.TestResults:
+    """Run the examples of one docstring; failures are printed."""
+    test = doctest.DocTestParser().get_doctest(docstring, names_for_examples(), name, None, None)
+    return doctest.DocTestRunner().run(test)
+
+
+def test_the_main_names_have_an_example() -> None:
+    assert set(NAMES) >= MAIN
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_example_prints_what_it_says(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    failed, attempted = run(name, getattr(gfsa, name).__doc__)
+    assert attempted > 0
+    assert failed == 0

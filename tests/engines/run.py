@@ -1,13 +1,8 @@
 """Run the tests of engines, each in an environment of its own: ``make engines``.
 
-From the folder ``tests``: ``python -m engines.run [NAME …] [--write]``. An engine is a folder with
-
-- ``requirements.txt``, pinned: what its environment has besides gfsa;
-- ``engine.toml``: its title, package, how to start it, the page about it; where its tests are, if
-  they are those of another version;
-- tests, which keep what they find by the fixture ``record``.
-
-``--write`` keeps findings in ``findings.json`` beside the tests and writes docs/engines.md.
+From the folder ``tests``: ``python -m engines.run [NAME …] [--write]``. ``engines.toml`` describes
+the engines; their tests keep what they find by the fixture ``record``. ``--write`` keeps findings
+in ``findings.json`` and writes docs/engines.md.
 """
 
 from __future__ import annotations
@@ -21,22 +16,60 @@ import time
 import venv
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import page
-from engines.catalogue import ENGINES, ROOT, Engine
 from engines.conftest import FINDINGS
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 ENVIRONMENTS = ROOT / ".venv-engines"
+FOUND = HERE / "findings.json"
+PAGE = ROOT / "docs" / "engines.md"
+BEGIN, END = "<!-- make engines: begin -->", "<!-- make engines: end -->"
+_COST = ("time", "memory")
 _VERSION = "from importlib.metadata import version; import sys; print(version(sys.argv[1]))"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An entry of ``engines.toml``, which says what the fields are."""
+
+    name: str
+    title: str
+    package: str
+    start: str
+    page: str
+    tests: list[str]
+    requirements: list[str]
+    remove: tuple[str, ...] = ()
+
+    @property
+    def link(self) -> str:
+        return f"[{self.title}]({self.page})"
+
+    @property
+    def paths(self) -> list[Path]:
+        return [HERE / path for path in self.tests]
+
+
+_CONTENT = tomllib.loads((HERE / "engines.toml").read_text(encoding="utf-8"))
+_SHARED = _CONTENT.pop("shared")
+ENGINES = {name: Engine(name, **entry) for name, entry in _CONTENT.items()}
 
 
 def build(engine: Engine) -> Path:
     """The Python of an engine's environment, which is built where it is missing or outdated."""
     folder = ENVIRONMENTS / engine.name
     python, done = folder / "bin" / "python", folder / ".done"
-    wanted = "\n".join(path.read_text(encoding="utf-8") for path in engine.definition)
+    requirements = [*engine.requirements, *_SHARED]
+    wanted = json.dumps([requirements, engine.remove])
     pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     if done.exists() and done.read_text(encoding="utf-8") == wanted:
         # its entry points may have changed
@@ -44,8 +77,7 @@ def build(engine: Engine) -> Path:
         return python
     print(f"{engine.title}: building {folder.relative_to(ROOT)}", flush=True)
     venv.create(folder, with_pip=True, clear=True)
-    requirements = str(engine.folder / "requirements.txt")
-    subprocess.run([*pip, "install", "-q", "-r", requirements, "-e", str(ROOT)], check=True)
+    subprocess.run([*pip, "install", "-q", *requirements, "-e", str(ROOT)], check=True)
     if engine.remove:
         subprocess.run([*pip, "uninstall", "-q", "-y", *engine.remove], check=True)
     done.write_text(wanted, encoding="utf-8")
@@ -64,8 +96,7 @@ def examine(engine: Engine, python: Path, extra: Sequence[str]) -> dict[str, Any
     # tests that make test leaves out for their time have no other environment to run in
     command += ["-m", "slow or not slow"]
     begun = time.monotonic()
-    tests = [str(engine.folder / path) for path in engine.tests]
-    outcome = subprocess.run([*command, *extra, *tests], cwd=ROOT, env=environment)
+    outcome = subprocess.run([*command, *extra, *map(str, engine.paths)], cwd=ROOT, env=environment)
     if not report.exists():
         # pytest ended before the first test; it has said why
         return {"exit": outcome.returncode or 1}
@@ -82,6 +113,37 @@ def examine(engine: Engine, python: Path, extra: Sequence[str]) -> dict[str, Any
         **counts,
         "findings": [json.loads(line) for line in lines],
     }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The generated part of the page; what each test found stays in ``findings.json``."""
+    lines = [
+        "| engine | version | start | tests | cost in time | cost in cache memory |",
+        "| --- | --- | --- | ---: | --- | --- |",
+    ]
+    for engine in ENGINES.values():
+        if engine.name not in found:
+            lines.append(f"| {engine.link} | – | {engine.start} | not run | – | – |")
+            continue
+        entry = found[engine.name]
+        rows = [(row["check"], row["result"]) for row in entry["findings"]]
+        costs = ["; ".join(result for check, result in rows if check == kind) for kind in _COST]
+        skipped = f", {entry['skipped']} skipped" if entry["skipped"] else ""
+        passed = f"{entry['tests'] - entry['skipped']} passed{skipped}"
+        cells = [engine.link, entry["version"], engine.start, passed, *(c or "–" for c in costs)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def findings() -> dict[str, Any]:
+    return json.loads(FOUND.read_text(encoding="utf-8"))
+
+
+def rebuilt() -> str:
+    """The page with its generated part made anew."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{table(findings())}\n{END}{after}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,10 +167,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if found["exit"]:
             failed.append(engine.title)
         elif options.write:
-            text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
-            engine.findings.write_text(text, encoding="utf-8")
+            text = json.dumps(findings() | {engine.name: found}, indent=1, ensure_ascii=False)
+            FOUND.write_text(text + "\n", encoding="utf-8")
     if options.write:
-        page.write()
+        PAGE.write_text(rebuilt(), encoding="utf-8")
+        print(f"wrote {PAGE.relative_to(ROOT)}")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return bool(failed)

@@ -8,7 +8,7 @@ import support.triton_interpreter  # isort:skip  (before anything imports triton
 import pytest
 import torch
 
-from gfsa.kernels import tile_access
+from gfsa.kernels import launching
 from support.fused_cases import NAMES, Problem, run
 
 assert support.triton_interpreter
@@ -25,7 +25,7 @@ assert support.triton_interpreter
 def test_the_same_bits(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     expected, _ = run(problem)
-    monkeypatch.setattr(tile_access, "has_copy_engine", lambda x: False)
+    monkeypatch.setattr(launching, "has_copy_engine", lambda x: False)
     torch.manual_seed(0)
     for name, x, y in zip(NAMES, run(problem)[0], expected, strict=True):
         assert torch.equal(x, y), name

@@ -20,7 +20,7 @@ from support.far_strides import PAST_INT32, spread
 
 transformers = pytest.importorskip("transformers")
 
-from gfsa.plugs.adapters.transformers import one_launch  # noqa: E402
+from gfsa.operators import past as cached  # noqa: E402
 
 assert support.triton_interpreter
 
@@ -38,6 +38,7 @@ def problem(
 
 
 @pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize(
     ("batch", "heads", "group", "length", "dim", "masked"),
     [(2, 4, 1, 70, 16, False), (2, 4, 2, 129, 24, True), (1, 2, 2, 1, 8, False)],
@@ -54,6 +55,7 @@ def test_the_new_row_of_the_dense_filter(
     static: bool,
     splits: int,
     degree: int,
+    exclusive: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By one program a head, and by four, of which some have no keys."""
@@ -61,7 +63,12 @@ def test_the_new_row_of_the_dense_filter(
     monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
     q, k, v, coeffs, keys = problem(batch, heads, group, length, dim, masked, degree)
     exact = DenseOperator.from_qk(q.double(), k.double(), keys, is_causal=True)
-    wanted = exact.polynomial(coeffs.double(), v.double())[:, :, -1:]
+    share = torch.randn(heads) if exclusive else None
+    if exclusive:
+        # a token without a direction of its own
+        v[0, 0, -1] = 0.0
+    taken = None if share is None else share.double()
+    wanted = exact.polynomial(coeffs.double(), v.double(), taken)[:, :, -1:]
     powers = exact.apply(v.double())
     # U of the new token is not there yet
     u = powers.float().clone()
@@ -73,7 +80,8 @@ def test_the_new_row_of_the_dense_filter(
         mask = F.pad(keys, (0, 5)) if masked else None
         count = torch.tensor(length)
     given = u if degree == 2 else None
-    y = kernels.decode(q[:, :, -1:], k, v, given, coeffs, mask, count, dim**-0.5)
+    options = (mask, count, dim**-0.5, None, share)
+    y = kernels.decode(q[:, :, -1:], k, v, given, coeffs, *options)
     torch.testing.assert_close(y.double(), wanted, atol=5e-6, rtol=5e-6)
     if degree == 1:
         return
@@ -201,7 +209,7 @@ def test_numbers_of_64_bits_have_code_of_their_own() -> None:
     assert kernels.wide_numbers(small) == ()
     assert kernels.wide_numbers(large) == (False, False, True, False)
     tile = kernels.tile_of(8)
-    common = (2, 8, tile, 0, False, True, False, 1, 2, torch.float32, torch.float32)
+    common = (2, 8, tile, 0, False, True, False, 1, 2, False, torch.float32, torch.float32)
     common = (*common, torch.device("cpu"))
     keys = {kernels._launch(*common, kernels.wide_numbers(x)).key for x in (small, large)}
     assert len(keys) == 2
@@ -275,7 +283,7 @@ def test_inputs_of_a_graph_may_begin_anywhere(degree: int, monkeypatch: pytest.M
         return run(*arguments, **options)
 
     monkeypatch.setattr(kernels, "_run", checked)
-    found = kernels.registered(*off, None, coeffs, None, None, None, None, 0.3)
+    found = kernels.registered(*off, None, coeffs, None, None, None, None, 0.3, False)
     assert torch.equal(found, expected)
     if degree == 2:
         assert torch.equal(off[3], u)
@@ -293,7 +301,7 @@ def test_the_registered_operator(static: bool, degree: int) -> None:
     if static:
         counters = kernels.new_counters(2, torch.device("cpu"))
         count = (torch.tensor(7), counters)
-    arguments = (q[:, :, -1:], k, v, u, *learned, keys, *count, 0.3)
+    arguments = (q[:, :, -1:], k, v, u, *learned, keys, *count, 0.3, False)
     # it has no gradient, and dynamic shapes are those of the cache
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(kernels.registered, arguments, test_utils=checks)
@@ -309,7 +317,7 @@ def test_compiled_decoding_calls_one_operator_a_layer(
     ids = torch.randint(1, 32, (2, 9))
     with torch.no_grad():
         wanted = subject(ids, use_cache=False).logits[:, 5:]
-    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
+    monkeypatch.setattr(cached, "refusal_of_decoding", lambda *_: None)
     graphs: list[Any] = []
 
     def keep(graph: Any, inputs: Any) -> Any:
@@ -363,10 +371,10 @@ def test_a_static_window_before_and_after_it_is_full(
         return run(*arguments, **options)
 
     monkeypatch.setattr(kernels, "_run", counted)
-    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
+    monkeypatch.setattr(cached, "refusal_of_decoding", lambda *_: None)
     if way == "decided once":
-        monkeypatch.setattr(one_launch.attention, "host_time_counts", lambda *_: True)
-        monkeypatch.setattr(one_launch, "_PREPARED", one_launch.DecisionCache())
+        monkeypatch.setattr(cached.attention, "host_time_counts", lambda *_: True)
+        monkeypatch.setattr(cached, "_PREPARED", cached.DecisionCache())
     step = subject
     if way == "compiled":
         torch._dynamo.reset()
@@ -389,7 +397,7 @@ def test_a_static_window_before_and_after_it_is_full(
     assert launched == [end <= 4 for end in range(first, tokens + 1)]
 
 
-def model(kind: str, layers: int = 1, degree: int = 2) -> Any:
+def model(kind: str, layers: int = 1, degree: int = 2, exclusive: bool = False) -> Any:
     torch.manual_seed(0)
     common = {"vocab_size": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     if kind == "gpt2":
@@ -409,14 +417,17 @@ def model(kind: str, layers: int = 1, degree: int = 2) -> Any:
             **common,
         )
         built = transformers.MistralForCausalLM(config)
-    if degree == 1:
-        gfsa.plug(built.eval(), K=None, w0=0.2, w1=0.9)
-    else:
-        gfsa.plug(built.eval(), K=3, w0=0.2, w1=0.9, wK=-0.3)
+    given = {"K": None} if degree == 1 else {"K": 3, "wK": -0.3}
+
+    def make(heads: int) -> gfsa.GFSA:
+        made = gfsa.GFSA(heads, w0=0.2, w1=0.9, **given)
+        return made.exclude(0.7, learn=True) if exclusive else made
+
+    gfsa.plug(built.eval(), filter=make)
     return built
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(("degree", "exclusive"), [(1, False), (2, False), (1, True), (2, True)])
 @pytest.mark.parametrize(
     ("kind", "cache", "beams"),
     [
@@ -428,9 +439,14 @@ def model(kind: str, layers: int = 1, degree: int = 2) -> Any:
     ],
 )
 def test_generation_by_one_launch_a_layer_and_token(
-    kind: str, cache: str, beams: int, degree: int, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    cache: str,
+    beams: int,
+    degree: int,
+    exclusive: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    subject = model(kind, degree=degree)
+    subject = model(kind, degree=degree, exclusive=exclusive)
     ids = torch.randint(1, 32, (2, 5))
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
@@ -457,7 +473,7 @@ def test_generation_by_one_launch_a_layer_and_token(
         return counted
 
     monkeypatch.setattr(kernels, "_run", count("kernel", run))
-    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
+    monkeypatch.setattr(cached, "refusal_of_decoding", lambda *_: None)
     by_kernel = subject.generate(ids, **options)
     assert torch.equal(by_kernel.sequences, by_torch.sequences)
     for got, wanted in zip(by_kernel.scores, by_torch.scores, strict=True):
@@ -494,7 +510,7 @@ def test_layers_share_the_decision_about_a_token(
     }
     wanted = subject.generate(ids, **options)
     counts = {"decided": 0, "launched": 0}
-    serves, run = one_launch._serves, kernels._run
+    serves, run = cached._decoder, kernels._run
 
     def counted(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -503,25 +519,25 @@ def test_layers_share_the_decision_about_a_token(
 
         return call
 
-    monkeypatch.setattr(one_launch, "_serves", counted("decided", serves))
+    monkeypatch.setattr(cached, "_decoder", counted("decided", serves))
     monkeypatch.setattr(kernels, "_run", counted("launched", run))
-    monkeypatch.setattr(one_launch.attention, "host_time_counts", lambda *_: True)
-    monkeypatch.setattr(one_launch, "_PREPARED", one_launch.DecisionCache())
+    monkeypatch.setattr(cached.attention, "host_time_counts", lambda *_: True)
+    monkeypatch.setattr(cached, "_PREPARED", cached.DecisionCache())
     # torch's calls serve on a CPU, and that is remembered as well
     assert torch.equal(subject.generate(ids, **options), wanted)
     # two tokens beside the prompt's; a static cache and a full window have one length
     lengths = 2 if kind == "gpt2" else 1
     assert counts == {"decided": lengths, "launched": 0}
-    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
+    monkeypatch.setattr(cached, "refusal_of_decoding", lambda *_: None)
     assert torch.equal(subject.generate(ids, **options), wanted)
     assert counts == {"decided": lengths, "launched": 0}
-    one_launch._PREPARED.clear()
+    cached._PREPARED.clear()
     assert torch.equal(subject.generate(ids, **options), wanted)
     assert counts == {"decided": 2 * lengths, "launched": 2 * 2}
     # sequences, dtypes and switches are part of what was decided
-    monkeypatch.setattr(one_launch.routes, "DECODES_BY_KERNEL", False)
+    monkeypatch.setattr(cached.routes, "DECODES_BY_KERNEL", False)
     subject.generate(ids, **options)
-    monkeypatch.setattr(one_launch.routes, "DECODES_BY_KERNEL", True)
+    monkeypatch.setattr(cached.routes, "DECODES_BY_KERNEL", True)
     assert counts["decided"] == 3 * lengths
     past = transformers.DynamicCache(config=subject.config)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import gfsa
 from gfsa.kernels import degree_one, routes
 from gfsa.kernels.degree_one import combine_degree_one
-from gfsa.kernels.operator import FusedOperator
+from gfsa.kernels.op import FusedOperator
 from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator
 from support.fused_cases import NAMES, Problem, error
 
@@ -42,31 +42,41 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize("share", [None, 0.7, "per head"])
 @pytest.mark.parametrize("per_head", [False, True])
-def test_agrees_with_the_specification(problem: Problem, per_head: bool) -> None:
+def test_agrees_with_the_specification(
+    problem: Problem, per_head: bool, share: float | str | None
+) -> None:
     q, k, v, coeffs, g = problem.tensors()
+    # a token without a direction of its own
+    v[0, 0, 0] = 0.0
+    exclusive = [torch.randn(problem.heads) if share == "per head" else torch.tensor(share or 0.0)]
     coeffs = coeffs[:, :2] if per_head else torch.tensor([0.3, 0.8])
     mask, options = problem.bool_mask(), {"is_causal": problem.is_causal, "scale": problem.scale}
-    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs, *exclusive[: share is not None])]
     call = AttentionCall(q, k, mask, enable_gqa=problem.key_heads > 0, **options)
-    out = FusedOperator(call).polynomial(coeffs, v)
+    out = FusedOperator(call).polynomial(coeffs, v, *inputs[4:])
     got = [out, *torch.autograd.grad(out, inputs, g)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    out = DenseOperator.from_qk(*exact[:2], mask, **options).polynomial(exact[3], exact[2])
+    dense = DenseOperator.from_qk(*exact[:2], mask, **options)
+    out = dense.polynomial(exact[3], exact[2], *exact[4:])
     expected = [out, *torch.autograd.grad(out, exact, g.double())]
     # the gradient of q vanishes where there is one token, but for the rounding of torch's attention
     rounding = torch.finfo(torch.float32).eps * max(y.norm() for y in expected)
-    for name, x, y in zip(NAMES, got, expected, strict=True):
+    for name, x, y in zip((*NAMES, "da"), got, expected, strict=False):
         assert x.shape == y.shape, name
         most = 2e-6 * max(y.norm(), 1e-3) if y.any() else rounding
         assert (x.double() - y).norm() <= most, name
 
 
+@pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("heads", [1, 3])
-def test_a_filter_learns_by_the_kernels(heads: int) -> None:
+def test_a_filter_learns_by_the_kernels(heads: int, exclusive: bool) -> None:
     """The coefficients and θ's gradient by kernels are those that torch works out."""
     q, k, v, _, g = Problem(3, heads, 70, 16, is_causal=True, projected=True).tensors()
     layer = gfsa.GFSA(heads, K=None, w0=0.2, w1=0.7)
+    if exclusive:
+        layer.exclude(0.6, learn=True)
     assert layer.degree == 1
     inputs = [x.requires_grad_() for x in (q, k, v)] + [layer.theta]
     results = []
@@ -96,6 +106,22 @@ def test_attention_at_initialisation_has_attentions_bits(dtype: torch.dtype) -> 
         results.append([y.detach(), *torch.autograd.grad(y, inputs, g)])
     for name, mine, plain in zip(NAMES, *results, strict=False):
         assert torch.equal(mine, plain), name
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-25, 1e25, float("inf")])
+def test_a_token_without_a_direction_keeps_what_it_gathered(size: float) -> None:
+    """Where the square of v is 0 or not finite, p is 0, in the gradient too."""
+    v, u, g = torch.randn(3, 1, 1, 40, 16)
+    v[0, 0, 3] = size
+    coeffs = torch.tensor([[0.5, 0.9, 0.8]])
+    results = []
+    for numbers, exclusive in ((coeffs, True), (coeffs[:, :2].contiguous(), False)):
+        inputs = [x.clone().requires_grad_() for x in (v, u, numbers)]
+        out = combine_degree_one(*inputs, exclusive)
+        results.append([out, *torch.autograd.grad(out, inputs[:2], g)])
+    for mine, plain in zip(*results, strict=True):
+        assert torch.equal(mine[0, 0, 3], plain[0, 0, 3])
+        assert not torch.equal(mine[0, 0, 4], plain[0, 0, 4])
 
 
 def test_rounded_once() -> None:
@@ -128,7 +154,9 @@ def test_any_layout(layout: str) -> None:
 def test_operator_registration() -> None:
     v, u = torch.randn(2, 2, 20, 3, 16).transpose(2, 3).unbind(0)
     inputs = [x.requires_grad_() for x in (v, u, torch.randn(3, 2))]
-    torch.library.opcheck(degree_one.forward, tuple(inputs))
+    torch.library.opcheck(degree_one.forward, (*inputs, False))
+    inputs[2] = torch.randn(3, 3, requires_grad=True)
+    torch.library.opcheck(degree_one.forward, (*inputs, True))
 
 
 def test_compiled_whole() -> None:

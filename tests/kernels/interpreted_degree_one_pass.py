@@ -7,7 +7,6 @@ import support.triton_interpreter  # isort:skip  (before anything imports triton
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import gfsa
-from gfsa.kernels import one_pass, tile_access
-from gfsa.kernels.layout import copyable_by_tile, empty_like
-from gfsa.kernels.one_pass import Tiles, filter_once
-from gfsa.kernels.problem import Options
+from gfsa.kernels import launching, one_pass, op
+from gfsa.kernels.launching import Options, Saved, copyable_by_tile, empty_like
+from gfsa.kernels.one_pass import Tiles
+from gfsa.kernels.op import filter_attention, run_forward
 from gfsa.kernels.routes import Kernels
 from gfsa.operators import DenseOperator
 from support.fused_cases import Problem, error
@@ -38,32 +37,37 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def run(problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
+def run(problem: Problem, exclusive: bool = False) -> tuple[list[Tensor], list[Tensor]]:
     """The output and the logsumexps to base 2, by the kernel and in float64."""
     q, k, v, coeffs, _ = problem.tensors()
     scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
-    coeffs = coeffs[:, :2].contiguous()
-    out, _, lse = one_pass._run(
-        q, k, v, coeffs, None, Options(scale, problem.is_causal), "one_pass", keeps=False
-    )
+    if not exclusive:
+        coeffs = coeffs[:, :2].contiguous()
+    options = Options(scale, problem.is_causal, exclusive=exclusive)
+    out, u, lse = run_forward("one_pass", q, k, v, coeffs, None, None, options, "hopper")
     q, k, v, coeffs = (x.double() for x in (q, k, v, coeffs))
     operator = DenseOperator.from_qk(q, k, None, problem.is_causal, scale)
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
     if problem.is_causal:
         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
     exact = scores.logsumexp(-1) / math.log(2)
-    return [out, lse[:, :, 0, : q.shape[2]]], [operator.polynomial(coeffs, v), exact]
+    share = coeffs[:, 2] if exclusive else None
+    got = [out, lse[:, :, 0, : q.shape[2]], u]
+    return got, [operator.polynomial(coeffs[:, :2], v, share), exact, operator.apply(v)]
 
 
 def agrees(got: list[Tensor], expected: list[Tensor]) -> None:
     for x, y in zip(got, expected, strict=True):
-        assert x.shape == y.shape
-        assert (x.double() - y).norm() <= 2e-6 * max(y.norm(), 1e-3)
+        # A·V is kept for the exclusive term alone
+        if x.numel():
+            assert x.shape == y.shape
+            assert (x.double() - y).norm() <= 2e-6 * max(y.norm(), 1e-3)
 
 
+@pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_agrees_with_the_specification(problem: Problem) -> None:
-    agrees(*run(problem))
+def test_agrees_with_the_specification(problem: Problem, exclusive: bool) -> None:
+    agrees(*run(problem, exclusive))
 
 
 def test_one_token() -> None:
@@ -90,7 +94,7 @@ def test_tiles_of_any_size(is_causal: bool) -> None:
 def test_on_a_gpu_without_a_copy_engine(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     """By addresses instead of descriptors the kernels give the same bits."""
     expected, _ = run(problem)
-    monkeypatch.setattr(tile_access, "has_copy_engine", lambda x: False)
+    monkeypatch.setattr(launching, "has_copy_engine", lambda x: False)
     torch.manual_seed(0)
     for x, y in zip(run(problem)[0], expected, strict=True):
         assert torch.equal(x, y)
@@ -120,20 +124,23 @@ def dense_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient, whose kernels no interpreter runs, by the specification."""
 
     def backward(
-        g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+        g: Tensor, saved: Saved, options: Options
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        _, _, _, coeffs, _, (scale, is_causal, _) = rest
+        q, k, v, u, _, _, coeffs, _, _ = saved
+        scale, is_causal, _, exclusive = options
+        assert bool(u.numel()) == exclusive
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v, coeffs)]
             operator = DenseOperator.from_qk(*inputs[:2], None, is_causal, scale)
-            y = operator.polynomial(inputs[3], inputs[2])
+            share = inputs[3][:, 2] if exclusive else None
+            y = operator.polynomial(inputs[3][:, :2], inputs[2], share)
         dq, dk, dv, dc = torch.autograd.grad(y, inputs, g)
         like = [empty_like(x).copy_(dx) for x, dx in ((q, dq), (k, dk), (v, dv))]
-        return *like, dc[:, :2, None].contiguous()
+        return *like, dc[:, : 2 + exclusive, None].contiguous()
 
     decided = Kernels("one_pass", "hopper")
-    monkeypatch.setitem(one_pass.GRADIENT, "hopper", backward)
-    monkeypatch.setattr(one_pass, "kernels_of", lambda situation: decided)
+    monkeypatch.setitem(op.GRADIENT, "hopper once", backward)
+    monkeypatch.setattr(op, "kernels_of", lambda situation: decided)
 
 
 @pytest.mark.usefixtures("dense_gradient")
@@ -145,7 +152,9 @@ def test_a_filter_learns() -> None:
     options = Options(0.25, is_causal=True)
 
     def eager(q: Tensor, k: Tensor, v: Tensor, theta: Tensor) -> Tensor:
-        return filter_once(q, k, v, layer.polynomial_coefficients(), None, options)
+        return filter_attention(
+            q, k, v, layer.polynomial_coefficients(), None, None, options, once=True
+        )
 
     def dense(q: Tensor, k: Tensor, v: Tensor, theta: Tensor) -> Tensor:
         return layer(DenseOperator.from_qk(q, k, None, True, 0.25), v)
@@ -162,16 +171,18 @@ def test_a_filter_learns() -> None:
 @pytest.mark.usefixtures("dense_gradient")
 def test_operator_registration() -> None:
     q, k, v = torch.randn(3, 1, 20, 2, 16).transpose(2, 3).unbind(0)
-    inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(2, 2))]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    arguments = (*inputs, None, True, 0.25, False)
-    torch.library.opcheck(one_pass.forward, arguments, test_utils=checks)
+    for exclusive in (False, True):
+        coeffs = torch.randn(2, 2 + exclusive)
+        inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+        arguments = (*inputs, None, None, 0.25, True, 0.0, exclusive, True, "hopper")
+        torch.library.opcheck(op.forward, arguments, test_utils=checks)
 
 
 @pytest.mark.usefixtures("dense_gradient")
 def test_no_second_derivative_in_silence() -> None:
     inputs = [x.requires_grad_() for x in (*torch.randn(3, 1, 1, 16, 16), torch.rand(1, 2))]
-    out = filter_once(*inputs, None, Options(0.25))
+    out = filter_attention(*inputs, None, None, Options(0.25), once=True)
     (dq,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(dq.sum(), inputs[:1])

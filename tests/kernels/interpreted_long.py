@@ -12,11 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import gfsa
 from gfsa.filters import PartialPolynomial
-from gfsa.kernels import autograd, coefficients
-from gfsa.kernels.autograd import filter_attention
-from gfsa.kernels.long import tile_sizes
-from gfsa.kernels.operator import FusedOperator
-from gfsa.kernels.problem import Options
+from gfsa.kernels import coefficients, op, two_pass
+from gfsa.kernels.launching import Options
+from gfsa.kernels.op import FusedOperator, filter_attention
 from gfsa.operators import AttentionCall, Coefficients, DenseOperator, SDPAOperator
 from support.far_strides import PAST_INT32, spread
 from support.fused_cases import NAMES, MaskKind, Problem, error, run
@@ -24,11 +22,11 @@ from support.fused_cases import NAMES, MaskKind, Problem, error, run
 assert support.triton_interpreter
 
 SMALL = {
-    "attend": tile_sizes.Tiles(32, 16, 4, 2),
-    "combine": tile_sizes.Tiles(16, 32, 4, 2),
-    "grad_first_pass": tile_sizes.Tiles(32, 16, 4, 2),
-    "grad_keys": tile_sizes.Tiles(32, 16, 4, 2),
-    "grad_queries": tile_sizes.Tiles(16, 32, 4, 2),
+    "attend": two_pass.Tiles(32, 16, 4, 2),
+    "combine": two_pass.Tiles(16, 32, 4, 2),
+    "grad_first_pass": two_pass.Tiles(32, 16, 4, 2),
+    "grad_keys": two_pass.Tiles(32, 16, 4, 2),
+    "grad_queries": two_pass.Tiles(16, 32, 4, 2),
 }
 
 
@@ -37,9 +35,9 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that a short sequence takes several, also of unequal sizes."""
     torch.manual_seed(0)
     for name, tiles in SMALL.items():
-        monkeypatch.setitem(tile_sizes.TILES, name, {128: tiles})
-    monkeypatch.setattr(tile_sizes, "TALL_FROM", {})
-    monkeypatch.setattr(tile_sizes, "CAUSAL", {})
+        monkeypatch.setitem(two_pass.TILES, name, {128: tiles})
+    monkeypatch.setattr(two_pass, "TALL_FROM", {})
+    monkeypatch.setattr(two_pass, "CAUSAL_TILES", {})
 
 
 @pytest.mark.parametrize(
@@ -140,7 +138,7 @@ def test_operator_registration() -> None:
     inputs = [x.requires_grad_() for x in problem.tensors()[:4]]
     mask = torch.rand(1, 1, 1, 18) < 0.8
     seed = torch.tensor([3])
-    torch.library.opcheck(autograd.forward, (*inputs, mask, seed, 0.1, True, 0.25))
+    torch.library.opcheck(op.forward, (*inputs, mask, seed, 0.25, True, 0.1, False, False, ""))
 
 
 def test_compiled_whole() -> None:

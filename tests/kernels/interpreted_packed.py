@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gfsa.filters import GFSA
-from gfsa.kernels.long import tile_sizes
-from gfsa.kernels.operator import FusedOperator
+from gfsa.kernels import two_pass
+from gfsa.kernels.op import FusedOperator
 from gfsa.operators import AttentionCall, DenseOperator, Visibility
 from support.fused_cases import NAMES, error
 from support.packed_cases import Packed, run
@@ -19,11 +19,11 @@ assert support.triton_interpreter
 
 # of unequal sizes, so that a border is inside of a tile of one kernel and beside one of another
 SMALL = {
-    "attend": tile_sizes.Tiles(32, 16, 4, 2),
-    "combine": tile_sizes.Tiles(16, 32, 4, 2),
-    "grad_first_pass": tile_sizes.Tiles(32, 16, 4, 2),
-    "grad_keys": tile_sizes.Tiles(16, 32, 4, 2),
-    "grad_queries": tile_sizes.Tiles(32, 16, 4, 2),
+    "attend": two_pass.Tiles(32, 16, 4, 2),
+    "combine": two_pass.Tiles(16, 32, 4, 2),
+    "grad_first_pass": two_pass.Tiles(32, 16, 4, 2),
+    "grad_keys": two_pass.Tiles(16, 32, 4, 2),
+    "grad_queries": two_pass.Tiles(32, 16, 4, 2),
 }
 
 
@@ -31,9 +31,9 @@ SMALL = {
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     for name, tiles in SMALL.items():
-        monkeypatch.setitem(tile_sizes.TILES, name, {128: tiles})
-    for table in ("CAUSAL", "PACKED"):
-        monkeypatch.setattr(tile_sizes, table, {})
+        monkeypatch.setitem(two_pass.TILES, name, {128: tiles})
+    for table in ("CAUSAL_TILES", "PACKED_TILES"):
+        monkeypatch.setattr(two_pass, table, {})
 
 
 @pytest.mark.parametrize(

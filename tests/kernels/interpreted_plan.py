@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from gfsa.kernels.sweep.plan import NUMBERS, plan_blocks
+from gfsa.kernels.sweep import NUMBERS, plan_blocks
 from gfsa.operators import Visibility
 from support.sweep_plan import HALF, ROWS, plan_of
 

@@ -8,7 +8,7 @@ import support.triton_interpreter  # isort:skip  (before anything imports triton
 import pytest
 import torch
 
-from gfsa.kernels import autograd, one_pass, routes
+from gfsa.kernels import op, routes
 from gfsa.kernels.routes import Hardware
 from support.route_cases import CASES, FORWARD, HOPPER_CASES, Case, check
 
@@ -26,5 +26,5 @@ def test_what_is_said_is_what_runs(case: Case, monkeypatch: pytest.MonkeyPatch) 
 def test_every_route_has_a_case_and_kernels() -> None:
     names = {route.name for route in routes.ROUTES}
     assert {case.route for case in (*CASES, *HOPPER_CASES)} == names == set(FORWARD)
-    own = {*autograd.FORWARD, *one_pass.FORWARD, "around_torch"}
+    own = {*op.FORWARD, "around_torch"}
     assert own == names

@@ -109,8 +109,8 @@ def saved_bytes(graph: fx.Graph) -> int:
     ("kind", "K", "name"),
     [
         ("qwen3", 3, "filter_attention"),
-        ("gpt2", None, "filter_once"),
-        pytest.param("qwen3", None, "filter_once", marks=pytest.mark.slow),
+        ("gpt2", None, "filter_attention"),
+        pytest.param("qwen3", None, "filter_attention", marks=pytest.mark.slow),
         pytest.param("gpt2", 3, "filter_attention", marks=pytest.mark.slow),
     ],
 )

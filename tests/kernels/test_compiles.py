@@ -21,27 +21,26 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from gfsa.kernels import (  # noqa: E402
+    coefficients,
     decode,
     degree_one,
-    elementwise,
+    hopper,
+    launching,
     one_pass,
-    problem,
     routes,
+    short,
+    sweep,
+    two_pass,
 )
-from gfsa.kernels.hopper import backward_path, degree_one_path  # noqa: E402
-from gfsa.kernels.long import backward, forward, tile_sizes  # noqa: E402
-from gfsa.kernels.short import launch as short  # noqa: E402
-from gfsa.kernels.sweep import degree_one_path as sweep_once  # noqa: E402
-from gfsa.kernels.sweep import launch as sweep  # noqa: E402
-from gfsa.kernels.sweep import order, plan  # noqa: E402
+from gfsa.kernels import one_pass as sweep_once  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 KERNELS = {
-    "attend": forward.attend,
-    "combine": forward.combine,
-    "grad_first_pass": backward.grad_first_pass,
-    "grad_keys": backward.grad_keys,
-    "grad_queries": backward.grad_queries,
+    "attend": two_pass.attend,
+    "combine": two_pass.combine,
+    "grad_first_pass": two_pass.grad_first_pass,
+    "grad_keys": two_pass.grad_keys,
+    "grad_queries": two_pass.grad_queries,
 }
 # what Triton calls the types of arguments that are no tiles
 TYPES = {
@@ -106,7 +105,7 @@ def address(number: str = "bf16") -> tuple[str, ...]:
 @pytest.mark.parametrize("name", KERNELS)
 def test_passes(name: str, spans: bool) -> None:
     """The kernels of any length take no more registers than there are."""
-    tiles = tile_sizes.tiles(name, 64, 1024, spans, False, spans)
+    tiles = two_pass.tiles(name, 64, 1024, spans, False, spans)
     kernel = KERNELS[name]
     sides = {"_rows": tiles.rows, "_cols": tiles.cols}
     described = {
@@ -116,7 +115,7 @@ def test_passes(name: str, spans: bool) -> None:
     }
     constants = {
         "D": 64, "BM": tiles.rows, "BN": tiles.cols, "STAGES": tiles.stages, "CAUSAL": spans,
-        "MASK": problem.SPANS if spans else problem.NO_MASK, "DROPOUT": False, "group": 1,
+        "MASK": launching.SPANS if spans else launching.NO_MASK, "DROPOUT": False, "group": 1,
     }  # fmt: skip
     if spans:
         described["mask"] = "*i32"
@@ -153,7 +152,7 @@ def variants() -> list[Any]:
 @pytest.mark.parametrize(("name", "capability", "dim", "causal"), variants())
 def test_passes_on_other_gpus(name: str, capability: int, dim: int, causal: bool) -> None:
     """Loads run ahead there as well, there is room for them, and little spills."""
-    tiles = tile_sizes.tiles(name, dim, 1024, causal, False)
+    tiles = two_pass.tiles(name, dim, 1024, causal, False)
     kernel = KERNELS[name]
     sides = {"_rows": tiles.rows, "_cols": tiles.cols}
     described: dict[str, Any] = {
@@ -176,7 +175,8 @@ def test_passes_on_other_gpus(name: str, capability: int, dim: int, causal: bool
     assert ahead in compiled.asm["ptx"]
 
 
-def test_degree_one_in_one_pass() -> None:
+@pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
+def test_degree_one_in_one_pass(exclusive: bool) -> None:
     kernel = one_pass.attend_once
     tiles = one_pass.tiles(1024, True)
     described: dict[str, Any] = dict.fromkeys(["q_in", "v_in"], "*bf16")
@@ -187,7 +187,7 @@ def test_degree_one_in_one_pass() -> None:
             described[argument] = f"tensordesc<bf16[1, 1, {rows}, 64]>"
     constants = {
         "UNITS": 8, "D": 64, "BM": tiles.rows, "BN": tiles.cols, "STAGES": tiles.stages,
-        "POWERS": 2, "CAUSAL": True, "group": 1,
+        "POWERS": 2, "CAUSAL": True, "KEEPS": exclusive, "EXCLUSIVE": exclusive, "group": 1,
     }  # fmt: skip
     compiled, usage = compile_for(HOPPER, ASTSource, kernel, described, constants, tiles.warps)
     print(usage)
@@ -198,9 +198,11 @@ def test_degree_one_in_one_pass() -> None:
 
 @pytest.mark.parametrize("capability", [80, 89])
 def test_around_attention_on_older_gpus(capability: int) -> None:
-    kernel = elementwise.combine_degree_one
+    kernel = degree_one.combine_around
     described = {name: address() for name in kernel.arg_names if name.endswith("_rows")}
-    constants = {"BM": degree_one.ROWS, "D": 128, "POWERS": 2, "GROUP": 4}
+    constants = {
+        "BM": degree_one.ROWS, "D": 128, "POWERS": 3, "GROUP": 4, "EXCLUSIVE": True,
+    }  # fmt: skip
     target = GPUTarget("cuda", capability, 32)
     compiled, usage = compile_for(target, ASTSource, kernel, described, constants, 4)
     print(capability, usage)
@@ -209,6 +211,7 @@ def test_around_attention_on_older_gpus(capability: int) -> None:
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
 
 
+@pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
 @pytest.mark.parametrize(
     ("degree", "dim", "number", "registers", "stack"),
     [
@@ -223,7 +226,9 @@ def test_around_attention_on_older_gpus(capability: int) -> None:
         (2, 256, "fp32", 255, 0),
     ],
 )
-def test_a_decoded_token(degree: int, dim: int, number: str, registers: int, stack: int) -> None:
+def test_a_decoded_token(
+    degree: int, dim: int, number: str, registers: int, stack: int, exclusive: bool
+) -> None:
     """A program keeps its sums in registers, and works while the next keys are on their way."""
     types = {
         **dict.fromkeys(["q_in", "k_in", "v_in", "u_rows", "y_out"], f"*{number}"),
@@ -235,6 +240,7 @@ def test_a_decoded_token(degree: int, dim: int, number: str, registers: int, sta
     constants = {
         "D": dim, "WIDTH": dim, "BN": tile.keys, "LEARNED": degree + 1, "BY_HEAD": False,
         "MASK": True, "ON_DEVICE": True, "SPLITS": 16, "STAGES": tile.stages, "DEGREE": degree,
+        "EXCLUSIVE": exclusive,
     }  # fmt: skip
     kernel = decode.decode_token
     compiled, usage = compile_for(HOPPER, ASTSource, kernel, types, constants, tile.warps)
@@ -255,16 +261,20 @@ def test_a_decoded_token(degree: int, dim: int, number: str, registers: int, sta
     assert barrier > max(i for i, line in enumerate(written) if "st.global" in line)
 
 
-def test_steps_around_attention() -> None:
+@pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_steps_around_attention(dim: int, exclusive: bool) -> None:
+    shape, device = torch.Size((1, 4, 1024, dim)), torch.device("meta")
     for name, (kernel, tensors) in degree_one._KERNELS.items():
+        launch = degree_one._launch(name, shape, 1, 3, torch.bfloat16, device, exclusive)
         names = kernel.function.arg_names
         described = {
-            argument: f"tensordesc<bf16[1, 1, {degree_one.ROWS}, 128]>"
+            argument: f"tensordesc<bf16{list(launch.blocks[0])}>"
             for argument in names
             if argument.endswith("_rows")
         }
         assert len(described) == tensors
-        constants = {"BM": degree_one.ROWS, "D": 128, "POWERS": 3, "GROUP": 4}
+        constants = dict(zip(names[-len(launch.constants) :], launch.constants, strict=True))
         usage = compile_for_hopper(ASTSource, kernel.function, described, constants, 4)
         print(name, usage)
         assert "STACK:0 " in usage
@@ -272,7 +282,7 @@ def test_steps_around_attention() -> None:
 
 @pytest.mark.parametrize("name", ["fold", "unfold", "add_parts"])
 def test_coefficients(name: str) -> None:
-    kernel = getattr(elementwise, name)
+    kernel = getattr(coefficients, name)
     constants = {"L": 2, "LANES": 16, "ROWS": 16, "BLOCK": 4096, "POWERS": 2, "GIVEN": 3}
     constants = {each: value for each, value in constants.items() if each in kernel.arg_names}
     numbers = ["theta", "base", "basis", "dc", "dtheta", "parts_in", "total_out"]
@@ -303,8 +313,7 @@ def test_short(length: int, mask: int, dropout: bool, most_stack: tuple[int, int
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    from gfsa.kernels.short.backward import grad_short
-    from gfsa.kernels.short.forward import filter_short
+    from gfsa.kernels.gluon_short import filter_short, grad_short
 
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     options = {"CAUSAL": length == 256, "MASK": mask, "DROPOUT": dropout, "group": 1}
@@ -333,10 +342,10 @@ def test_short(length: int, mask: int, dropout: bool, most_stack: tuple[int, int
 @pytest.mark.parametrize(
     ("dim", "mask", "most_stack"),
     [
-        (64, problem.NO_MASK, 0),
-        (64, problem.SPANS, 0),
-        (128, problem.NO_MASK, 32),
-        pytest.param(128, problem.SPANS, 32, marks=pytest.mark.slow),
+        (64, launching.NO_MASK, 0),
+        (64, launching.SPANS, 0),
+        (128, launching.NO_MASK, 32),
+        pytest.param(128, launching.SPANS, 32, marks=pytest.mark.slow),
     ],
 )
 def test_one_causal_sweep(dim: int, mask: int, most_stack: int) -> None:
@@ -365,7 +374,7 @@ def test_one_causal_sweep(dim: int, mask: int, most_stack: int) -> None:
     assert all(loop.count("MUFU.EX2") == 32 * sweep.PARTS[dim] + 2 for loop in loops)
     # the assembler runs products one by one where it cannot prove that their registers are free:
     # it then waits once for each of them
-    assert len(re.findall(wait, sass)) <= (16 if mask == problem.NO_MASK else 18)
+    assert len(re.findall(wait, sass)) <= (16 if mask == launching.NO_MASK else 18)
     # two warpgroups, and the warps that load and store U
     assert releases(compiled.asm["ptx"]) == ["bar.sync", "bar.sync", *["bar.warp.sync"] * 2]
 
@@ -376,7 +385,7 @@ def test_plan_of_a_causal_sweep() -> None:
         "LOOKED_AT": sweep.LOOKED_AT, "WINDOWS": sweep.WINDOWS, "FLAGS": sweep.FLAGS,
     }  # fmt: skip
     pointers = {"spans": "*i32", "flags": "*i32"}
-    usage = compile_for_hopper(ASTSource, plan.plan_blocks, pointers, constants, 8)
+    usage = compile_for_hopper(ASTSource, sweep.plan_blocks, pointers, constants, 8)
     print(usage)
     assert "STACK:0 " in usage
 
@@ -384,21 +393,24 @@ def test_plan_of_a_causal_sweep() -> None:
 @pytest.mark.skipif(
     routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
 )
+@pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
 @pytest.mark.parametrize(
     ("dim", "mask", "most_stack"),
     [
-        (64, problem.NO_MASK, 0),
-        (64, problem.SPANS, 0),
-        pytest.param(128, problem.NO_MASK, 0, marks=pytest.mark.slow),
-        pytest.param(128, problem.SPANS, 8, marks=pytest.mark.slow),
+        (64, launching.NO_MASK, 0),
+        (64, launching.SPANS, 0),
+        pytest.param(128, launching.NO_MASK, 0, marks=pytest.mark.slow),
+        pytest.param(128, launching.SPANS, 16, marks=pytest.mark.slow),
     ],
 )
-def test_degree_one_in_one_causal_sweep(dim: int, mask: int, most_stack: int) -> None:
+def test_degree_one_in_one_causal_sweep(
+    dim: int, mask: int, most_stack: int, exclusive: bool
+) -> None:
     """Nothing spills in a loop, and the softmax runs beside a product."""
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    kernel, tiles = sweep_once.kernel().function, sweep_once.TILES
+    kernel, tiles = sweep_once.sweep_kernel().function, sweep_once.SWEEP_TILES
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     types = {
         name: f"tensordesc<bf16[1, 1, {rows}, {dim}],{layout!r}>"
@@ -408,9 +420,11 @@ def test_degree_one_in_one_causal_sweep(dim: int, mask: int, most_stack: int) ->
         }.items()
     }
     types |= {"counter": "*i32", "mask": "*i32"}
+    natural = dim == 128 and mask == launching.NO_MASK
     constants = {
         "D": dim, "TILE": tiles.keys, "STAGES": tiles.stages, "POWERS": 3,
-        "KEEPS": dim == 128 and mask == problem.NO_MASK, "MASK": mask, "group": 1,
+        "KEEPS": natural or exclusive, "NATURAL": natural, "MASK": mask, "EXCLUSIVE": exclusive,
+        "group": 1,
     }  # fmt: skip
     compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, types, constants, 4)
     print(dim, mask, usage)
@@ -435,9 +449,11 @@ def releases(ptx: str) -> list[str]:
 
     Without it a warp could read an item's number after the next one is written there.
     """
-    lines = inspect.getsourcelines(order.done_with.fn)
+    from gfsa.kernels import gluon_sweep
+
+    lines = inspect.getsourcelines(gluon_sweep.done_with.fn)
     within = range(lines[1], lines[1] + len(lines[0]))
-    file = re.search(r'\.file\s+(\d+) "[^"]*sweep/order\.py"', ptx)[1]
+    file = re.search(r'\.file\s+(\d+) "[^"]*gluon_sweep\.py"', ptx)[1]
     found, here, last = [], False, ""
     for line in ptx.splitlines():
         place = re.match(r"\s*\.loc\s+(\d+) (\d+)", line)
@@ -465,18 +481,18 @@ def disassembled(cubin: bytes) -> str:
 @pytest.mark.parametrize(
     ("width", "used", "mask", "causal"),
     [
-        (64, 64, problem.NO_MASK, True),
-        (64, 64, problem.SPANS, True),
-        pytest.param(64, 64, problem.NO_MASK, False, marks=pytest.mark.slow),
-        pytest.param(64, 64, problem.KEY_MASK, True, marks=pytest.mark.slow),
-        pytest.param(128, 128, problem.NO_MASK, True, marks=pytest.mark.slow),
-        pytest.param(128, 128, problem.NO_MASK, False, marks=pytest.mark.slow),
-        pytest.param(128, 128, problem.SPANS, True, marks=pytest.mark.slow),
-        pytest.param(128, 80, problem.KEY_MASK, True, marks=pytest.mark.slow),
-        pytest.param(128, 96, problem.NO_MASK, False, marks=pytest.mark.slow),
+        (64, 64, launching.NO_MASK, True),
+        (64, 64, launching.SPANS, True),
+        pytest.param(64, 64, launching.NO_MASK, False, marks=pytest.mark.slow),
+        pytest.param(64, 64, launching.KEY_MASK, True, marks=pytest.mark.slow),
+        pytest.param(128, 128, launching.NO_MASK, True, marks=pytest.mark.slow),
+        pytest.param(128, 128, launching.NO_MASK, False, marks=pytest.mark.slow),
+        pytest.param(128, 128, launching.SPANS, True, marks=pytest.mark.slow),
+        pytest.param(128, 80, launching.KEY_MASK, True, marks=pytest.mark.slow),
+        pytest.param(128, 96, launching.NO_MASK, False, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("name", backward_path.TILES)
+@pytest.mark.parametrize("name", hopper.TILES)
 def test_backward_for_hopper(name: str, width: int, used: int, mask: int, causal: bool) -> None:
     """Nothing spills, and products run while something else is computed."""
     compiled, usage = compile_backward(name, width, used, mask, causal=causal)
@@ -501,7 +517,7 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int, causal
 )
 def test_backward_for_hopper_that_adds_up_dq(number: str, causal: bool, most_stack: int) -> None:
     """Little spills, and four numbers are added at a time."""
-    given = ("grad_keys", 128, 128, problem.NO_MASK, number)
+    given = ("grad_keys", 128, 128, launching.NO_MASK, number)
     compiled, usage = compile_backward(*given, with_queries=True, causal=causal)
     print(number, causal, usage)
     assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most_stack
@@ -518,8 +534,8 @@ def test_backward_for_hopper_that_adds_up_dq(number: str, causal: bool, most_sta
 def test_launches_for_hopper_have_every_argument(with_queries: bool) -> None:
     """Tiles, then pointers, numbers and constants, in the order of the kernel's arguments."""
     q = torch.empty(4, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
-    call = problem.problem_of(q, q, None, problem.Options(0.1, True))
-    launches = backward_path._launches(call, with_queries)
+    call = launching.problem_of(q, q, None, launching.Options(0.1, True))
+    launches = hopper._launches(call, with_queries)
     pointers = {"grad_first_pass": 4, "grad_keys": 3, "grad_queries": 4, "finish_queries": 1}
     for name, launch in launches.items():
         rest = launch.kernel.function.arg_names[len(launch.blocks) + pointers[name] :]
@@ -542,11 +558,11 @@ def compile_backward(
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    tiles = backward_path.TILES[name][width]
-    kernel = backward_path._kernels().by_name[name].function
+    tiles = hopper.TILES[name][width]
+    kernel = hopper._kernels().by_name[name].function
     described = {}
     for argument in kernel.arg_names:
-        block = backward_path.block_of(argument, tiles, width)
+        block = hopper.block_of(argument, tiles, width)
         if block is not None:
             kind, bits = ("fp32", 32) if block[2] == 1 else (number, 16)
             layout = NVMMASharedLayout(128 if bits == 16 else 0, bits, 4)
@@ -557,9 +573,9 @@ def compile_backward(
     }  # fmt: skip
     if name == "grad_keys":
         constants["WITH_QUERIES"] = with_queries
-    if mask == problem.SPANS:
+    if mask == launching.SPANS:
         described["mask"] = "*i32"
-    most = backward_path.REGISTERS.get((name, width, mask))
+    most = hopper.REGISTERS.get((name, width, mask))
     options = {} if most is None else {"maxnreg": most}
     return compile_for(HOPPER, GluonASTSource, kernel, described, constants, tiles.warps, **options)
 
@@ -567,28 +583,29 @@ def compile_backward(
 @pytest.mark.skipif(
     routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
 )
-@pytest.mark.parametrize("mask", [problem.NO_MASK, problem.SPANS])
+@pytest.mark.parametrize("mask", [launching.NO_MASK, launching.SPANS])
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", degree_one_path.KERNELS)
-def test_degree_one_for_hopper(name: str, dim: int, mask: int) -> None:
+@pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
+@pytest.mark.parametrize("name", one_pass.HOPPER_KERNELS)
+def test_degree_one_for_hopper(name: str, exclusive: bool, dim: int, mask: int) -> None:
     """Nothing spills, narrow programs share a multiprocessor, and products run beside the rest."""
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    from gfsa.kernels.hopper import degree_one as kernels
+    from gfsa.kernels import gluon_hopper_once as kernels
 
-    tiles = degree_one_path.TILES
+    tiles = one_pass.HOPPER_TILES
     kernel = getattr(kernels, name)
     described = {}
     for argument in kernel.arg_names:
-        block = backward_path.block_of(argument, tiles, dim)
+        block = hopper.block_of(argument, tiles, dim)
         if block is not None:
             number, bits = ("fp32", 32) if block[2] == 1 else ("bf16", 16)
             layout = NVMMASharedLayout(128 if bits == 16 else 0, bits, 4)
             described[argument] = f"tensordesc<{number}{list(block)},{layout!r}>"
     constants = {
         "D": dim, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True,
-        "POWERS": 3, "MASK": mask, "group": 1,
+        "POWERS": 3, "MASK": mask, "EXCLUSIVE": exclusive, "group": 1,
     }  # fmt: skip
     described["mask"] = "*i32"
     compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, described, constants, tiles.warps)

@@ -16,14 +16,13 @@ pytest.importorskip("triton")
 import gfsa
 from gfsa.functional import graph_filter_attention
 from gfsa.kernels import (
-    autograd,
     degree_one,
-    one_pass,
+    op,
     routes,
 )
-from gfsa.kernels.autograd import filter_attention, kernels_for, run_backward, run_forward
-from gfsa.kernels.problem import Options, Saved
-from gfsa.operators import AttentionOperator
+from gfsa.kernels.launching import Options, Saved
+from gfsa.kernels.op import filter_attention, kernels_for, run_backward, run_forward
+from gfsa.operators import AttentionOperator, DenseOperator
 from support.far_strides import spread
 from support.fused_cases import NAMES, Problem, attention_errors, error, run
 from support.route_cases import CASES, HOPPER_CASES, Case, check
@@ -308,14 +307,19 @@ def test_degree_one_compiled(length: int) -> None:
 
 def test_degree_one_registration() -> None:
     v, u = torch.randn(2, 2, 300, 4, 64, device="cuda", dtype=BF16).transpose(2, 3).unbind(0)
-    inputs = [x.requires_grad_() for x in (v, u, torch.randn(4, 2, device="cuda"))]
-    torch.library.opcheck(degree_one.forward, tuple(inputs))
+    for exclusive in (False, True):
+        coeffs = torch.randn(4, 2 + exclusive, device="cuda")
+        inputs = [x.requires_grad_() for x in (v, u, coeffs)]
+        torch.library.opcheck(degree_one.forward, (*inputs, exclusive))
 
 
 def test_degree_one_pass_registration() -> None:
     tokens = torch.randn(3, 2, 300, 4, 64, device="cuda", dtype=BF16).transpose(2, 3).unbind(0)
-    inputs = [x.requires_grad_() for x in (*tokens, torch.randn(4, 2, device="cuda"))]
-    torch.library.opcheck(one_pass.forward, (*inputs, None, True, 0.125, False))
+    for exclusive in (False, True):
+        coeffs = torch.randn(4, 2 + exclusive, device="cuda")
+        inputs = [x.requires_grad_() for x in (*tokens, coeffs)]
+        given = (*inputs, None, None, 0.125, True, 0.0, exclusive, True, "hopper")
+        torch.library.opcheck(op.forward, given)
 
 
 def test_degree_one_pass_registration_with_cudnns_gradient() -> None:
@@ -325,8 +329,8 @@ def test_degree_one_pass_registration_with_cudnns_gradient() -> None:
     inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(8, 2, device="cuda"))]
     # cuDNN adds up in any order: gradients are compared elsewhere
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    given = (*inputs, None, True, 0.09, True)
-    torch.library.opcheck(one_pass.forward, given, test_utils=checks)
+    given = (*inputs, None, None, 0.09, True, 0.0, False, True, "cudnn")
+    torch.library.opcheck(op.forward, given, test_utils=checks)
 
 
 def test_degree_one_keeps_nothing_without_a_gradient() -> None:
@@ -334,14 +338,15 @@ def test_degree_one_keeps_nothing_without_a_gradient() -> None:
     q, k, v, coeffs, _ = Problem(1, 4, 5000, 128, 2, dtype=BF16, device="cuda").tensors()
     numbers = coeffs[:, :2].contiguous().requires_grad_()
     options = Options(0.09, is_causal=True)
-    kept = one_pass.filter_once(q, k, v, numbers, None, options)
+    kept = filter_attention(q, k, v, numbers, None, None, options, once=True)
     with torch.no_grad():
-        alone = one_pass.filter_once(q, k, v, numbers, None, options)
+        alone = filter_attention(q, k, v, numbers, None, None, options, once=True)
     assert torch.equal(kept, alone)
 
 
+@pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("length", [129, 300, 1024])
-def test_degree_one_in_a_sea_of_nan(length: int) -> None:
+def test_degree_one_in_a_sea_of_nan(length: int, exclusive: bool) -> None:
     """Rows beyond the last token are neither read nor written."""
     problem = Problem(2, 3, length, 64, dtype=BF16, device="cuda", is_causal=True)
     q, k, v, coeffs, g = problem.tensors()
@@ -353,8 +358,10 @@ def test_degree_one_in_a_sea_of_nan(length: int) -> None:
         inside.append(sea[:, :, :length])
     results = []
     for q_, k_, v_, g_ in (inside, (q, k, v, g)):
-        inputs = [x.detach().requires_grad_() for x in (q_, k_, v_, coeffs[:, :2])]
-        out = one_pass.filter_once(*inputs, None, Options(0.125, is_causal=True))
+        numbers = coeffs[:, : 2 + exclusive]
+        inputs = [x.detach().requires_grad_() for x in (q_, k_, v_, numbers)]
+        options = Options(0.125, is_causal=True, exclusive=exclusive)
+        out = filter_attention(*inputs, None, None, options, once=True)
         results.append([out, *torch.autograd.grad(out, inputs, g_)])
     for name, x, y in zip(NAMES, *results, strict=True):
         assert torch.isfinite(x).all(), name
@@ -362,12 +369,71 @@ def test_degree_one_in_a_sea_of_nan(length: int) -> None:
     assert all(sea[:, :, length:].isnan().all() for sea in seas)
 
 
-def test_degree_one_in_a_captured_graph() -> None:
+EXCLUSIVE = [
+    Problem(2, 4, 100, 64, dtype=BF16, device="cuda"),
+    Problem(2, 4, 300, 64, 2, dtype=FP16, device="cuda", projected=True),
+    Problem(2, 4, 1000, 64, dtype=BF16, device="cuda", is_causal=True, projected=True),
+    Problem(2, 6, 1024, 64, 2, dtype=FP16, device="cuda", is_causal=True),
+    Problem(2, 4, 1025, 128, 1, dtype=BF16, device="cuda", is_causal=True),
+    Problem(1, 4, 4500, 128, 2, dtype=BF16, device="cuda", is_causal=True, projected=True),
+    Problem(2, 4, 300, 96, dtype=BF16, device="cuda", is_causal=True),
+    Problem(2, 4, 300, 256, 2, dtype=BF16, device="cuda", is_causal=True, projected=True),
+    Problem(3, 4, 300, 64, dtype=BF16, device="cuda", mask="keys"),
+    Problem(2, 4, 300, 64, dtype=BF16, device="cuda", mask="full"),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("problem", EXCLUSIVE, ids=str)
+def test_the_exclusive_term(problem: Problem, compiled: bool) -> None:
+    """As exact as attention; tokens without a direction, too."""
+    torch.manual_seed(1)
+    q, k, v, coeffs, g = problem.tensors()
+    # bf16's own rounding of these is not the kernels'
+    v[0, 0, 5] = 0.0
+    mask, grouped = problem.bool_mask(), bool(problem.key_heads)
+    share = torch.rand(problem.heads, device="cuda")
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2].contiguous(), share)]
+
+    def filtered(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, share: Tensor) -> Tensor:
+        options = {"is_causal": problem.is_causal, "enable_gqa": grouped}
+        return graph_filter_attention(q, k, v, coeffs, mask, exclusive=share, **options)
+
+    # one mask for all calls
+    work = torch.compile(filtered, fullgraph=True, dynamic=False) if compiled else filtered
+    out = work(*inputs)
+    got = [out, *torch.autograd.grad(out, inputs, g)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    operator = DenseOperator.from_qk(*exact[:2], mask, problem.is_causal)
+    out = operator.polynomial(exact[3], exact[2], exact[4])
+    expected = [out, *torch.autograd.grad(out, exact, g.double())]
+    plain = [2 * e + 0.5 * torch.finfo(problem.dtype).eps for e in attention_errors(problem)]
+    for name, x, y, most in zip((*NAMES, "da"), got, expected, [*plain, 5e-3, 5e-3], strict=True):
+        assert torch.isfinite(x).all(), name
+        assert error(x, y) <= most, (name, error(x, y), most)
+
+
+def test_the_exclusive_term_gives_the_same_bits_again() -> None:
+    problem = Problem(4, 5, 1024, 64, dtype=BF16, device="cuda", is_causal=True)
+    q, k, v, coeffs, g = problem.tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    options = Options(0.125, is_causal=True, exclusive=True)
+    results = []
+    for _ in range(3):
+        out = filter_attention(*inputs, None, None, options, once=True)
+        results.append([out, *torch.autograd.grad(out, inputs, g)])
+    for again in results[1:]:
+        for name, x, y in zip(NAMES, results[0], again, strict=True):
+            assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("exclusive", [None, 0.7])
+def test_degree_one_in_a_captured_graph(exclusive: float | None) -> None:
     q, k, v, coeffs, g = Problem(2, 4, 512, 64, dtype=BF16, device="cuda").tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2].contiguous())]
 
     def step() -> list[Tensor]:
-        y = graph_filter_attention(*inputs, is_causal=True, backend="fused")
+        y = graph_filter_attention(*inputs, is_causal=True, backend="fused", exclusive=exclusive)
         return [y, *torch.autograd.grad(y, inputs, g)]
 
     stream = torch.cuda.Stream()
@@ -504,8 +570,9 @@ def test_operator_registration(length: int) -> None:
     inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(4, 3, device="cuda"))]
     mask = torch.rand(2, 1, 1, length, device="cuda") < 0.8
     seed = torch.tensor([3], device="cuda")
-    for extra in ((None, None, 0.0), (mask, seed, 0.1)):
-        torch.library.opcheck(autograd.forward, (*inputs, *extra, True, 0.125))
+    for mask_, seed_, dropout_p in ((None, None, 0.0), (mask, seed, 0.1)):
+        given = (*inputs, mask_, seed_, 0.125, True, dropout_p, False, False, "")
+        torch.library.opcheck(op.forward, given)
 
 
 @pytest.mark.parametrize("length", [100, 300])

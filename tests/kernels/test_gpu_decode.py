@@ -189,10 +189,16 @@ def mistral(degree: int) -> Any:
     return plugged(transformers.MistralForCausalLM, config, degree)
 
 
+# in place of a degree: the exclusive filter
+EXCLUSIVE = 0
+
+
 def plugged(kind: Any, config: Any, degree: int) -> Any:
     torch.manual_seed(0)
     model = kind(config).cuda().eval()
-    if degree == 1:
+    if degree == EXCLUSIVE:
+        gfsa.plug(model, filter=gfsa.Exclusive)
+    elif degree == 1:
         gfsa.plug(model, K=None, w0=0.2, w1=0.9)
     else:
         gfsa.plug(model, K=3, w0=0.2, w1=0.9, wK=-0.3)
@@ -217,7 +223,7 @@ class Launched(list[torch.dtype]):
         monkeypatch.setattr(PreparedToken, "__call__", counted_too)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", [1, 2, EXCLUSIVE])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize(("make", "beams"), [(gpt2, 1), (gpt2, 3), (llama, 1), (mistral, 1)])
 def test_generation(

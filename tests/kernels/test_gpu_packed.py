@@ -15,10 +15,9 @@ pytest.importorskip("triton")
 
 from gfsa.filters import GFSA
 from gfsa.functional import graph_filter_attention
-from gfsa.kernels import one_pass
-from gfsa.kernels.problem import Options
+from gfsa.kernels import one_pass, op
+from gfsa.kernels.launching import Options
 from gfsa.kernels.routes import Backend
-from gfsa.kernels.sweep import degree_one_path as sweep_once
 from gfsa.operators import AttentionOperator, Visibility
 from support.fused_cases import NAMES, error
 from support.grids import launched_grids
@@ -74,7 +73,7 @@ REPEATED += [dataclasses.replace(packed, degree=1) for packed in REPEATED]
 
 @pytest.mark.parametrize("packed", REPEATED, ids=str)
 def test_the_same_bits_again(packed: Packed) -> None:
-    """Also of launches that bypass Triton's launcher, from the second call on."""
+    """Also of launches that bypass Triton's launching, from the second call on."""
     results = []
     for _ in range(3):
         torch.manual_seed(2)
@@ -183,13 +182,13 @@ def test_degree_one_is_one_pass(
     q, k, v, _, g = packed.tensors()
     layer = GFSA(4, K=None, w0=0.3, w1=0.8).cuda()
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    taken, run_once = [], one_pass._run
+    taken, run = [], op.run_forward
 
     def note(*args: Any) -> Any:
-        taken.append(args[4])
-        return run_once(*args)
+        taken.append(args[5])
+        return run(*args)
 
-    monkeypatch.setattr(one_pass, "_run", note)
+    monkeypatch.setattr(op, "run_forward", note)
     results = []
     for name in (backend, "sdpa"):
         operator = AttentionOperator(q, k, visible=packed.visible(), enable_gqa=True, backend=name)
@@ -216,13 +215,13 @@ def test_degree_one_by_any_number_of_programs(
     q, k, v, coeffs, _ = packed.tensors()
     spans, options = packed.visible().spans(packed.length, q.device), Options(0.1, True)
     with torch.no_grad():
-        expected = one_pass.filter_once(q, k, v, coeffs, spans, options)
-        sweep_once._launch.cache_clear()
-        monkeypatch.setattr(sweep_once, "multiprocessors", lambda device: programs)
-        monkeypatch.setattr(sweep_once, "heads_at_a_time", lambda problem: span)
+        expected = op.filter_attention(q, k, v, coeffs, spans, None, options, once=True)
+        one_pass._sweep_launch.cache_clear()
+        monkeypatch.setattr(one_pass, "multiprocessors", lambda device: programs)
+        monkeypatch.setattr(one_pass, "_heads_at_a_time", lambda problem: span)
         grids = launched_grids(monkeypatch)
-        got = one_pass.filter_once(q, k, v, coeffs, spans, options)
-    sweep_once._launch.cache_clear()
+        got = op.filter_attention(q, k, v, coeffs, spans, None, options, once=True)
+    one_pass._sweep_launch.cache_clear()
     # a grid is never larger than there are blocks
     assert grids[-1] == programs
     assert torch.equal(got, expected)
@@ -233,4 +232,5 @@ def test_degree_one_registration() -> None:
     q, k, v, coeffs, _ = packed.tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
     spans = packed.visible().spans(packed.length, q.device)
-    torch.library.opcheck(one_pass.forward, (*inputs, spans, True, 0.125, False))
+    given = (*inputs, spans, None, 0.125, True, 0.0, False, True, "hopper")
+    torch.library.opcheck(op.forward, given)

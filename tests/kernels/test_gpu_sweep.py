@@ -13,11 +13,10 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from gfsa.functional import graph_filter_attention
-from gfsa.kernels import autograd, routes
-from gfsa.kernels.autograd import filter_attention
-from gfsa.kernels.long import launch as long
-from gfsa.kernels.problem import Options
-from gfsa.kernels.sweep import launch as sweep
+from gfsa.kernels import op, routes, sweep
+from gfsa.kernels import two_pass as long
+from gfsa.kernels.launching import Options
+from gfsa.kernels.op import filter_attention
 from support.fused_cases import NAMES, Problem, attention_errors, error, run
 from support.grids import launched_grids
 from support.holding import hold_multiprocessors
@@ -61,7 +60,7 @@ CASES = [
 def test_as_exact_as_attention(problem: Problem) -> None:
     torch.manual_seed(1)
     q, *_ = problem.tensors()
-    assert autograd.kernels_for(q, None, Options(0.1, True)).forward == "sweep"
+    assert op.kernels_for(q, None, Options(0.1, True)).forward == "sweep"
     got, expected = run(problem)
     plain = attention_errors(problem)
     floor = 0.2 * torch.finfo(problem.dtype).eps
@@ -231,7 +230,7 @@ PACKED = [
 @pytest.mark.parametrize("case", PACKED, ids=str)
 def test_documents_and_windows(case: Packed) -> None:
     q, *_ = case.tensors()
-    assert autograd.kernels_for(q, spans_of(case), Options(0.1, True)).forward == "sweep"
+    assert op.kernels_for(q, spans_of(case), Options(0.1, True)).forward == "sweep"
     assert_as_exact_as_attention(case)
 
 

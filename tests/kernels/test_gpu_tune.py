@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from gfsa import tune
 from gfsa.kernels import routes, tuned
-from gfsa.kernels.long import launch as long
+from gfsa.kernels import two_pass as long
 from gfsa.kernels.tune_gpu import GPU
 from gfsa.kernels.tuned import Shape
 from gfsa.operators import AttentionCall

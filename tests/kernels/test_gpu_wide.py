@@ -12,10 +12,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from gfsa.kernels import routes
-from gfsa.kernels.autograd import kernels_for, run_backward, run_forward
-from gfsa.kernels.hopper import backward_path as hopper
-from gfsa.kernels.problem import Options, Saved, problem_of
+from gfsa.kernels import hopper, routes
+from gfsa.kernels.launching import Options, Saved, problem_of
+from gfsa.kernels.op import kernels_for, run_backward, run_forward
 from support.fused_cases import NAMES, Problem, attention_errors, error, run
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from gfsa.kernels.problem import NO_MASK, SPANS
+from gfsa.kernels.launching import NO_MASK, SPANS
 from gfsa.operators import AttentionCall, DenseOperator, Visibility
 from support import gluon_on_cpu
 from support.gluon_on_cpu import Descriptor, Number, Numbers, Pointer
@@ -23,7 +23,7 @@ DIM, SCALE = 16, 0.3
 
 @pytest.fixture
 def kernels() -> Iterator[Any]:
-    names = ("short.tiles", "hopper.tiles", "hopper.degree_one")
+    names = ("gluon_short", "gluon_hopper", "gluon_hopper_once")
     with gluon_on_cpu.on_cpu(*(f"{ROOM}.{name}" for name in names)) as modules:
         yield modules[-1]
 
@@ -36,6 +36,7 @@ def run(
     cols: int,
     powers: int,
     visible: Visibility | None = None,
+    exclusive: bool = False,
 ) -> list[tuple[np.ndarray, torch.Tensor]]:
     """What the kernels give and what the specification gives: dq, dk and dv by query head, dc.
 
@@ -50,13 +51,19 @@ def run(
         return torch.randn(size, generator=generator, dtype=torch.float64)
 
     q, k, v, g = (tokens(number) for number in (heads, heads // group, heads // group, heads))
-    coeffs = torch.randn(heads, 2, generator=generator, dtype=torch.float64)
+    # a token without a direction of its own
+    v[0, 0, n // 2] = 0.0
+    sums = 3 if exclusive else 2
+    coeffs = torch.randn(heads, sums, generator=generator, dtype=torch.float64)
     exact = [q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), coeffs]
     exact = [x.requires_grad_() for x in exact]
     seen = Visibility(causal=causal) if visible is None else visible
     operator = DenseOperator.from_call(AttentionCall(*exact[:2], scale=SCALE, visible=seen))
-    out = operator.polynomial(exact[3], exact[2])
+    share = exact[3][:, 2] if exclusive else None
+    out = operator.polynomial(exact[3][:, :2], exact[2], share)
     expected = torch.autograd.grad(out, exact, g)
+    # what is saved for the gradient
+    mixed = operator.apply(exact[2]) if exclusive else out
 
     # logsumexps to base 2, infinite beyond the last query
     scores = SCALE * exact[0] @ exact[1].mT
@@ -67,22 +74,23 @@ def run(
     delta = np.full(lse.shape, np.nan)
     gq, gk, gv = (np.full((batch, heads, n, DIM), np.nan) for _ in range(3))
     blocks = -(-n // rows)
-    parts = np.full((heads, 2, batch * blocks), np.nan)
+    parts = np.full((heads, sums, batch * blocks), np.nan)
     padded = np.full((heads, powers), np.nan)
-    padded[:, :2] = coeffs.detach().numpy()
-    tensors = [x.detach().numpy() for x in (q, k, v, g, out)]
-    q_, k_, v_, g_, out_ = tensors
+    padded[:, :sums] = coeffs.detach().numpy()
+    tensors = [x.detach().numpy() for x in (q, k, v, g, mixed)]
+    q_, k_, v_, g_, mixed_ = tensors
+    du = np.full(g_.shape, np.nan) if exclusive else g_
     spans, kind = np.zeros(0, dtype=int), NO_MASK
     if visible is not None:
         spans, kind = visible.spans(n, q.device).numpy().astype(int), SPANS
     stride = Number(2 * n if len(spans) > 1 else 0)
     numbers = (Number(heads), Number(group), Number(n), SCALE, stride)
-    constants = (DIM, rows, cols, causal, powers, kind)
+    constants = (DIM, rows, cols, causal, powers, kind, exclusive)
     gluon_on_cpu.launch(
         kernels.grad_queries_one,
         (blocks, batch * heads),
         *(Descriptor(x, cols) for x in (k_, v_)),
-        *(Descriptor(x, rows) for x in (q_, g_, v_, out_, gq)),
+        *(Descriptor(x, rows) for x in (q_, g_, v_, mixed_, gq, du)),
         *(Pointer(x.reshape(-1)) for x in (delta, lse, padded, spans)),
         *numbers,
         *constants,
@@ -91,9 +99,9 @@ def run(
     gluon_on_cpu.launch(
         kernels.grad_keys_one,
         (blocks, batch * heads),
-        *(Descriptor(x, cols) for x in (q_, g_)),
+        *(Descriptor(x, cols) for x in (q_, du)),
         *(Numbers(x, cols) for x in (lse, delta)),
-        *(Descriptor(x, rows) for x in (k_, v_, g_, gk, gv)),
+        *(Descriptor(x, rows) for x in (k_, v_, g_, mixed_, gk, gv)),
         *(Pointer(x.reshape(-1)) for x in (parts, padded, spans)),
         *numbers,
         *constants,
@@ -118,6 +126,21 @@ def test_gradients(
     kernels: Any, shape: tuple[int, int, int, int], tiles: tuple[int, int], causal: bool
 ) -> None:
     for got, expected in run(kernels, shape, causal, *tiles, powers=2):
+        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("shape", "causal", "visible"),
+    [
+        ((2, 2, 1, 75), False, None),
+        ((1, 4, 2, 64), True, None),
+        ((2, 2, 2, 75), True, packed([16, 20, 1, 1, 30, 7], [75])),
+    ],
+)
+def test_the_exclusive_term(
+    kernels: Any, shape: tuple[int, int, int, int], causal: bool, visible: Visibility | None
+) -> None:
+    for got, expected in run(kernels, shape, causal, 16, 16, 3, visible, exclusive=True):
         np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
 
 

@@ -11,15 +11,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from gfsa.kernels.hopper import backward_path
-from gfsa.kernels.problem import KEY_MASK, NO_MASK, SPANS, Options, Problem
+from gfsa.kernels import hopper
+from gfsa.kernels.launching import KEY_MASK, NO_MASK, SPANS, Options, Problem
 from gfsa.operators import Visibility
 from gfsa.operators.dense import DenseOperator
 from support import gluon_on_cpu
 from support.gluon_on_cpu import Descriptor, Number, Numbers, Pointer
 from support.packed_cases import packed
 
-ROOM = "gfsa.kernels"
 DIM, SCALE = 16, 0.3
 CPU = torch.device("cpu")
 # rows and columns of the tiles of each kernel, as at head dims of 64 and of 128 but smaller
@@ -31,20 +30,13 @@ TILES = {
 
 @pytest.fixture(autouse=True)
 def _several_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_path, "HEADS_AT_A_TIME", {64: 2, 128: 3})
+    monkeypatch.setattr(hopper, "HEADS_AT_A_TIME", {64: 2, 128: 3})
 
 
 @pytest.fixture
 def kernels() -> Iterator[dict[str, Any]]:
-    names = ("short.tiles", "hopper.tiles", "hopper.sums", "hopper.first_pass", "hopper.keys")
-    with gluon_on_cpu.on_cpu(*(f"{ROOM}.{x}" for x in (*names, "hopper.queries"))) as modules:
-        *_, sums, first_pass, keys, queries = modules
-        yield {
-            "grad_first_pass": first_pass.grad_first_pass,
-            "grad_keys": keys.grad_keys,
-            "grad_queries": queries.grad_queries,
-            "finish_queries": sums.finish_queries,
-        }
+    with gluon_on_cpu.on_cpu("gfsa.kernels.gluon_short", "gfsa.kernels.gluon_hopper") as modules:
+        yield vars(modules[-1])
 
 
 def run(
@@ -103,10 +95,7 @@ def run(
     delta = np.full(lse.shape, np.nan)
     du, gq, gk, gv = (np.full(q_.shape, np.nan) for _ in range(4))
     numbers = (Number(heads), Number(group), Number(n), SCALE, *map(Number, strides))
-    grids = {
-        name: backward_path.grid_of(problem, rows, width)
-        for name, (rows, _) in TILES[width].items()
-    }
+    grids = {name: hopper.grid_of(problem, rows, width) for name, (rows, _) in TILES[width].items()}
     parts = np.full((heads, 3, np.prod(grids["grad_first_pass"]) // heads), np.nan)
     wide = TILES[width]["grad_keys"][1]
     tiles = -(-n // wide)
@@ -131,7 +120,7 @@ def run(
             *(room, high, wide, visible.causal, used, kind, *constants),
         )
 
-    used = room if room == DIM else backward_path.used(dim)
+    used = room if room == DIM else hopper.used(dim)
     first_rows = (k_, g_, v_, u, out_, du)
     launch("grad_first_pass", (q_, g_, lse), first_rows, "delta dc coeffs mask")
     keys_rows = (k_, v_, u, g_, gk, gv)

@@ -11,13 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from gfsa.kernels import one_pass, routes
-from gfsa.kernels.hopper import backward_path as hopper
-from gfsa.kernels.hopper import degree_one_path as hopper_once
-from gfsa.kernels.launcher import Launch
-from gfsa.kernels.problem import Options, Saved
-from gfsa.kernels.sweep import degree_one_path as sweep_once
-from gfsa.kernels.sweep import launch as sweep
+from gfsa.kernels import hopper, op, routes, sweep
+from gfsa.kernels import one_pass as hopper_once
+from gfsa.kernels import one_pass as sweep_once
+from gfsa.kernels.launching import Launch, Options, Saved
 from gfsa.operators import Visibility
 
 if routes.TRITON != routes.MEASURED_TRITON:
@@ -46,8 +43,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Launch, dic
     for module in (sweep, sweep_once):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     caches = (
-        *(sweep._launch, sweep._plan, sweep_once._launch),
-        *(hopper._launches, hopper_once._launch),
+        *(sweep._launch, sweep._plan, sweep_once._sweep_launch),
+        *(hopper._launches, hopper_once._hopper_launch),
     )
     for cache in caches:
         cache.cache_clear()
@@ -120,7 +117,7 @@ def test_a_program_for_each_multiprocessor_or_block(
         sweep.forward(q, k, v, torch.zeros(6, 3), None, None, options)
     else:
         lse = torch.empty(q.shape[:3])
-        sweep_once.forward(q, k, v, torch.zeros(6, 2), None, options, lse, None)
+        sweep_once.attend_by_sweep(q, k, v, torch.zeros(6, 2), None, options, lse, None)
     ((launch, _),) = launched
     assert launch.grid == (programs, 1, 1)
 
@@ -187,14 +184,15 @@ def test_the_gradient_for_hopper(
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("kind", ["causal", "spans"])
-def test_degree_one(launched: list[Any], kind: str, dim: int) -> None:
-    mask, options = seen_by(kind), Options(SCALE, True)
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_degree_one(launched: list[Any], kind: str, dim: int, exclusive: bool) -> None:
+    mask, options = seen_by(kind), Options(SCALE, True, exclusive=exclusive)
     q, g, k, v = (tokens(heads, dim) for heads in (HEADS, HEADS, 2, 2))
-    coeffs = torch.zeros(HEADS, 2)
-    out, u, lse = one_pass._run(q, k, v, coeffs, mask, options, "one_sweep", keeps=False)
-    assert not u.numel()
-    saved = (q, k, v, out, u, lse, coeffs, mask)
-    dq, dk, dv, _ = one_pass._run_backward(g, saved, options)
+    coeffs = torch.zeros(HEADS, 2 + exclusive)
+    out, u, lse = op.run_forward("one_sweep", q, k, v, coeffs, mask, None, options, "hopper")
+    assert bool(u.numel()) == exclusive
+    saved = Saved(q, k, v, u, u if exclusive else out, lse, coeffs, mask)
+    dq, dk, dv, _ = op.run_backward("hopper", g, saved, options)
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
     by_name = {launch.kernel.function.fn.__name__: given for launch, given in launched}
     assert [*by_name][:3] == ["attend_sweep", "grad_queries_one", "grad_keys_one"]
@@ -203,7 +201,12 @@ def test_degree_one(launched: list[Any], kind: str, dim: int) -> None:
     attend, queries, keys = [*by_name.values()][:3]
     assert (attend["out_io"] is out, attend["lse_out"] is lse) == (True, True)
     assert queries["delta_out"] is keys["delta_cols"]
+    # dU, which one kernel writes, is what the other reads in place of g
+    assert queries["du_rows"] is keys["g_cols"]
+    assert (keys["g_cols"] is g, keys["u_rows"] is u) == (not exclusive, exclusive)
+    assert keys["g_rows"] is queries["g_rows"] is g
     for given in (attend, queries, keys):
+        assert given["EXCLUSIVE"] == exclusive
         assert given["MASK"] == (0 if mask is None else 3)
         assert given["mask_b"] == (0 if mask is None else 2 * TOKENS)
-        assert given["POWERS"] == 2
+        assert given["POWERS"] == 2 + exclusive

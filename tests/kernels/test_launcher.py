@@ -12,11 +12,10 @@ pytest.importorskip("triton")
 
 import pytest
 
-from gfsa.kernels import launcher, tile_access
-from gfsa.kernels.hopper import backward_path as hopper_backward
-from gfsa.kernels.launcher import Kernel, Launch
-from gfsa.kernels.operator import FusedOperator
-from gfsa.kernels.problem import Options, problem_of
+from gfsa.kernels import hopper as hopper_backward
+from gfsa.kernels import launching
+from gfsa.kernels.launching import Kernel, Launch, Options, problem_of
+from gfsa.kernels.op import FusedOperator
 from gfsa.operators import AttentionCall
 
 BLOCK = (1, 1, 16, 16)
@@ -31,9 +30,9 @@ class FakeKernel:
 
         def launch(*arguments: Any) -> None:
             """As Triton's wrapper around its launcher in C, whose variables are read."""
-            raise AssertionError((launcher, tensordesc_meta, arguments))
+            raise AssertionError((launching, tensordesc_meta, arguments))
 
-        launcher, tensordesc_meta = None, metadata
+        launching, tensordesc_meta = None, metadata
         self.run = SimpleNamespace(
             global_scratch_size=0,
             profile_scratch_size=0,
@@ -54,9 +53,9 @@ class FakeKernel:
 
 def test_addresses_are_compiled_for_their_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     """So code that is compiled for some is not launched with others."""
-    monkeypatch.setattr(tile_access, "has_copy_engine", lambda x: False)
+    monkeypatch.setattr(launching, "has_copy_engine", lambda x: False)
     fake = FakeKernel(None)
-    launch = Launch(Kernel(fake, tile_access.describe), (1, 1, 1), (), [BLOCK], (), (), num_warps=4)
+    launch = Launch(Kernel(fake, launching.describe), (1, 1, 1), (), [BLOCK], (), (), num_warps=4)
     for x in (torch.zeros(1, 2, 16, 16), torch.zeros(1, 16, 2, 16).transpose(1, 2)):
         launch([x], x)
         launch([x], x)
@@ -67,10 +66,10 @@ def test_addresses_are_compiled_for_their_strides(monkeypatch: pytest.MonkeyPatc
 
 
 def test_descriptors_on_a_gpu_without_a_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton takes them apart itself, in its own launcher, and has no metadata of the engine."""
+    """Triton takes them apart itself, in its own launching, and has no metadata of the engine."""
     utils = SimpleNamespace(fill_tma_descriptor=None)
     active = SimpleNamespace(utils=utils, get_current_stream=None)
-    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launching, "driver", SimpleNamespace(active=active))
     fake = FakeKernel([None])
     launch = Launch(Kernel(fake), (1, 1, 1), (), [BLOCK], (), (), num_warps=4)
     x = torch.zeros(1, 2, 16, 16)
@@ -103,8 +102,8 @@ def test_numbers_of_a_call_are_its_own(scratch: int, monkeypatch: pytest.MonkeyP
 
     utils = SimpleNamespace(fill_tma_descriptor=None)
     active = SimpleNamespace(utils=utils, get_current_stream=lambda index: 0)
-    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(launcher, "TRITON", launcher.DIRECT_TRITON[0])
+    monkeypatch.setattr(launching, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launching, "TRITON", launching.DIRECT_TRITON[0])
     fake = FakeKernel(None)
     fake.run.global_scratch_size, fake.run.launch = scratch, by_c
     launch = Launch(Kernel(fake), (1, 1, 1), (), (), (), ("constant",), num_warps=4)
@@ -123,7 +122,7 @@ def test_numbers_of_a_call_are_its_own(scratch: int, monkeypatch: pytest.MonkeyP
         assert launched == [(3, 3, "constant"), (2, 2, "constant")]
 
 
-@pytest.mark.parametrize("version", [launcher.DIRECT_TRITON[0], "3.6.1"])
+@pytest.mark.parametrize("version", [launching.DIRECT_TRITON[0], "3.6.1"])
 def test_a_launcher_with_other_arguments_is_not_relied_on(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,15 +135,15 @@ def test_a_launcher_with_other_arguments_is_not_relied_on(
 
     utils = SimpleNamespace(fill_tma_descriptor=None)
     active = SimpleNamespace(utils=utils, get_current_stream=lambda index: 0)
-    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(launcher, "TRITON", version)
+    monkeypatch.setattr(launching, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launching, "TRITON", version)
     fake = FakeKernel(None)
     fake.run.launch = by_c
     launch = Launch(Kernel(fake), (1, 1, 1), (), (), (), ("constant",), num_warps=4)
     for number in (1, 2, 3):
         launch((), Pointer(number), numbers=(number,))
     assert [given[1:] for given in fake.by_code] == [(2, "constant"), (3, "constant")]
-    assert bool(tried) is (version in launcher.DIRECT_TRITON)
+    assert bool(tried) is (version in launching.DIRECT_TRITON)
 
 
 def test_options_of_the_compiler_are_compiled_for() -> None:

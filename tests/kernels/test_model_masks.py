@@ -13,8 +13,8 @@ transformers = pytest.importorskip("transformers")
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 
 import gfsa  # noqa: E402
-from gfsa.kernels import operator, routes  # noqa: E402
-from gfsa.kernels.short.prepared import Prepared  # noqa: E402
+from gfsa.kernels import op, routes  # noqa: E402
+from gfsa.kernels.short import Prepared  # noqa: E402
 from support.nothing_launched import nothing_launched  # noqa: E402
 
 SMALL = {
@@ -46,7 +46,7 @@ def test_padded_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gfsa.plug(model)
     seen: list[torch.Tensor] = []
     causal: list[bool] = []
-    attend = operator.filter_attention
+    attend = op.filter_attention
 
     def note(*args: Any) -> Any:
         causal.append(args[6].is_causal)
@@ -57,7 +57,7 @@ def test_padded_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.zeros_like(q), torch.zeros_like(q), q.new_zeros(q.shape[:3])
 
     monkeypatch.setattr(Prepared, "forward", forward)
-    monkeypatch.setattr(operator, "filter_attention", note)
+    monkeypatch.setattr(op, "filter_attention", note)
     real = torch.ones(2, 9, dtype=torch.long)
     real[1, 6:] = 0
     with nothing_launched(), torch.autocast("cpu", torch.bfloat16):
@@ -107,14 +107,14 @@ def test_packed_rows_of_a_decoder_reach_the_kernels_as_spans(
     model = transformers.MistralModel(config).train()
     gfsa.plug(model, K=K)
     masks: list[torch.Tensor] = []
-    attend = operator.filter_attention
+    attend = op.filter_attention
 
     def note(*args: Any) -> Any:
         masks.append(args[4])
         assert args[6].is_causal
         return attend(*args)
 
-    monkeypatch.setattr(operator, "filter_attention", note)
+    monkeypatch.setattr(op, "filter_attention", note)
     # rows of nine tokens stand for long ones, which were measured
     monkeypatch.setattr(routes, "SHORT_LENGTH", 8)
     places = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])
@@ -128,7 +128,7 @@ def test_packed_rows_of_a_decoder_reach_the_kernels_as_spans(
     assert masks[1] is masks[0]
 
 
-@pytest.mark.parametrize(("K", "name"), [(3, "filter_attention"), (None, "filter_once")])
+@pytest.mark.parametrize(("K", "name"), [(3, "filter_attention"), (None, "filter_attention")])
 def test_a_compiled_window_is_in_the_kernels(
     K: int | None, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

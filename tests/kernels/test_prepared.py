@@ -14,15 +14,12 @@ pytest.importorskip("triton")
 import pytest
 
 import gfsa
-from gfsa.kernels import coefficients, launcher
+from gfsa.kernels import coefficients, launching, short
 from gfsa.kernels import decode as kernels
-from gfsa.kernels.autograd import kernels_for
 from gfsa.kernels.decode import PreparedToken
-from gfsa.kernels.launcher import Direct, Launch
-from gfsa.kernels.operator import FusedOperator
-from gfsa.kernels.problem import Options, Saved
-from gfsa.kernels.short import launch as short
-from gfsa.kernels.short.prepared import Prepared, prepared_for
+from gfsa.kernels.launching import Direct, Launch, Options, Saved
+from gfsa.kernels.op import FusedOperator, kernels_for
+from gfsa.kernels.short import Prepared, prepared_for
 from gfsa.operators import AttentionCall, AttentionOperator, Coefficients
 from support.nothing_launched import nothing_launched
 
@@ -180,7 +177,7 @@ def test_the_way_back_is_settled_for_each_layout() -> None:
 
 
 def test_a_tensor_is_described_once_for_each_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "_MOST_DESCRIPTORS", 4)
+    monkeypatch.setattr(launching, "_MOST_DESCRIPTORS", 4)
     coeffs, asked, launched = torch.ones(4, 3), [], []
     with nothing_launched():
         prepared = prepare(*[tokens(2, 4, 40, 64)] * 3)
@@ -303,7 +300,7 @@ def test_the_kernel_gets_what_decode_gives_it(
         del arguments[RESULT]
     assert found == wanted
     assert found[3] == STREAM
-    assert found[-1] == degree
+    assert found[-2:] == [degree, False]
     assert results[0].shape == results[1].shape == (2, 4, 1, 8)
 
 

@@ -550,8 +550,8 @@ def test_cudnns_gradient_for_long_rows_of_wide_heads(monkeypatch: pytest.MonkeyP
 
     def by_cudnn() -> bool:
         asked = situation(2, 4, 8192, 128, degree=1, **CAUSAL)
-        assert routes.keeps_first_power(asked) is (routes.kernels_of(asked).gradient == "cudnn")
-        return routes.keeps_first_power(asked)
+        assert routes.gradient_once(asked) == routes.kernels_of(asked).gradient
+        return routes.gradient_once(asked) == "cudnn"
 
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
     assert not by_cudnn()
@@ -569,6 +569,29 @@ def test_cudnns_gradient_for_long_rows_of_wide_heads(monkeypatch: pytest.MonkeyP
         assert not by_cudnn()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "route"),
+    [
+        (call(32, 12, 1024, 64, degree=1, is_causal=True), "one_sweep"),
+        (call(32, 12, 4096, 128, degree=1, is_causal=True, key_heads=4), "one_sweep"),
+        (call(32, 12, 128, 64, degree=1), "one_pass"),
+        (call(2, 4, 300, 64, degree=1, visible=Visibility(causal=True, window=8)), "one_sweep"),
+        (call(2, 4, 300, 96, degree=1, is_causal=True), "around_torch"),
+        (call(2, 4, 300, 256, degree=1, is_causal=True), "around_torch"),
+        (call(2, 4, 60, 32, degree=1, dropout_p=0.1), "around_torch"),
+        (call(2, 4, 300, 80, degree=1, visible=Visibility(causal=True, window=8)), "around_torch"),
+        (call(2, 4, 300, 64, degree=2), "sdpa"),
+    ],
+)
+def test_the_exclusive_term(asked: Asked, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = chosen("auto", *asked, True)
+    assert found.route == route, str(found)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    operation = routes.OPERATION.get(route, route)
+    # the compiler adds it to torch's attention by itself
+    assert chosen("auto", *asked, True).route == ("sdpa" if operation == "around" else operation)
 
 
 def test_the_page_has_the_table() -> None:

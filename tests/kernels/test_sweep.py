@@ -11,23 +11,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from gfsa.kernels.problem import NO_MASK, SPANS
-from gfsa.kernels.sweep import launch as sweep
-from gfsa.kernels.sweep import plan
+from gfsa.kernels import sweep
+from gfsa.kernels.launching import NO_MASK, SPANS
 from gfsa.operators import Visibility
 from support import gluon_on_cpu
 from support.gluon_on_cpu import Descriptor, Number, Pointer
 from support.packed_cases import packed
 from support.sweep_plan import plan_of
 
-ROOM = "gfsa.kernels.sweep"
+ROOM = "gfsa.kernels"
 
 
 @pytest.fixture
 def kernels() -> Iterator[list[Any]]:
-    """``short/tiles.py`` and the kernel's three modules."""
-    names = ("gfsa.kernels.short.tiles", *(f"{ROOM}.{x}" for x in ("order", "copies")))
-    with gluon_on_cpu.on_cpu(*names, f"{ROOM}.forward") as modules:
+    with gluon_on_cpu.on_cpu(f"{ROOM}.gluon_short", f"{ROOM}.gluon_sweep") as modules:
         yield modules
 
 
@@ -196,13 +193,13 @@ def test_programs_that_wait_for_later_ones_are_noticed(
     kernels: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """High rows first: a block would need those of programs that have not begun."""
-    _, order, _, forward = kernels
-    place = order.place
+    _, forward = kernels
+    place = forward.place
 
     def from_the_end(item: Number, total: Number, blocks: Number, span: Number) -> Any:
         return place(total * blocks - 1 - item, total, blocks, span)
 
-    monkeypatch.setattr(order, "place", from_the_end)
+    monkeypatch.setattr(forward, "place", from_the_end)
     monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 0.5)
     with pytest.raises(gluon_on_cpu.DeadlockError):
         run(forward.filter_sweep, 1, 1, 1, 600, 1, 5, 2, at_once=2)
@@ -210,8 +207,8 @@ def test_programs_that_wait_for_later_ones_are_noticed(
 
 def test_it_waits_for_u(kernels: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without flags a block would load what no program has stored yet."""
-    _, _, copies, forward = kernels
-    monkeypatch.setattr(copies, "first_missing", lambda flags, known: known + 32)
+    _, forward = kernels
+    monkeypatch.setattr(forward, "first_missing", lambda flags, known: known + 32)
     monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 0.5)
     with pytest.raises(AssertionError, match="before it was stored"):
         run(forward.filter_sweep, 1, 1, 1, 600, 1, 5, 2)
@@ -219,7 +216,7 @@ def test_it_waits_for_u(kernels: list[Any], monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_each_item_once() -> None:
     """Items of low numbers are the low rows of the heads that are worked on together."""
-    names = ("gfsa.kernels.short.tiles", f"{ROOM}.order")
+    names = (f"{ROOM}.gluon_short", f"{ROOM}.gluon_sweep")
     with gluon_on_cpu.on_cpu(*names) as (_, order):
         places = [order.place(Number(i), Number(7), Number(3), Number(4)) for i in range(21)]
     assert len(set(places)) == 21
@@ -240,7 +237,7 @@ SEEN = [
 def planned_blocks(visible: Visibility, n: int, parts: int) -> list[np.ndarray]:
     """The numbers of a row's blocks in the order in which they are taken."""
     spans = visible.spans(n, torch.device("cpu")).numpy().astype(int)[0]
-    return [block for slot in plan_of(spans, parts) for block in slot if block[plan.END.value]]
+    return [block for slot in plan_of(spans, parts) for block in slot if block[sweep.END.value]]
 
 
 @pytest.mark.parametrize("visible", SEEN)

@@ -11,21 +11,19 @@ import torch
 
 pytest.importorskip("triton")
 
-from gfsa.kernels.problem import NO_MASK, SPANS
+from gfsa.kernels.launching import NO_MASK, SPANS
 from gfsa.operators import Visibility
 from support import gluon_on_cpu
 from support.gluon_on_cpu import Descriptor, Number, Pointer
 from support.packed_cases import packed
 
-ROOM = "gfsa.kernels.sweep"
+ROOM = "gfsa.kernels"
 
 
 @pytest.fixture
 def kernel() -> Iterator[Any]:
-    names = ("order", "copies", "forward", "degree_one")
-    with gluon_on_cpu.on_cpu(
-        "gfsa.kernels.short.tiles", *(f"{ROOM}.{name}" for name in names)
-    ) as modules:
+    names = ("gluon_short", "gluon_sweep", "gluon_sweep_once")
+    with gluon_on_cpu.on_cpu(*(f"{ROOM}.{name}" for name in names)) as modules:
         yield modules[-1].attend_sweep
 
 
@@ -47,6 +45,12 @@ def kernel() -> Iterator[Any]:
 )
 def test_the_filter(kernel: Any, shape: tuple[int, ...], tile: int, keeps: bool) -> None:
     check(kernel, shape, tile, keeps)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("visible", [None, packed([130, 70, 100])])
+def test_the_exclusive_term(kernel: Any, visible: Visibility | None, keeps: bool) -> None:
+    check(kernel, (1, 4, 2, 300, 4, 3), 128, keeps, visible, exclusive=True)
 
 
 @pytest.mark.parametrize("tile", [64, 128])
@@ -115,6 +119,7 @@ def run(
     keeps: bool,
     visible: Visibility | None = None,
     at_once: int | None = None,
+    exclusive: bool = False,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """What the kernel gives and what it should: the output, U and logsumexps.
 
@@ -127,9 +132,13 @@ def run(
     dim, scale = 16, 0.3
     q = draw.normal(size=(batch, heads, n, dim))
     k, v = draw.normal(size=(2, batch, heads // group, n, dim))
+    # a token without a direction of its own
+    v[0, 0, n // 2] = 0.0
     coeffs = draw.normal(size=(heads, 3))
     u, out = (np.full(q.shape, np.nan) for _ in range(2))
-    length = n if keeps else (n + 15) // 16 * 16
+    # logsumexps are natural for cuDNN's gradient alone
+    natural = keeps and not exclusive
+    length = n if natural else (n + 15) // 16 * 16
     lse = np.full((batch, heads, length), np.nan)
     total, blocks = batch * heads, -(-n // 128)
     seen = Visibility(causal=True) if visible is None else visible
@@ -144,7 +153,7 @@ def run(
         *(Descriptor(x, rows) for x, rows in ((q, 64), (k, tile), (v, tile), (u, 64), (out, 64))),
         *(Pointer(x.reshape(-1)) for x in (lse, coeffs, np.zeros(1, dtype=int), spans)),
         *(Number(x) if isinstance(x, int) else x for x in numbers),
-        *(dim, tile, 2, 3, keeps, kind),
+        *(dim, tile, 2, 3, keeps, natural, kind, exclusive),
         at_once=at_once,
     )
     scores = scale * q @ k.repeat(group, 1).swapaxes(-1, -2)
@@ -153,8 +162,13 @@ def run(
     expected_lse = np.logaddexp.reduce(scores, -1)
     values = v.repeat(group, 1)
     once = np.exp(scores - expected_lse[..., None]) @ values
-    c0, c1, _ = coeffs.T[:, None, :, None, None]
-    return [out, u, lse], [c0 * values + c1 * once, once, expected_lse]
+    c0, c1, share = coeffs.T[:, None, :, None, None]
+    expected = c0 * values + c1 * once
+    if exclusive:
+        squares = (values**2).sum(-1, keepdims=True)
+        along = (once * values).sum(-1, keepdims=True) / np.where(squares > 0, squares, 1)
+        expected -= share * along * values
+    return [out, u, lse], [expected, once, expected_lse]
 
 
 def check(
@@ -164,15 +178,18 @@ def check(
     keeps: bool,
     visible: Visibility | None = None,
     at_once: int | None = None,
+    exclusive: bool = False,
 ) -> None:
-    got, wanted = run(kernel, shape, tile, keeps, visible, at_once)
+    got, wanted = run(kernel, shape, tile, keeps, visible, at_once, exclusive)
     (out, u, lse), (expected, once, expected_lse) = got, wanted
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
     if keeps:
         np.testing.assert_allclose(u, once, rtol=0, atol=1e-12)
+    else:
+        assert np.isnan(u).all()
+    if keeps and not exclusive:
         np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=1e-12)
     else:
         n = shape[3]
-        assert np.isnan(u).all()
         np.testing.assert_allclose(lse[..., :n], expected_lse / np.log(2), rtol=0, atol=1e-12)
         assert np.isinf(lse[..., n:]).all()

@@ -16,7 +16,7 @@ import gfsa
 from gfsa.lens import LensReport
 from gfsa.lens.command import diagnose
 from gfsa.lens.sources import load_batches, load_source, read_data
-from support.reports import example_trajectory
+from support.lens import example_trajectory
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "dogs"]
 
@@ -106,7 +106,7 @@ def test_data_is_read_before_models_are_loaded(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("gfsa.lens.sources.load_source", lambda *_: pytest.fail("loaded"))
     done = run("--model", "bert", "--data", "/no/such/file")
     assert done.exit_code == 1
-    assert "is no file" in done.output
+    assert "is neither a file" in done.output
 
 
 def test_a_model_of_the_user_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,10 @@ def test_timm_on_a_folder_of_images(tmp_path: Path) -> None:
     [
         ([], "expected a model and data"),
         (["--model", "timm:no_such_model", "--data", "random"], "no model 'no_such_model'"),
-        (["--model", "timm:test_vit", "--untrained", "--data", "/no/such/file"], "is no file"),
+        (
+            ["--model", "timm:test_vit", "--untrained", "--data", "/no/such/file"],
+            "is neither a file",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(arguments: list[str], said: str) -> None:

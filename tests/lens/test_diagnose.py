@@ -1,10 +1,11 @@
-"""diagnose: its numbers against the model's own tensors, and a model unchanged afterwards."""
+"""diagnose: features against the states of models of our own and of other libraries."""
 
 from __future__ import annotations
 
 import copy
 import math
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa.lens import diagnose, measure
-from support.lens_readings import only
-from support.tiny import TinyAttention, TinyEncoder, padded_batch
+from support.lens import only
+from support.tiny import TinyEncoder, padded_batch
 
 
 def expected_cosines(states: list[Tensor], mask: Tensor | None) -> list[float]:
@@ -73,26 +74,6 @@ def test_padding_takes_no_part(batch: dict[str, Tensor]) -> None:
             )
 
 
-def test_what_was_padded_with_does_not_matter(batch: dict[str, Tensor]) -> None:
-    model = TinyEncoder()
-    other = {**batch, "tokens": batch["tokens"].clone()}
-    other["tokens"][~batch["attention_mask"].bool()] = -7.0
-    first, second = diagnose(model, batch), diagnose(model, other)
-    for name in ("features", "attention"):
-        assert getattr(only(first), name) == getattr(only(second), name)
-
-
-def test_a_mask_of_ones_own_goes_before_the_batch() -> None:
-    model = TinyEncoder()
-    tokens = torch.randn(2, 8, 16)
-    valid = torch.arange(8) < torch.tensor([[8], [3]])
-    expected = measure.cosine_similarity(tokens, valid).mean().item()
-    for given in (valid, lambda batch: valid):
-        reading = only(diagnose(model, tokens, valid=given))
-        assert reading.features[0].cosine == pytest.approx(expected)
-        assert reading.tokens == 11
-
-
 def test_a_mask_that_does_not_fit_is_refused() -> None:
     valid = torch.ones(2, 7, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"\(2, 8\) here .* got \(2, 7\)"):
@@ -148,15 +129,6 @@ def test_batches_are_averaged_sample_by_sample() -> None:
             one.spectrum.filter_response, other.spectrum.filter_response, strict=True
         ):
             assert row == pytest.approx(same)
-
-
-def test_batches_of_several_lengths_share_one_axis() -> None:
-    model = TinyEncoder()
-    batches = [torch.randn(2, length, 16) for length in (9, 12, 5)]
-    reading = only(diagnose(model, batches, spectral_samples=100))
-    assert len(reading.features[1].singular_values) == 9
-    assert len(reading.attention[0].spectrum.frequencies) == 5
-    assert len(reading.attention[0].spectrum.map_values[0]) == 9
 
 
 def test_loaders_of_labelled_data_and_generators() -> None:
@@ -254,13 +226,6 @@ def test_an_error_says_how_the_parts_of_a_batch_were_passed() -> None:
     assert "the 3 parts of a batch" in error.value.__notes__[0]
 
 
-def test_a_call_of_ones_own() -> None:
-    model = TinyEncoder()
-    items = [{"x": torch.randn(2, 8, 16)}]
-    reading = only(diagnose(model, items, forward=lambda m, item: m(item["x"])))
-    assert reading.samples == 2
-
-
 def test_a_pair_is_labelled_data_in_a_loader_and_two_arguments_alone() -> None:
     class Pairs(TinyEncoder):
         def forward(self, tokens: Tensor, second: Tensor | None = None) -> Tensor:
@@ -274,31 +239,110 @@ def test_a_pair_is_labelled_data_in_a_loader_and_two_arguments_alone() -> None:
     assert given == [pair[1], None]
 
 
-@pytest.mark.parametrize("features_first", [False, True])
-def test_grids_of_tokens(features_first: bool) -> None:
-    class Grid(nn.Module):
+IDS = torch.arange(30).reshape(3, 10) % 17
+MASK = torch.arange(10) < torch.tensor([[10], [6], [8]])
+
+
+def cosines(states: list[Tensor], mask: Tensor | None) -> list[float]:
+    return [measure.cosine_similarity(x, mask).mean().item() for x in states]
+
+
+def transformers_model(kind: str, implementation: str = "sdpa") -> Any:
+    import transformers as hf
+
+    small = {
+        "vocab_size": 31,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
+    config = {
+        "bert": lambda: hf.BertConfig(**small),
+        "albert": lambda: hf.AlbertConfig(**small, embedding_size=16),
+        "llama": lambda: hf.LlamaConfig(**small, num_key_value_heads=2),
+        "gpt2": lambda: hf.GPT2Config(
+            vocab_size=31, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0
+        ),
+    }[kind]()
+    config.initializer_range = 0.5
+    return hf.AutoModel.from_config(config, attn_implementation=implementation).eval()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["bert", "albert", "llama", "gpt2"])
+@pytest.mark.parametrize("plugged", [False, True])
+def test_transformers(kind: str, implementation: str, plugged: bool) -> None:
+    model = transformers_model(kind, implementation)
+    batch = {"input_ids": IDS, "attention_mask": MASK.flip(1) if kind == "llama" else MASK}
+    batch["attention_mask"] = batch["attention_mask"].long()
+    if plugged:
+        gfsa.plug(model, w0=0.2, wK=0.3)
+    with torch.no_grad():
+        states = model(**batch, output_hidden_states=True).hidden_states
+    reading = only(diagnose(model, batch))
+    expected = cosines(list(states), batch["attention_mask"].bool())
+    got = [feature.cosine for feature in reading.features]
+    assert len(got) == 4
+    # decoders report their last features after the final norm
+    last = 3 if kind in ("llama", "gpt2") else 4
+    assert got[:last] == pytest.approx(expected[:last], abs=1e-5)
+    assert reading.tokens == int(MASK.sum())
+    assert bool(gfsa.filters_of(model)) == plugged
+
+
+def test_graphs_whose_tokens_lie_one_after_another() -> None:
+    """PyG's GPS layers: features of all graphs in one list, attention on padded graphs."""
+    geometric = pytest.importorskip("torch_geometric.nn")
+
+    class Graphs(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList([OnGrid(features_first)])
+            self.layers = nn.ModuleList(geometric.GPSConv(16, None, heads=4) for _ in range(2))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.blocks[0](x)
+        def forward(self, x: Tensor, edges: Tensor, batch: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, edges, batch)
+            return x
 
-    x = torch.randn(2, 3, 4, 16)
-    given = x.permute(0, 3, 1, 2) if features_first else x
-    reading = only(diagnose(Grid(), given))
-    expected = measure.cosine_similarity(x.flatten(1, 2)).mean().item()
-    assert reading.features[0].cosine == pytest.approx(expected, abs=1e-6)
-    assert reading.tokens == 24
+    counts = [5, 3, 7]
+    x = torch.randn(sum(counts), 16)
+    batch = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+    model = Graphs().eval()
+    reading = only(diagnose(model, (x, torch.zeros(2, 0, dtype=torch.long), batch)))
+    parts = [measure.cosine_similarity(part[None]) for part in x.split(counts)]
+    assert reading.samples == 3
+    assert reading.features[0].cosine == pytest.approx(torch.cat(parts).mean().item(), abs=1e-6)
+    assert len(reading.features) == 3
 
 
-class OnGrid(nn.Module):
-    def __init__(self, features_first: bool) -> None:
-        super().__init__()
-        self.features_first = features_first
-        self.attention = TinyAttention(16, 4)
+@pytest.mark.parametrize("attention", ["softmax", "efficient"])
+def test_our_encoder(attention: Any) -> None:
+    from gfsa_experiments.models import Encoder
 
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(2).mT if self.features_first else x.flatten(1, 2)
-        y = self.attention(tokens)
-        return y.mT.reshape(x.shape) if self.features_first else y.reshape(x.shape)
+    model = Encoder(17, 2, 10, attention, dim=16, depth=2, num_heads=4, ffn_dim=16)
+    gfsa.plug(model, w0=0.2)
+    reading = only(diagnose(model, (IDS, ~MASK)))
+    # a class token for each of three samples
+    assert (reading.samples, reading.tokens) == (3, int(MASK.sum()) + 3)
+    alone = [only(diagnose(model, ids[mask][None])) for ids, mask in zip(IDS, MASK, strict=True)]
+    for name in ("cosine", "residual"):
+        parts = [getattr(reading_alone.features[-1], name) for reading_alone in alone]
+        assert getattr(reading.features[-1], name) == pytest.approx(sum(parts) / 3, rel=1e-4)
+    parts = torch.tensor([reading_alone.attention[-1].entropy for reading_alone in alone]).mean(0)
+    torch.testing.assert_close(torch.tensor(reading.attention[-1].entropy), parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_precisions(dtype: torch.dtype) -> None:
+    model = transformers_model("bert")
+    batch = {"input_ids": IDS, "attention_mask": MASK.long()}
+    single = only(diagnose(model, batch))
+    other = only(diagnose(model.to(dtype), batch))
+    for one, two in zip(single.features, other.features, strict=True):
+        assert one.cosine == pytest.approx(two.cosine, abs=0.02)
+        assert one.effective_rank == pytest.approx(two.effective_rank, rel=0.02)
+    for layer, same in zip(single.attention, other.attention, strict=True):
+        assert layer.entropy_share == pytest.approx(same.entropy_share, abs=0.05)
+        for row, again in zip(layer.spectrum.map_response, same.spectrum.map_response, strict=True):
+            assert row == pytest.approx(again, abs=0.05)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import gfsa
-from gfsa.lens import diagnose, measure
-from gfsa.lens.findings import passed
+from gfsa.lens import measure
 from gfsa.lens.measure import attention_entropy
 from gfsa.lens.readings import AttentionReading
+from gfsa.lens.report import passed
 from gfsa.operators import (
     AttentionCall,
     AttentionOperator,
@@ -26,9 +24,6 @@ from gfsa.operators import (
     Operator,
     SDPAOperator,
 )
-from gfsa_experiments.runs.load_run import trained_task
-from gfsa_experiments.runs.run import carry_out
-from gfsa_experiments.runs.sweep import Request
 from support.attention import Dispatched, reference_filter, reference_map
 
 
@@ -79,32 +74,6 @@ def test_metrics_are_numpys_on_the_valid_tokens(
             assert got[name][sample].item() == pytest.approx(value, rel=1e-6, abs=1e-7, nan_ok=True)
 
 
-def test_singular_values_are_numpys_for_wide_and_tall_tokens() -> None:
-    for shape in ((5, 9), (9, 5), (6, 6)):
-        x = torch.randn(2, *shape, dtype=torch.float64)
-        expected = np.linalg.svd(x.numpy(), compute_uv=False)
-        np.testing.assert_allclose(measure.singular_values(x).numpy(), expected, atol=1e-7)
-
-
-def test_equal_tokens_are_collapsed() -> None:
-    x = torch.randn(1, 1, 8).expand(2, 7, 8)
-    got = measured(x, None)
-    torch.testing.assert_close(got["cosine"], torch.ones(2))
-    assert got["residual"].max() < 1e-6
-    torch.testing.assert_close(got["rank"], torch.ones(2, dtype=torch.float64), atol=1e-4, rtol=0)
-
-
-def test_orthonormal_tokens_are_as_far_apart_as_can_be() -> None:
-    x = 3 * torch.linalg.qr(torch.randn(2, 8, 8, dtype=torch.float64)).Q
-    got = measured(x, None)
-    torch.testing.assert_close(got["cosine"], torch.zeros(2, dtype=torch.float64))
-    torch.testing.assert_close(got["rank"], torch.full((2,), 8.0, dtype=torch.float64))
-    # n orthonormal vectors: ‖X‖² = n, n‖x̄‖² = 1
-    expected = torch.full((2,), math.sqrt(7 / 8), dtype=torch.float64)
-    torch.testing.assert_close(got["residual"], expected)
-    torch.testing.assert_close(got["norm"], torch.full((2,), 3.0, dtype=torch.float64))
-
-
 def test_a_collapsed_residual_keeps_its_digits_in_float32() -> None:
     x = torch.ones(1, 64, 32) + 1e-4 * torch.randn(1, 64, 32)
     expected = by_definition(x[0].double().numpy())["residual"]
@@ -115,11 +84,6 @@ def test_what_has_no_meaning_is_nan() -> None:
     assert measure.cosine_similarity(torch.randn(1, 1, 4)).isnan().all()
     assert measure.rank_one_residual(torch.zeros(1, 3, 4)).isnan().all()
     assert measure.effective_rank(torch.zeros(1, 3)).isnan().all()
-
-
-def test_zero_tokens_are_similar_to_none() -> None:
-    x = torch.tensor([[[1.0, 0.0], [0.0, 0.0], [1.0, 0.0]]])
-    assert measure.cosine_similarity(x).item() == pytest.approx(2 / 6)
 
 
 def test_low_precision_is_summed_in_float32() -> None:
@@ -168,25 +132,6 @@ def gains(layer: AttentionReading) -> tuple[float, float]:
     )
 
 
-@pytest.mark.slow
-def test_plain_attention_smooths_with_depth_and_filters_do_so_less(tmp_path: Path) -> None:
-    settings = (("lr_multiplier", "10"), ("save_model", "true"), ("tensorboard", "false"))
-    models, images = {}, torch.empty(0)
-    for run in Request("digits", ("plain", "gfsa"), settings=settings).runs(out=tmp_path):
-        carry_out(run)
-        task = trained_task(run.folder, Path())
-        models[run.method], images = task.model, task.example()
-    readings = diagnose(models, images, spectral_samples=len(images)).models
-    plain, filtered = readings["plain"], readings["gfsa"]
-    # (a) the response: near nothing at high frequencies, least of all in deep layers
-    assert gains(plain.attention[-1])[0] < 0.2
-    lifted = [gains(layer) for layer in filtered.attention]
-    assert all(filter_gain > map_gain for map_gain, filter_gain in lifted)
-    # (b) similarity: climbs with depth, and less with filters
-    assert plain.features[-1].cosine > plain.features[1].cosine + 0.2
-    assert filtered.features[-1].cosine < plain.features[-1].cosine - 0.02
-
-
 DOUBLE = torch.float64
 
 
@@ -204,44 +149,6 @@ def dense_response(matrix: np.ndarray, valid: np.ndarray, frequencies: list[floa
 
 def uniform(length: int) -> Tensor:
     return torch.full((1, 1, length, length), 1 / length, dtype=DOUBLE)
-
-
-def response(matrix: Tensor, coeffs: list[float], most: int = 64) -> tuple[Tensor, Tensor]:
-    v = torch.zeros(*matrix.shape[:-1], 4, dtype=DOUBLE)
-    grid = measure.frequency_grid(matrix.shape[-1], most)
-    numbers = torch.tensor([coeffs], dtype=DOUBLE)
-    return measure.frequency_response(DenseOperator(matrix), v, numbers, None, grid)
-
-
-def test_identity_passes_every_frequency() -> None:
-    on_map, on_filter = response(torch.eye(12, dtype=DOUBLE)[None, None], [0.5, 2.0])
-    torch.testing.assert_close(on_map, torch.ones(1, 1, 7, dtype=DOUBLE))
-    torch.testing.assert_close(on_filter, torch.full((1, 1, 7), 2.5, dtype=DOUBLE))
-
-
-def test_uniform_attention_passes_the_constant_alone() -> None:
-    on_map, on_filter = response(uniform(12), [1.0, -1.0])
-    expected = torch.tensor([1.0] + [0.0] * 6, dtype=DOUBLE)
-    torch.testing.assert_close(on_map[0, 0], expected, atol=1e-12, rtol=0)
-    # I − A: the opposite
-    torch.testing.assert_close(on_filter[0, 0], 1 - expected, atol=1e-12, rtol=0)
-
-
-def test_one_hot_attention_passes_every_frequency_alike() -> None:
-    # all tokens copy token 3: the modulus of any mode there is 1
-    matrix = torch.zeros(1, 1, 10, 10, dtype=DOUBLE)
-    matrix[..., 3] = 1
-    on_map, _ = response(matrix, [0.0, 1.0])
-    torch.testing.assert_close(on_map, torch.ones_like(on_map))
-
-
-def test_a_shift_passes_every_frequency() -> None:
-    matrix = torch.eye(9, dtype=DOUBLE).roll(1, 0)[None, None]
-    on_map, on_filter = response(matrix, [1.0, -1.0])
-    torch.testing.assert_close(on_map, torch.ones_like(on_map))
-    # |1 − e^{−iω}| = 2|sin(ω/2)|, at the modes that 9 tokens have
-    modes = torch.tensor([0, 1, 2, 3, 4], dtype=DOUBLE) / 9
-    torch.testing.assert_close(on_filter[0, 0], 2 * (math.pi * modes).sin().abs())
 
 
 @given(
@@ -362,52 +269,6 @@ def test_entropy_of_closed_forms() -> None:
     # half of every row's weight: the entropy is that of the row made to sum to one
     nats, _ = attention_entropy(DenseOperator(uniform(8) / 2), v)
     assert nats.item() == pytest.approx(math.log(8))
-
-
-def test_entropy_of_one_hot_softmax_is_a_share_of_zero() -> None:
-    q = 1e4 * torch.eye(8, dtype=DOUBLE)[None, None]
-    nats, share = attention_entropy(AttentionOperator(q, q), q)
-    assert nats.item() == pytest.approx(0, abs=1e-9)
-    assert share.item() == pytest.approx(0, abs=1e-9)
-
-
-def test_entropy_never_holds_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gfsa.lens.measure._ENTRIES", 1 << 10)
-    q, k, v = torch.randn(3, 1, 2, 128, 4, dtype=DOUBLE)
-    with Dispatched() as dispatched:
-        nats, _ = attention_entropy(AttentionOperator(q, k), v)
-    assert dispatched.largest <= 1 << 10
-    monkeypatch.undo()
-    torch.testing.assert_close(nats, attention_entropy(AttentionOperator(q, k), v)[0])
-
-
-@pytest.mark.parametrize(
-    ("coefficients", "expected"),
-    [
-        ([0, 1, 0], "low-pass"),  # ordinary attention
-        ([0.2, 0.5, 0.3], "low-pass"),  # positive, sum 1: the theorem's first case
-        ([1, -0.5], "high-pass"),  # (−α)^k
-        ([1, -1], "high-pass"),  # the Laplacian: nothing left at σ = 1
-        ([1, 0, 0], "all-pass"),
-        ([0, 2, -1], "low-pass"),  # twicing: rises all the way to σ = 1
-        ([0, 4, -3], "mixed"),  # 4σ − 3σ² is 1 at σ = 1/3 and above it from there
-        ([1, -2], "low-pass"),  # |1 − 2σ|: as high at σ = 0 as at σ = 1, lower all between
-    ],
-)
-def test_verdicts(coefficients: list[float], expected: str) -> None:
-    assert measure.verdict(torch.tensor(coefficients, dtype=DOUBLE)) == expected
-
-
-@pytest.mark.parametrize("K", [2, 3, 10, 40])
-@pytest.mark.parametrize("alpha", [0.1, 0.5, 0.9])
-def test_theorem_3_1(K: int, alpha: float) -> None:
-    """Both cases of the theorem, with the coefficients of the filter that GFSA folds to."""
-    low = gfsa.GFSA(1, K=K, w0=0.2, w1=0.5, wK=0.3, power="exact")
-    assert measure.verdict(low.coefficients()[0]) == "low-pass"
-    # its proof divides (−α)^k by k + 1; with a large K only 1 − ασ/2 is left
-    high = gfsa.GFSA(1, K=K, w0=1.0, w1=-alpha / 2, wK=(-alpha) ** K / (K + 1), power="exact")
-    if K >= 10:
-        assert measure.verdict(high.coefficients()[0]) == "high-pass"
 
 
 @given(st.lists(st.floats(-2, 2), min_size=1, max_size=5))

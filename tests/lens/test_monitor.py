@@ -1,11 +1,8 @@
-"""The monitor: what it logs while training, and what that costs."""
+"""The lens while a model trains: what is logged, coefficients over training."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import gfsa
 from gfsa.lens import measure
 from gfsa.lens.monitor import Monitor, tensorboard
+from gfsa.lens.trajectory import Trajectory
 from support.tiny import TinyEncoder, padded_batch
 
 Logged = list[tuple[dict[str, float], int]]
@@ -77,21 +75,6 @@ def test_training_is_not_changed() -> None:
     train(alone, Monitor(alone, lambda values, step: None, every=10**9), batch, steps=3)
     for one, other in zip(watched.parameters(), alone.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_checkpointed_blocks_are_counted_once() -> None:
-    class Checkpointed(TinyEncoder):
-        def states(self, tokens: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
-            states = [tokens]
-            for block in self.blocks:
-                states.append(checkpoint(block, states[-1], attention_mask, use_reentrant=False))
-            return states
-
-    model = Checkpointed()
-    logged: Logged = []
-    monitor = Monitor(model, lambda values, step: logged.append((values, step)), every=1)
-    train(model, monitor, padded_batch([6, 4]), steps=1)
-    assert sum(name.startswith("lens/cosine") for name in logged[0][0]) == 3
 
 
 def test_parts_that_are_called_apart_keep_their_layers_numbers() -> None:
@@ -272,60 +255,82 @@ def test_lightning(tmp_path: Path) -> None:
     assert any((tmp_path / "lens").iterdir())
 
 
-def seconds(work: Callable[[], object]) -> float:
-    start = time.process_time()
-    work()
-    return time.process_time() - start
-
-
-def test_watching_every_hundredth_step_costs_less_than_two_percent() -> None:
-    model = TinyEncoder(depth=4, dim=64)
-    gfsa.plug(model)
-    batch = padded_batch([64] * 16, dim=64)
-    optimizer = torch.optim.AdamW(model.parameters())
-    monitor = Monitor(model, lambda values, step: None, every=100)
-
-    def step(number: int) -> None:
-        monitor.before_step(number)
-        model(**batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        monitor.after_step(number)
-
-    for number in range(3):
-        step(number)
-    watched, alone = [], []
-    for _ in range(15):
-        watched.append(seconds(lambda: step(100)))
-        alone.append(seconds(lambda: step(101)))
-    extra = statistics.median(watched) - statistics.median(alone)
-    assert extra / 100 < 0.02 * statistics.median(alone)
-
-
-@pytest.mark.slow
-def test_features_of_a_bert_base_cost_at_most_three_forwards() -> None:
-    """12 layers of 12 heads, 512 tokens, batch 8; ``pytest -m slow -s`` prints the figures."""
-    import transformers as hf
-
-    torch.set_num_threads(1)
-    model = hf.BertModel(hf.BertConfig(), add_pooling_layer=False).eval()
-    ids = torch.randint(30000, (8, 512))
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-    def forward() -> None:
+def moving_model(steps: int = 3) -> tuple[TinyEncoder, Trajectory]:
+    """Filters in layers 2 and 4 of four, whose θ grows by 0.25 from step to step of ten."""
+    model = TinyEncoder(depth=4)
+    gfsa.plug(model, layers="even")
+    trajectory = Trajectory()
+    for at in range(steps):
+        trajectory.record(model, 10 * at)
         with torch.no_grad():
-            model(**batch)
+            for graph_filter in gfsa.filters_of(model).values():
+                graph_filter.theta += 0.25
+    return model, trajectory
 
-    forward()
-    plain = min(seconds(forward) for _ in range(2))
-    print(f"\nplain forward {plain:.1f} s")
-    ratios = {}
-    for name, options in (
-        ("features", {"attention": False, "spectral": False}),
-        ("features and attention", {"spectral": False}),
-        ("everything, 8 samples", {}),
-    ):
-        taken = seconds(lambda options=options: gfsa.diagnose(model, batch, **options))
-        ratios[name] = taken / plain
-        print(f"{name}: {taken:.1f} s, {ratios[name]:.2f} forwards")
-    assert ratios["features"] <= 3
+
+def test_every_step_has_the_coefficients_of_that_step() -> None:
+    model, trajectory = moving_model()
+    assert trajectory.steps == [0, 10, 20]
+    assert [layer.depth for layer in trajectory.layers] == [2, 4]
+    assert [layer.name for layer in trajectory.layers] == list(gfsa.filters_of(model))
+    # c = (w0, w1 + (2−K)·wK, (K−1)·wK) with K = 3, and each w moves by 0.25 a step
+    rows = [step[0] for step in trajectory.layers[0].coefficients]
+    assert rows == [[0.0, 1.0, 0.0], [0.25, 1.0, 0.5], [0.5, 1.0, 1.0]]
+
+
+def test_csv_and_back(tmp_path: Path) -> None:
+    _, trajectory = moving_model()
+    path = tmp_path / "coefficients.csv"
+    trajectory.to_csv(path)
+    head, first, *rest = path.read_text().splitlines()
+    assert head == "step,layer,name,head,c0,c1,c2"
+    assert first.split(",")[:2] == ["0", "2"]
+    # three steps, two layers, four heads
+    assert len(rest) + 1 == 3 * 2 * 4
+    again = Trajectory.from_csv(path)
+    assert again == trajectory
+    assert Trajectory.from_plain(again.to_plain()) == trajectory
+    again.layers[0].name = "=cmd|' /C calc'!A0"
+    assert ",'=cmd|" in again.to_text()
+
+
+def test_filters_that_do_not_learn_are_left_out() -> None:
+    model = TinyEncoder(depth=2)
+    gfsa.plug(model, filter=gfsa.Twicing)
+    trajectory = Trajectory()
+    trajectory.record(model, 0)
+    assert trajectory.layers == []
+
+
+def test_a_changed_model_and_a_repeated_step_are_refused() -> None:
+    model, trajectory = moving_model()
+    with pytest.raises(ValueError, match="expected a step after 20"):
+        trajectory.record(model, 20)
+    gfsa.unplug(model)
+    with pytest.raises(ValueError, match="filters have changed"):
+        trajectory.record(model, 30)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("step,loss\n1,2\n", "expected the columns step, layer, name, head, c0"),
+        ("", "got none"),
+        ("step,layer,name,head,c0\n", "no step was recorded"),
+        ("step,layer,name,head,c0\n0,1,a,1,0.5\n0,1,a,3,0.5\n", "out of order"),
+        ("step,layer,name,head,c0\n0,1,a,1,0.5\n0,2,b,1,0.5\n5,1,a,1,0.5\n", "1 of 2 steps"),
+        ("step,layer,name,head,c0\n0,1,a,1,many\n", "damaged"),
+        # a missing c0 must not make c0 of c1, nor a line that is cut off a filter of lower degree
+        ("step,layer,name,head,c0,c1\n0,1,a,1,,0.5\n", "damaged"),
+        ("step,layer,name,head,c0,c1\n0,1,a,1,0,1\n0,1,a,2,0\n", "as many heads"),
+        (
+            "step,layer,name,head,c0\n0,1,a,1,0\n0,1,a,2,0\n5,1,a,1,0\n",
+            "as many heads and coefficients",
+        ),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "other.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Trajectory.from_csv(path)

@@ -15,7 +15,7 @@ from gfsa.lens import diagnose, measure
 from gfsa.lens.monitor import Monitor
 from gfsa.lens.tokens import shown_by_map
 from gfsa.operators import DenseOperator
-from support.lens_readings import diagnosed, monitored, only
+from support.lens import diagnosed, monitored, only
 from support.tiny import TinyBlock, TinyEncoder, padded_batch
 
 IDS = torch.arange(30).reshape(3, 10) % 17 + 3
@@ -84,51 +84,6 @@ def test_a_decoder_is_not_padded_as_its_source_is(plugged: bool) -> None:
     expected = similar(outputs_of(blocks, lambda: model(**batch)))
     assert after_blocks(model, batch)[1:] == pytest.approx(expected, abs=1e-5)
     assert while_training(model, lambda: model(**batch))[1:] == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("target_is_padded", [False, True])
-def test_torch_transformer_has_two_masks(target_is_padded: bool) -> None:
-    model = nn.Transformer(16, 4, 1, 2, 32, 0.0, batch_first=True).eval()
-    batch = {"src": torch.randn(3, 10, 16), "tgt": torch.randn(3, 10, 16)}
-    batch |= {"src_key_padding_mask": ~MASK, "memory_key_padding_mask": ~MASK}
-    mask = None
-    if target_is_padded:
-        mask = MASK.flip(0)
-        batch["tgt_key_padding_mask"] = ~mask
-    expected = similar(outputs_of(model.decoder.layers, lambda: model(**batch)), mask)
-    assert after_blocks(model, batch)[1:] == pytest.approx(expected, abs=1e-5)
-    model.encoder.use_nested_tensor = False
-    assert while_training(model, lambda: model(**batch))[1:] == pytest.approx(expected, abs=1e-5)
-
-
-def test_images_are_not_padded_as_texts_are() -> None:
-    import transformers as hf
-
-    width = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
-    text = {**width, "vocab_size": 31, "max_position_embeddings": 32}
-    config = hf.CLIPConfig(
-        text_config=text, vision_config={**width, "image_size": 12, "patch_size": 4}
-    )
-    model = hf.CLIPModel(config).eval()
-    # as many ids as patches and class token
-    batch = {
-        "input_ids": IDS,
-        "attention_mask": MASK.long(),
-        "pixel_values": torch.randn(3, 3, 12, 12),
-    }
-
-    def run() -> None:
-        model(**batch)
-
-    images = similar(outputs_of(model.vision_model.encoder.layers, run))
-    texts = similar(outputs_of(model.text_model.encoder.layers, run), MASK)
-    assert after_blocks(model, batch) == pytest.approx(images + texts, abs=1e-5)
-    assert while_training(model, run) == pytest.approx(images + texts, abs=1e-5)
 
 
 class OfBatches(nn.Module):
@@ -239,34 +194,6 @@ def test_a_mask_that_no_attention_sees(kind: str) -> None:
     expected = similar(outputs_of(model.blocks, lambda: model(batch)), MASK)
     assert while_training(model, lambda: model(batch)) == pytest.approx(expected, abs=1e-5)
     assert after_blocks(model, (batch,)) == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("plugged", [False, True])
-def test_a_mask_of_samples_of_sound(plugged: bool) -> None:
-    import transformers as hf
-
-    config = hf.Wav2Vec2Config(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=32,
-        conv_dim=(8, 8),
-        conv_stride=(4, 4),
-        conv_kernel=(4, 4),
-        num_feat_extract_layers=2,
-        num_conv_pos_embeddings=4,
-        num_conv_pos_embedding_groups=2,
-    )
-    model = hf.Wav2Vec2Model(config).eval()
-    if plugged:
-        gfsa.plug(model, w0=0.2, wK=0.3)
-    # 20 tokens, of which the second sample has 10
-    mask = torch.arange(320) < torch.tensor([[320], [160]])
-    batch = {"input_values": torch.randn(2, 320), "attention_mask": mask.long()}
-    states = outputs_of(model.encoder.layers, lambda: model(**batch))
-    expected = similar(states, torch.arange(20) < torch.tensor([[20], [10]]))
-    assert while_training(model, lambda: model(**batch)) == pytest.approx(expected, abs=1e-5)
-    assert after_blocks(model, batch) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -13,12 +13,11 @@ import pytest
 
 import gfsa
 from gfsa.lens import LensReport
-from gfsa.lens.colours import COLOURS, series_of
-from gfsa.lens.findings import findings, headline, passed
 from gfsa.lens.page import render
 from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading
+from gfsa.lens.report import findings, headline, passed
 from gfsa.lens.trajectory import LayerTrajectory, Trajectory
-from support.reports import example_report, example_trajectory
+from support.lens import example_report, example_trajectory
 from support.tiny import TinyEncoder, padded_batch
 
 
@@ -226,19 +225,6 @@ def test_figures_have_marks_and_save_as_vectors(report: LensReport, tmp_path: Pa
     assert list(line.get_ydata()) == pytest.approx(expected)
 
 
-def test_coefficients_over_training_are_a_figure(report: LensReport) -> None:
-    trajectory = example_trajectory()
-    found = LensReport(report.models, trajectories={"GFSA": trajectory})
-    figure = found.figures["coefficients over training (GFSA)"]
-    # layers × powers, and in each panel ordinary attention and four heads
-    assert len(figure.axes) == 4 * 3
-    assert [len(axis.lines) for axis in figure.axes] == [5] * 12
-    line = figure.axes[1].lines[1]
-    assert list(line.get_xdata()) == trajectory.steps
-    expected = [step[0][1] for step in trajectory.layers[0].coefficients]
-    assert list(line.get_ydata()) == pytest.approx(expected)
-
-
 def test_trajectories_are_in_the_json(report: LensReport, tmp_path: Path) -> None:
     trajectory = example_trajectory()
     found = LensReport(report.models, trajectories={"GFSA": trajectory})
@@ -308,16 +294,6 @@ def advice(*models: ModelReading) -> str:
     return " ".join(headline(models).advises)
 
 
-def test_models_are_compared_with_the_plain_one_wherever_it_stands() -> None:
-    found = headline([reading("GFSA", 0.3, [-0.2, 1.0, 0.1]), reading("plain", 0.6)]).compares[0]
-    assert "tokens of plain have a mean cosine similarity of 0.60" in found
-    assert "those of GFSA (0.30) are less alike" in found
-    same = headline([reading("plain", 0.6), reading("GFSA", 0.61, [-0.2, 1.0, 0.1])]).compares[0]
-    assert "those of GFSA (0.61) are about as alike" in same
-    more = headline([reading("plain", 0.6), reading("GFSA", 0.8, [-0.2, 1.0, 0.1])]).compares[0]
-    assert "those of GFSA (0.80) are more alike" in more
-
-
 def test_filters_that_hardly_moved_want_a_larger_rate() -> None:
     plain = reading("plain", 0.6)
     assert "hardly moved (at most 0.004" in advice(plain, reading("GFSA", 0.6, [0.004, 1.0, 0.0]))
@@ -345,23 +321,3 @@ def test_modules_with_the_same_reason_share_a_line() -> None:
     page = render(LensReport({"plain": model}))
     # once in the summary, twelve times in the data
     assert page.count("has no map") == 1 + 12
-
-
-@pytest.mark.parametrize(
-    ("names", "numbers"),
-    [
-        (["plain", "degree 1", "GFSA K=3"], [0, 2, 1]),
-        (["gfsa", "plain"], [1, 0]),
-        (["degree1"], [2]),
-        (["GFSA <all>", "gfsa-even", "plain"], [1, 3, 0]),
-        (["bert", "vit"], [3, 4]),
-    ],
-)
-def test_a_method_has_one_colour_in_any_company(names: list[str], numbers: list[int]) -> None:
-    assert series_of(names) == numbers
-
-
-def test_colours_are_not_repeated_before_all_are_used() -> None:
-    names = [f"model {at}" for at in range(7)] + ["plain"]
-    assert sorted(series_of(names)) == list(range(len(COLOURS)))
-    assert set(series_of([*names, "one more"])) == set(range(len(COLOURS)))

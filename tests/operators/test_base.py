@@ -21,9 +21,8 @@ from gfsa.operators import (
     SDPAOperator,
     combine,
 )
-from gfsa.operators.autocast import autocast
 from gfsa.operators.base import at_least_float32
-from gfsa.operators.call import DecisionCache
+from gfsa.operators.call import DecisionCache, autocast
 from support.attention import (
     Case,
     cases,

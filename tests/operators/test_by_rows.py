@@ -10,9 +10,9 @@ from gfsa.operators import (
     DenseOperator,
     SDPAOperator,
     Visibility,
-    by_rows,
+    blocked,
 )
-from support.sizes import LargestTensor
+from support.measuring import LargestTensor
 
 B, H, N, D = 3, 4, 23, 8
 COEFFS = torch.tensor([0.3, 0.9, -0.4], dtype=torch.float64)
@@ -73,7 +73,7 @@ def formula(visible: Visibility) -> Tensor:
 def test_blocks_of_any_size_give_the_dense_map(
     name: str, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_rows, "MOST_ENTRIES", entries)
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", entries)
     visible = CASES[name]
     q, k, v = tokens()
     dense = DenseOperator.from_qk(q, k, formula(visible))
@@ -93,7 +93,7 @@ def test_blocks_of_any_size_give_the_dense_map(
 
 
 def test_grouped_heads_and_some_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_rows, "MOST_ENTRIES", 100)
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", 100)
     visible = CASES["all"]
     q, k, v = tokens(kv_heads=2)
     dense = DenseOperator.from_qk(q, k, formula(visible))
@@ -111,7 +111,7 @@ def test_a_key_mask_with_causality_needs_no_square_mask() -> None:
     mask = torch.ones(1, 1, 1, length, dtype=torch.bool)
     mask[..., :100] = False
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_rows, "MOST_ENTRIES", length * 64)
+        patch.setattr(blocked, "MOST_ENTRIES", length * 64)
         with LargestTensor() as largest:
             y = AttentionOperator(q, q, mask, is_causal=True).polynomial(COEFFS.float(), q)
     # a mask in float32, which torch makes of a bool one, and nothing above
@@ -121,7 +121,7 @@ def test_a_key_mask_with_causality_needs_no_square_mask() -> None:
 
 
 def test_gradients_keep_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_rows, "MOST_ENTRIES", 4 * N)
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", 4 * N)
     q, k, v = tokens()
     saved: list[int] = []
 
@@ -145,7 +145,7 @@ def test_the_mask_of_a_short_sequence_is_written_once() -> None:
 
 
 def test_dropout_drops_the_same_entries_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_rows, "MOST_ENTRIES", 4 * N)
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", 4 * N)
     q, k, _ = tokens()
     call = AttentionCall(q, k, dropout_p=0.4, visible=CASES["causal padding"])
     eye = torch.eye(N, dtype=torch.float64).expand(B, H, N, N)

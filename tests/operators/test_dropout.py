@@ -85,31 +85,6 @@ def test_generator_ends_where_plain_attention_leaves_it(degree: int) -> None:
         assert torch.equal(torch.get_rng_state(), expected)
 
 
-def test_one_mask_also_for_the_powers_of_an_attention_operator() -> None:
-    q, k, v = inputs()
-    torch.manual_seed(5)
-    powers = AttentionOperator(q, k, dropout_p=0.4).powers(v, 3)
-    torch.manual_seed(5)
-    expected = DenseOperator.from_qk(q, k, dropout_p=0.4).powers(v, 3)
-    for got, wanted in zip(powers, expected, strict=True):
-        assert relative_error(got, wanted) <= 1e-12
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_dropping_everything_leaves_the_identity(backend: str) -> None:
-    q, k, v = inputs()
-    y = graph_filter_attention(q, k, v, COEFFS, dropout_p=1.0, backend=backend)
-    assert relative_error(y, 0.3 * v) <= 1e-12
-
-
-def test_no_dropout_leaves_the_generator_alone() -> None:
-    q, k, v = inputs()
-    before = torch.get_rng_state()
-    for backend in BACKENDS:
-        graph_filter_attention(q, k, v, COEFFS, backend=backend)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_after_the_filter_drops_entries_of_the_filtered_map() -> None:
     q, k, v = inputs()
     operator = DenseOperator.from_qk(q, k, dropout_p=0.4, dropout_after="filter")
@@ -142,23 +117,6 @@ def test_after_the_filter_through_the_attention_operator() -> None:
         by_name.polynomial(COEFFS, v)
     with pytest.raises(ValueError, match="'attention' or 'filter', got 'values'"):
         AttentionOperator(q, k, dropout_after="values")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("dropout_after", ["attention", "filter"])
-def test_expectation(dropout_after: str) -> None:
-    """Dropping entries of H leaves the mean of H.
-
-    Dropping A leaves the mean of A, so degree 1 is checked there; in A² an entry of A meets itself
-    (A_ii·A_ii), whose square has a larger mean.
-    """
-    matrix = torch.randn(6, 6, dtype=torch.float64).softmax(-1)
-    v = torch.randn(6, 3, dtype=torch.float64)
-    coeffs = torch.tensor([0.5, 1.0] if dropout_after == "attention" else [0.5, 1.0, -0.3])
-    exact = DenseOperator(matrix).polynomial(coeffs, v)
-    many = matrix.expand(20_000, 1, 6, 6)
-    dropped = DenseOperator(many, 0.3, dropout_after).polynomial(coeffs, v.expand(20_000, 1, 6, 3))
-    standard_error = dropped.std(0) / 20_000**0.5
-    assert ((dropped.mean(0)[0] - exact).abs() < 5 * standard_error[0]).all()
 
 
 def test_a_compiled_graph_drops_densely_and_says_why() -> None:

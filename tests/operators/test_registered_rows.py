@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gfsa.operators import AttentionOperator, DenseOperator, Visibility, by_rows, registered_rows
+from gfsa.operators import AttentionOperator, DenseOperator, Visibility, blocked
 
 B, H, KV, D = 2, 4, 2, 4
 # a mask of all sequences has more entries than four times the queries, which are kept anyway
@@ -71,7 +71,7 @@ class Recorded:
         operator = torch.ops.gfsa.attend_by_rows.default
         # the compiler calls it by the object that the decorator returned, or by its name
         return sum(
-            node.target in (operator, registered_rows.forward)
+            node.target in (operator, blocked.attend_operator)
             for node in self.graphs[-1].graph.nodes
         )
 
@@ -87,7 +87,7 @@ def test_the_compiled_map_and_its_gradients_are_the_dense_ones(
     name: str, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one block and with many, grouped heads, gradients of the coefficients too."""
-    monkeypatch.setattr(by_rows, "MOST_ENTRIES", entries)
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", entries)
     length = LONG
     visible, given = CASES[name](length), tokens(length)
     q, k, v, coeffs = given
@@ -128,7 +128,7 @@ def saved_bytes(y: Tensor) -> int:
 def test_a_compiled_step_keeps_no_mask(
     name: str, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_rows, "MOST_ENTRIES", entries)
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", entries)
     length = 1024
     visible = CASES[name](length)
     given = tokens(length, torch.float32, heads=2, kv=2)
@@ -161,7 +161,7 @@ def test_without_gradients_the_operator_is_there_for_many_blocks_alone(
     expected = attend(*given)
     for entries, passes in ((2**25, 0), (64, 2)):
         torch._dynamo.reset()
-        monkeypatch.setattr(by_rows, "MOST_ENTRIES", entries)
+        monkeypatch.setattr(blocked, "MOST_ENTRIES", entries)
         recorded = Recorded()
         with torch.no_grad():
             y = torch.compile(attend, fullgraph=True, backend=recorded)(*given)
@@ -170,7 +170,7 @@ def test_without_gradients_the_operator_is_there_for_many_blocks_alone(
 
 
 def test_one_graph_serves_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_rows, "MOST_ENTRIES", 64)
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", 64)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, keys: Tensor) -> Tensor:
         visible = Visibility(keys, causal=True, window=5)
@@ -198,41 +198,6 @@ def test_autocast_decides_the_precision_as_in_eager_mode() -> None:
     assert all(x.grad is not None and x.grad.dtype == x.dtype for x in given)
 
 
-def test_dropout_stays_torchs_own() -> None:
-    """The operator would have to draw the same entries again for its gradient."""
-    length = LONG
-    visible = CASES["causal padding"](length)
-    recorded = Recorded()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
-        operator = AttentionOperator(q, k, dropout_p=0.5, enable_gqa=True, visible=visible)
-        return operator.polynomial(coeffs[:, :2], v)
-
-    torch.compile(attend, fullgraph=True, backend=recorded)(*tokens(length))
-    assert recorded.passes() == 0
-
-
-@pytest.mark.parametrize("name", ["causal padding", "padding and window"])
-def test_what_dropout_writes_out_in_a_compiled_graph(name: str) -> None:
-    """The mask for one pass, and the maps of all heads for two; docs/scale.md says so."""
-    length, heads = 512, 2
-    visible = CASES[name](length)
-    chosen: list[str] = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
-        operator = AttentionOperator(q, k, dropout_p=0.5, visible=visible)
-        chosen.append(operator.which(coeffs, v).backend)
-        return operator.polynomial(coeffs, v)
-
-    q, k, v, coeffs = tokens(length, torch.float32, heads=heads, kv=heads)
-    for degree, backend, written in ((1, "sdpa", length**2), (2, "dense", 4 * heads * length**2)):
-        torch._dynamo.reset()
-        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager_decomp_partition")
-        y = compiled(q, k, v, coeffs[:, : degree + 1])
-        assert chosen.pop() == backend
-        assert saved_bytes(y) >= written
-
-
 def test_an_exported_program_has_torchs_operations_alone() -> None:
     length = LONG
 
@@ -252,20 +217,22 @@ def test_torch_finds_the_operator_well_behaved(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fake results of the right layout, gradients traced; values of another width."""
-    monkeypatch.setattr(by_rows, "MOST_ENTRIES", 64)
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", 64)
     length = 21
     q, k, _, _ = tokens(length, dtype)
     # tokens before heads, as models have them
     q = q.detach().mT.contiguous().mT.requires_grad_()
     x = torch.randn(B, length, KV, 6, dtype=dtype).transpose(1, 2).requires_grad_()
     description = (padding(length), documents(length), True, 5, None)
-    torch.library.opcheck(registered_rows.forward, (*detached(q, k, x), *description))
+    torch.library.opcheck(blocked.attend_operator, (*detached(q, k, x), *description))
     # modes that look at storages cannot look into the tensors of torch.func in the gradient
     traced = ("test_autograd_registration", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(registered_rows.forward, (q, k, x, *description), test_utils=traced)
+    torch.library.opcheck(blocked.attend_operator, (q, k, x, *description), test_utils=traced)
     g = torch.randn(B, H, length, 6, dtype=dtype)
     for gradient, of in zip(
-        registered_rows.backward(g, *detached(q, k, x), *description), (q, k, x), strict=True
+        blocked.attend_operator_backward(g, *detached(q, k, x), *description),
+        (q, k, x),
+        strict=True,
     ):
         # as the compiler is told
         assert gradient.shape == of.shape

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gfsa.operators import AttentionOperator, DenseOperator, Visibility, by_rows
+from gfsa.operators import AttentionOperator, DenseOperator, Visibility, blocked
 from support.attention import relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -36,7 +36,7 @@ def test_a_compiled_step_is_the_dense_one(
     tolerance: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(by_rows, "MOST_ENTRIES", entries)
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", entries)
     torch._dynamo.reset()
     torch.manual_seed(0)
     visible = described(name)

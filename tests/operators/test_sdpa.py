@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gfsa import graph_filter_attention
 from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator
-from gfsa.operators.by_rows import as_additive
+from gfsa.operators.blocked import as_additive
 from support.attention import Case, Dispatched, cases, relative_error, tokens
 
 CPU_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"

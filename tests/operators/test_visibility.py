@@ -19,6 +19,7 @@ from gfsa.operators import (
     Visibility,
 )
 from gfsa.operators.visibility import refusal_of_spans
+from gfsa_experiments.baselines.means import mean_matrix, mean_of_visible
 
 B, H, N, D = 2, 3, 6, 4
 
@@ -68,28 +69,13 @@ def test_an_operator_sees_where_its_map_is_not_zero(
     assert visible is not None
     rows = [visible.rows(i, i + 2, N, q.device).expand(B, H, 2, N) for i in range(0, N, 2)]
     assert torch.equal(torch.cat(rows, -2), seen)
-    weights = visible.dense(N, q).expand(B, H, N, N)
+    weights = mean_matrix(visible, N, q).expand(B, H, N, N)
     torch.testing.assert_close(weights, seen / seen.sum(-1, keepdim=True))
-    mean = visible.mean(k, N)
+    mean = mean_of_visible(visible, k, N)
     torch.testing.assert_close(mean.expand(B, H, N, D), weights @ k)
     keys = visible.visible_keys()
     expected = seen.any(-2).any(-2)
     assert torch.equal(torch.ones_like(expected) if keys is None else keys.expand(B, N), expected)
-
-
-def test_tokens_see_what_some_head_sees() -> None:
-    pairs = masks()["pairs per head"]
-    assert pairs is not None
-    together = Visibility(pairs=pairs).for_tokens()
-    assert together.pairs is not None
-    assert torch.equal(together.pairs, pairs.any(1, keepdim=True))
-    keys = pairs[:, :, 0]
-    together = Visibility(keys, causal=True).for_tokens()
-    assert together.causal
-    assert together.keys is not None
-    assert torch.equal(together.keys, keys.any(1, keepdim=True))
-    shared = Visibility(keys[:, :1])
-    assert shared.for_tokens() is shared
 
 
 def test_masks_of_libraries_with_a_batch_dimension() -> None:

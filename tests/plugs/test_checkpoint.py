@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 import gfsa
 from gfsa.plugs.saving import files
@@ -93,12 +92,6 @@ def test_what_cannot_be_a_folder_is_named(below: str, tmp_path: Path) -> None:
     for name in ("taken", "link"):
         with pytest.raises(OSError, match=rf"a part of .*{name}.* is a file or a broken link"):
             gfsa.save(model, tmp_path / name / below)
-
-
-def test_filters_move_between_the_heads_of_a_backbone(saved: Path) -> None:
-    bare = model_of().bert
-    gfsa.load(bare, saved)
-    assert len(gfsa.filters_of(bare)) == 2
 
 
 def damage_json(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
@@ -220,36 +213,6 @@ def test_a_deeper_model_is_another_backbone(tmp_path: Path) -> None:
     assert list(gfsa.filters_of(deeper)) == ["layers.0.self_attn"]
 
 
-def test_every_stage_of_a_hierarchy_has_its_own_depth(tmp_path: Path) -> None:
-    def swin(*depths: int) -> torch.nn.Module:
-        options = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16}
-        heads = (2, 4, 8, 16)
-        return timm.models.SwinTransformer(**options, depths=depths, num_heads=heads)
-
-    model = swin(1, 1, 2, 1)
-    gfsa.plug(model, layers=[1])
-    gfsa.save(model, tmp_path)
-    with pytest.raises(
-        ValueError, match=r"has 1 layer layers\.2\.blocks\.\*\.attn, 2 layers layers"
-    ):
-        gfsa.load(swin(1, 2, 1, 1), tmp_path)
-
-
-def test_a_block_that_is_shared_counts_at_every_depth(tmp_path: Path) -> None:
-    class Shared(torch.nn.Module):
-        def __init__(self, depth: int) -> None:
-            super().__init__()
-            block = torch.nn.TransformerEncoderLayer(16, 4, 32)
-            self.layers = torch.nn.ModuleList([block] * depth)
-
-    model = Shared(3)
-    gfsa.plug(model)
-    gfsa.save(model, tmp_path)
-    gfsa.load(Shared(3), tmp_path)
-    with pytest.raises(ValueError, match=r"Shared has 4 layers .* with 3 layers"):
-        gfsa.load(Shared(4), tmp_path)
-
-
 def test_a_huge_file_is_not_read(saved: Path) -> None:
     with (saved / "filters.safetensors").open("r+b") as file:
         file.truncate(100 * 2**20)
@@ -291,16 +254,6 @@ def test_whole_models(name: str, tmp_path: Path) -> None:
     assert all(f.K == 5 and f.dropout_after == "filter" for f in filters.values())
 
 
-def test_whole_models_under_another_head(tmp_path: Path) -> None:
-    model = model_of().float()
-    gfsa.plug(model, K=3)
-    randomised(model).save_pretrained(tmp_path)
-    for other in (AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModel):
-        theirs = [f.theta for f in gfsa.filters_of(gfsa.from_pretrained(other, tmp_path)).values()]
-        ours = [f.theta for f in gfsa.filters_of(model).values()]
-        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
-
-
 def test_models_that_share_a_config_keep_their_own_filters(tmp_path: Path) -> None:
     config = model_of().config
     one, other, bare = (transformers.BertForMaskedLM(config).eval() for _ in range(3))
@@ -314,19 +267,6 @@ def test_models_that_share_a_config_keep_their_own_filters(tmp_path: Path) -> No
     assert torch.equal(output(loaded), expected)
     with pytest.raises(ValueError, match="not saved from a plugged model"):
         gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path / "bare")
-
-
-def test_layers_that_share_a_parameter(tmp_path: Path) -> None:
-    model = model_of()
-    gfsa.plug(model)
-    first, *others = gfsa.filters_of(randomised(model)).values()
-    for filter in others:
-        filter.theta = first.theta
-    gfsa.save(model, tmp_path)
-    loaded = model_of()
-    gfsa.load(loaded, tmp_path)
-    assert others
-    assert all(torch.equal(f.theta, first.theta) for f in gfsa.filters_of(loaded).values())
 
 
 @pytest.mark.parametrize("part", ["model.encoder", "model.decoder.layers"])
@@ -380,43 +320,10 @@ def test_whole_models_in_shards_and_half_precision(tmp_path: Path) -> None:
     assert torch.equal(output(loaded), expected)
 
 
-def test_filters_are_of_the_files_that_the_weights_are_of(tmp_path: Path) -> None:
-    """A repository keeps the files of an earlier upload in shards, and transformers takes one."""
-    old, new = (randomised(model) for model in (plugged_model(), plugged_model()))
-    for filter in gfsa.filters_of(new).values():
-        filter.theta.data.mul_(2)
-    old.save_pretrained(tmp_path, max_shard_size="40KB")
-    kept = {path: path.read_bytes() for path in tmp_path.glob("model*")}
-    assert len(kept) > 2
-    new.save_pretrained(tmp_path)
-    for path, content in kept.items():
-        path.write_bytes(content)
-    loaded = gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path, dtype=torch.float64).eval()
-    assert torch.equal(output(loaded), output(new))
-    assert not torch.equal(output(new), output(old))
-    # vLLM takes the files of the index
-    from gfsa.plugs.adapters.transformers.pretrained import filter_tensors
-
-    name, filter = next(iter(gfsa.filters_of(old).items()))
-    by_index = filter_tensors(tmp_path, {}, index_first=True)
-    assert torch.equal(by_index[f"{name}.gfsa.theta"], filter.theta)
-
-
 def plugged_model() -> Any:
     model = model_of()
     gfsa.plug(model, K=3)
     return model
-
-
-@pytest.mark.parametrize("size", ["5GB", "40KB"])
-def test_filters_of_a_variant(size: str, tmp_path: Path) -> None:
-    model, other = plugged_model(), plugged_model()
-    expected = output(randomised(model))
-    other.save_pretrained(tmp_path)
-    model.save_pretrained(tmp_path, variant="exact", max_shard_size=size)
-    options = {"dtype": torch.float64, "variant": "exact"}
-    loaded = gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path, **options).eval()
-    assert torch.equal(output(loaded), expected)
 
 
 def test_weights_of_other_files_than_the_filters_are_refused(tmp_path: Path) -> None:
@@ -500,11 +407,6 @@ class TestAnotherKindOfFolder:
         peft.get_peft_model(model, config).save_pretrained(folder / "adapter")
         return {path.name: path for path in folder.iterdir()}
 
-    def test_load(self, folders: dict[str, Path]) -> None:
-        for kind, advice in (("model", "gfsa.from_pretrained"), ("adapter", "gfsa.load_peft")):
-            with pytest.raises(FileNotFoundError, match=rf"{advice}\(.*{kind}\"\) loads"):
-                gfsa.load(model_of("gpt2"), folders[kind])
-
     def test_load_peft(self, folders: dict[str, Path]) -> None:
         for kind, advice in (("model", "gfsa.from_pretrained"), ("filters", "gfsa.load")):
             with pytest.raises(FileNotFoundError, match=rf"{advice}\(.*{kind}\"\) loads"):
@@ -557,13 +459,3 @@ def test_save_says_that_a_trainable_backbone_is_not_saved(tmp_path: Path) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gfsa.save(model, tmp_path)
-
-
-def test_other_heads_are_counted(tmp_path: Path) -> None:
-    model, other = (torch.nn.TransformerEncoderLayer(16, heads, 32) for heads in (4, 8))
-    gfsa.plug(model)
-    gfsa.save(model, tmp_path)
-    with pytest.raises(ValueError, match="a filter for 4 heads, self_attn has 8"):
-        gfsa.load(other, tmp_path)
-    with pytest.raises(ValueError, match="parameters of other shapes"):
-        gfsa.load(torch.nn.TransformerEncoderLayer(32, 4, 32), tmp_path)

@@ -10,24 +10,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 
-from gfsa.plugs.adapters.transformers import companions
-from gfsa.plugs.adapters.transformers.companions import (
+from gfsa.adapters.transformers import past
+from gfsa.adapters.transformers.past import (
     GrowingPowers,
+    LayerPast,
     StaticPowers,
-    StaticWindowPowers,
-    TracedStaticWindowPowers,
-    counters_beside,
+    TracedStaticPowers,
     empty_like,
 )
-
-
-def append(companion: Any, tokens: Tensor, keys: int, layer: Any = None) -> Tensor:
-    """A companion that grows needs not know its layer."""
-    return companions.append(companion, tokens, layer, keys)
-
-
-def room_for_one(companion: Any, like: Tensor, layer: Any = None) -> Tensor:
-    return companions.room_for_one(companion, like, layer)
 
 
 def tokens(count: int, seed: int = 0) -> Tensor:
@@ -37,7 +27,7 @@ def tokens(count: int, seed: int = 0) -> Tensor:
 def filled(count: int) -> GrowingPowers:
     companion = empty_like(DynamicLayer())
     with torch.no_grad():
-        append(companion, tokens(count), count)
+        companion.add(tokens(count), None)
     assert type(companion) is GrowingPowers
     return companion
 
@@ -46,7 +36,7 @@ def filled(count: int) -> GrowingPowers:
 def test_only_its_rows_are_kept() -> None:
     """Of the tokens that were appended first, nothing is: they are those of the whole prompt."""
     companion, first = empty_like(DynamicLayer()), tokens(40)
-    append(companion, first, 40)
+    companion.add(first, None)
     held = [x.untyped_storage() for x in vars(companion).values() if isinstance(x, Tensor)]
     assert first.untyped_storage().data_ptr() not in {storage.data_ptr() for storage in held}
     assert sum(storage.nbytes() for storage in held) <= 24 * 4 * (40 + 16)
@@ -66,7 +56,7 @@ def test_cropped_tokens_are_written_again(left: int) -> None:
     companion.crop(left)
     assert torch.equal(companion.keys, tokens(9)[:, :, :6])
     other = tokens(2, seed=1)
-    found = append(companion, other, 8)
+    found = companion.add(other, None)
     assert torch.equal(found, torch.cat([tokens(9)[:, :, :6], other], 2))
     assert found.data_ptr() == place
     companion.crop(-20)
@@ -80,8 +70,8 @@ def test_other_layers_are_not_written() -> None:
     kept = copy.deepcopy(companion)
     before = companion.keys
     companion.reorder_cache(torch.tensor([1, 0]))
-    append(companion, tokens(1, seed=1), 6)
-    append(kept, tokens(1, seed=2), 6)
+    companion.add(tokens(1, seed=1), None)
+    kept.add(tokens(1, seed=2), None)
     assert torch.equal(before, tokens(5))
     assert torch.equal(companion.keys, torch.cat([tokens(5).flip(0), tokens(1, seed=1)], 2))
     assert torch.equal(kept.keys, torch.cat([tokens(5), tokens(1, seed=2)], 2))
@@ -93,13 +83,13 @@ def test_other_layers_are_not_written() -> None:
 def test_recorded_tokens_are_not_overwritten() -> None:
     companion = filled(5)
     new = tokens(1, seed=1).requires_grad_()
-    found = append(companion, new, 6)
+    found = companion.add(new, None)
     loss = found.square().sum()
     with torch.no_grad():
         # would raise in backward if it were written where the recorded tokens are
-        append(companion, tokens(1, seed=2), 7)
+        companion.add(tokens(1, seed=2), None)
         companion.crop(-2)
-        append(companion, tokens(1, seed=3), 6)
+        companion.add(tokens(1, seed=3), None)
     loss.backward()
     assert torch.equal(new.grad, 2 * new)
 
@@ -109,15 +99,15 @@ def test_recorded_tokens_are_not_overwritten_after_a_crop(by_kernel: bool) -> No
     """The recorded rows have room for the next token, which belongs elsewhere."""
     companion = filled(5)
     new = tokens(1, seed=1).requires_grad_()
-    found = append(companion, new, 6)
+    found = companion.add(new, None)
     loss, before = found.square().sum(), found.detach().clone()
     with torch.no_grad():
         companion.crop(-2)
         if by_kernel:
             # a kernel's write is nothing that autograd would notice
-            room_for_one(companion, tokens(1)).detach()[:, :, 4] = 7.0
+            companion.make_room(tokens(1), None).detach()[:, :, 4] = 7.0
         else:
-            append(companion, tokens(1, seed=3), 5)
+            companion.add(tokens(1, seed=3), None)
     assert torch.equal(found, before)
     loss.backward()
     assert torch.equal(new.grad, 2 * new)
@@ -127,7 +117,7 @@ def test_recorded_tokens_are_not_overwritten_after_a_crop(by_kernel: bool) -> No
 def test_memory_of_cropped_tokens_is_given_back() -> None:
     companion = filled(400)
     companion.crop(-390)
-    found = append(companion, tokens(1, seed=1), 11)
+    found = companion.add(tokens(1, seed=1), None)
     assert torch.equal(found, torch.cat([tokens(400)[:, :, :10], tokens(1, seed=1)], 2))
     assert found.untyped_storage().nbytes() <= 24 * 4 * (11 + 16)
 
@@ -135,9 +125,9 @@ def test_memory_of_cropped_tokens_is_given_back() -> None:
 def test_rows_of_inference_mode_can_be_left() -> None:
     companion = empty_like(DynamicLayer())
     with torch.inference_mode():
-        append(companion, tokens(5), 5)
+        companion.add(tokens(5), None)
     with torch.no_grad():
-        found = append(companion, tokens(1, seed=1), 6)
+        found = companion.add(tokens(1, seed=1), None)
     assert torch.equal(found, torch.cat([tokens(5), tokens(1, seed=1)], 2))
 
 
@@ -145,7 +135,7 @@ def test_rows_of_inference_mode_can_be_left() -> None:
 def test_room_that_a_kernel_writes() -> None:
     companion, like = filled(5), tokens(1, seed=1)
     for length in range(6, 40):
-        rows = room_for_one(companion, like)
+        rows = companion.make_room(like, None)
         assert rows.shape[2] >= length == companion.get_seq_length()
         rows[:, :, length - 1] = length
     assert torch.equal(companion.keys[:, :, :5], tokens(5))
@@ -161,16 +151,16 @@ def test_a_static_layer_of_powers_is_one_of_transformers() -> None:
     for count in (3, 1, 2):
         new = tokens(count, seed=count)
         layer.update(new, new)
-        append(companion, new, 8, layer)
+        companion.add(new, layer)
     assert torch.equal(companion.keys, layer.values)
     for held in (layer, companion):
         held.reorder_cache(torch.tensor([1, 0]))
     assert torch.equal(companion.keys, layer.values)
-    assert room_for_one(companion, tokens(1), layer) is companion.keys
+    assert companion.make_room(tokens(1), layer) is companion.keys
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [StaticWindowPowers, TracedStaticWindowPowers])
+@pytest.mark.parametrize("kind", [StaticPowers, TracedStaticPowers])
 @pytest.mark.parametrize(
     "counts",
     [(1,) * 8, (3, 1, 1, 1, 1), (4, 1, 1), (5, 1, 1), (9, 1), (2, 4, 1), (2, 2, 3, 1), (6, 5)],
@@ -182,13 +172,13 @@ def test_a_static_window_of_powers_is_one_of_transformers(
     """Rows as a layer of keys and values has them, and what an update returns."""
     layer = StaticSlidingWindowLayer(max_cache_len=10, sliding_window=4)
     companion = empty_like(layer)
-    assert type(companion) is StaticWindowPowers
-    companion = kind(companion.max_cache_len)
+    assert type(companion) is StaticPowers
+    companion = kind(companion.max_cache_len, slides=companion.slides)
     for turn in range(2):
         for seed, count in enumerate(counts, 10 * turn):
             new = tokens(count, seed=seed)
             _, values = layer.update(new, new)
-            assert torch.equal(append(companion, new, values.shape[2], layer), values)
+            assert torch.equal(companion.add(new, layer), values)
             assert torch.equal(companion.keys, layer.values)
         beams = torch.tensor([1, 0])
         layer.reorder_cache(beams)
@@ -204,11 +194,11 @@ def test_room_in_a_static_window_that_a_kernel_writes() -> None:
     companion = empty_like(layer)
     first = tokens(2)
     layer.update(first, first)
-    append(companion, first, 4, layer)
+    companion.add(first, layer)
     for length in range(3, 9):
         new = tokens(1, seed=length)
         layer.update(new, new)
-        rows = room_for_one(companion, new, layer)
+        rows = companion.make_room(new, layer)
         assert rows is companion.keys
         rows[:, :, min(length, 4) - 1 : min(length, 4)] = new
         assert torch.equal(rows, layer.values)
@@ -217,28 +207,29 @@ def test_room_in_a_static_window_that_a_kernel_writes() -> None:
 def test_counters_of_a_static_layer_without_powers(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU each static layer has its own, made where a graph neither is traced nor captured."""
     gpu, layer = torch.device("cuda:0"), StaticLayer(8)
+    dynamic, window = DynamicLayer(), StaticSlidingWindowLayer(8, 4)
     does: set[str] = set()
-    monkeypatch.setattr(companions, "_new_counters", lambda heads, device: OnGPU(heads))
+    monkeypatch.setattr(past, "_new_counters", lambda heads, device: OnGPU(heads))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: "capture" in does)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: "trace" in does)
     for what in ("capture", "trace"):
         does.add(what)
-        assert counters_beside(layer, 6, gpu) is None
+        assert LayerPast(layer, 0, 1).counters(6, gpu) is None
         does.clear()
-    assert counters_beside(layer, 6, torch.device("cpu")) is None
-    assert counters_beside(DynamicLayer(), 6, gpu) is None
+    assert LayerPast(dynamic, 0, 1).counters(6, gpu) is None
     assert not hasattr(layer, "gfsa_counters")
-    made: Any = counters_beside(layer, 6, gpu)
+    made: Any = LayerPast(layer, 0, 1).counters(6, gpu)
     assert made.heads == 6
     # those that are there serve a captured and a compiled step, and fewer sequences
     for what in ("capture", "trace"):
         does.add(what)
-        assert counters_beside(layer, 6, gpu) is counters_beside(layer, 4, gpu) is made
+        kept = LayerPast(layer, 0, 1)
+        assert kept.counters(6, gpu) is kept.counters(4, gpu) is made
         does.clear()
-    more: Any = counters_beside(layer, 12, gpu)
+    more: Any = LayerPast(layer, 0, 1).counters(12, gpu)
     assert more.heads == 12
-    assert counters_beside(layer, 6, gpu) is more is layer.gfsa_counters
-    assert counters_beside(StaticSlidingWindowLayer(8, 4), 6, gpu) is not more
+    assert LayerPast(layer, 0, 1).counters(6, gpu) is more is layer.gfsa_counters
+    assert LayerPast(window, 0, 1).counters(6, gpu) is not more
 
 
 class OnGPU:
@@ -254,7 +245,7 @@ class OnGPU:
 
 
 def test_new_counters_are_zeros_with_one_address() -> None:
-    counters: Any = companions._new_counters(6, "cpu")
+    counters: Any = past._new_counters(6, "cpu")
     assert counters.dtype == torch.int32
     assert counters.tolist() == [0] * 6
     # a compiled graph may keep the address

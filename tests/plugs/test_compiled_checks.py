@@ -20,7 +20,7 @@ from torch._C._dynamo import guards as checks
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import gfsa
-from gfsa.plugs.adapters.transformers.companions import StaticPowers, TracedStaticPowers
+from gfsa.adapters.transformers.past import StaticPowers, TracedStaticPowers
 
 transformers.logging.set_verbosity_error()
 

@@ -384,16 +384,6 @@ def test_no_filter_of_a_checkpoint_is_left_out(
     assert not gfsa.filters_of(model)
 
 
-def test_numbers_may_have_axes_of_length_one() -> None:
-    name = "deit_small_patch16_224"
-    state = published_image_model(name).state_dict()
-    shaped = {k: v.view(1, 4, 1, 1) if k.endswith("lamb") else v for k, v in state.items()}
-    first, second = image_model(name), image_model(name)
-    gfsa.convert(first, state)
-    gfsa.convert(second, shaped)
-    assert torch.equal(first(IMAGE), second(IMAGE))
-
-
 def test_a_model_without_memory_takes_no_weights() -> None:
     name = "deit_small_patch16_224"
     with torch.device("meta"):

@@ -216,15 +216,6 @@ def test_two_writers_and_a_reader(writers: list[int], tmp_path: Path) -> None:
     assert len(seen) == 2
 
 
-def test_files_are_readable_by_whom_the_umask_allows(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        gfsa.save(model_of(3), tmp_path)
-    finally:
-        os.umask(before)
-    assert (tmp_path / "filters.safetensors").stat().st_mode & 0o777 == 0o644
-
-
 def test_a_folder_in_the_place_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "filters.safetensors").mkdir()
     with pytest.raises(OSError, match=r"filters\.safetensors"):
@@ -272,41 +263,4 @@ def test_layers_whose_names_differ_by_a_prefix_only_are_not_mixed(tmp_path: Path
     gfsa.unplug(model)
     with pytest.raises(ValueError, match=r"both blocks\.0\.attention and module\.blocks\.0"):
         gfsa.load(model, tmp_path)
-    assert not gfsa.filters_of(model)
-
-
-class Guest(nn.Module):
-    """Attention of x to y, which no adapter knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = 4
-        self.q_proj, self.kv = nn.Linear(16, 16), nn.Linear(16, 32)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        q = self.q_proj(x).unflatten(-1, (4, 4)).transpose(1, 2)
-        k, v = self.kv(y).unflatten(-1, (2, 4, 4)).permute(2, 0, 3, 1, 4)
-        return ((q @ k.transpose(-2, -1)).softmax(-1) @ v).transpose(1, 2).flatten(-2)
-
-
-class GuestAttention(Guest):
-    pass
-
-
-def test_load_takes_no_layer_that_plug_refuses(tmp_path: Path) -> None:
-    """Only a file that was saved from a traced layer has one traced."""
-    traced, plain = tmp_path / "traced", tmp_path / "plain"
-    model = nn.ModuleDict({"attention": GuestAttention()})
-    with pytest.raises(ValueError, match="no adapter knows GuestAttention"):
-        gfsa.plug(model)
-    gfsa.plug(model, unknown="trace")
-    gfsa.save(model, traced)
-    gfsa.unplug(model)
-    gfsa.load(model, traced)
-    gfsa.unplug(model)
-    description, tensors = saved_files.read(traced)
-    description["filters"]["attention"]["traced"] = False
-    saved_files.write(plain, description, tensors)
-    with pytest.raises(ValueError, match=r"cannot take the filter.*no adapter knows"):
-        gfsa.load(model, plain)
     assert not gfsa.filters_of(model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning
 import peft
 import pytest
 import torch
@@ -14,9 +13,8 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor
 
 import gfsa
-from gfsa.plugs.filter_rate import give_rate, refuse_scheduler_from_config
-from support.training import learned, plugged, same
-from support.zoo import VOCABULARY
+from gfsa.plugs.optim import give_rate, refuse_scheduler_from_config
+from support.zoo import VOCABULARY, learned, plugged, same
 
 pytestmark = pytest.mark.usefixtures("accelerate_alone")
 
@@ -99,37 +97,6 @@ class TestTrainer:
         trainer(resumed, tmp_path / "resumed").train(resume_from_checkpoint=str(halfway))
         assert same(dict(resumed.state_dict()), dict(whole.state_dict()))
 
-    def test_the_rate_alone_changes_nothing_else(self, tmp_path: Path) -> None:
-        # the model's rate for the filters: Trainer's own run, gradient clipping included
-        options = {"max_grad_norm": 1e-3, "max_steps": 2}
-        expected, found = gpt2(), gpt2()
-        plain = trainer(expected, tmp_path / "plain", transformers.Trainer, **options)
-        # Trainer decays the filters, FilterRate does not
-        plain.get_decay_parameter_names = lambda model: [
-            name
-            for name in transformers.Trainer.get_decay_parameter_names(plain, model)
-            if "gfsa" not in name
-        ]
-        plain.train()
-        FilterTrainer(
-            found,
-            arguments(tmp_path / "own", **options),
-            train_dataset=examples(),
-            filter_lr=MODEL_LR,
-        ).train()
-        assert same(dict(found.state_dict()), dict(expected.state_dict()))
-
-    def test_lora(self, tmp_path: Path) -> None:
-        config = peft.LoraConfig(
-            target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["gfsa"]
-        )
-        model = peft.get_peft_model(gpt2(), config)
-        run = trainer(model, tmp_path, max_steps=1)
-        run.train()
-        filters = run.optimizer.param_groups[-1]
-        assert {id(p) for p in filters["params"]} == filter_ids(model)
-        assert run.state.log_history[0]["filter_learning_rate"] == FILTER_LR
-
 
 class TestRefusals:
     def test_filters_that_peft_froze(self, tmp_path: Path) -> None:
@@ -179,38 +146,3 @@ def test_what_stands_for_an_optimizer_from_deepspeeds_config(grouped: bool) -> N
         assert {id(p) for p in filters["params"]} == filter_ids(model)
         assert filters["lr"] == FILTER_LR
         assert {id(p) for p in rest["params"]} == {id(p) for p in parameters} - filter_ids(model)
-
-
-def test_lightning_names_the_rate_in_its_monitor(tmp_path: Path) -> None:
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = gpt2()
-
-        def training_step(self, batch: dict[str, Tensor]) -> Tensor:
-            return self.model(**batch).loss
-
-        def configure_optimizers(self) -> Any:
-            groups = gfsa.parameter_groups(self, lr=MODEL_LR, filter_lr=FILTER_LR)
-            optimizer = torch.optim.AdamW(groups)
-            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-
-    monitor = lightning.pytorch.callbacks.LearningRateMonitor()
-    logged: dict[str, float] = {}
-
-    class Log(lightning.pytorch.loggers.csv_logs.CSVLogger):
-        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-            logged.update(metrics)
-
-    lightning.Trainer(
-        max_epochs=2,
-        limit_train_batches=2,
-        accelerator="cpu",
-        callbacks=[monitor],
-        logger=Log(tmp_path),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(Module(), torch.utils.data.DataLoader(examples(), batch_size=4))
-    assert logged["lr-AdamW/filters"] == FILTER_LR / 2
-    assert logged["lr-AdamW/weights"] == MODEL_LR / 2

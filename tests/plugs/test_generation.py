@@ -12,17 +12,16 @@ import transformers
 from torch import Tensor
 
 import gfsa
+from gfsa.adapters.transformers import past
+from gfsa.adapters.transformers.adapter import _Arguments, _look_at_inputs
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.operators import attention
-from gfsa.plugs.adapters.transformers import past_check
-from gfsa.plugs.adapters.transformers.inputs import Arguments, look_at_inputs
-from support.random_filters import randomise
-from support.zoo import VOCABULARY, ZOO
+from support.zoo import VOCABULARY, ZOO, randomise
 
 transformers.logging.set_verbosity_error()
 
-DECODERS = ["gpt2", "gpt_neox", "llama", "qwen3", "mistral", "gemma2", "gpt_oss"]
-PAIRS = ["bart", "plbart", "t5"]
+DECODERS = ["gpt2", "llama", "mistral", "gemma2", "gpt_oss"]
+PAIRS = ["bart", "t5"]
 NEW = 8
 
 
@@ -300,6 +299,19 @@ def test_a_cache_filled_by_an_unplugged_model_is_refused() -> None:
         model(ids[:, :1], past_key_values=cache)
 
 
+def test_degree_one_filters_exactly_on_a_cache_filled_by_an_unplugged_model() -> None:
+    # one layer: keys and values of the past do not depend on filters
+    model = ZOO["llama"].model("sdpa")
+    model.model.layers = model.model.layers[:1]
+    ids = prompt()["input_ids"]
+    with torch.no_grad():
+        cache = model(ids[:, :-1]).past_key_values
+        gfsa.plug(model, K=None)
+        randomise(model)
+        logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(logits, model(ids, use_cache=False).logits[:, -1])
+
+
 # with a window, transformers knows the length of a static layer without reading the device
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_compiled_model_refuses_a_static_one(name: str) -> None:
@@ -418,7 +430,7 @@ def test_a_compiled_model_refuses_a_cache_used_in_between(kind: str) -> None:
 
 
 def test_a_length_on_the_device_need_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(past_check, "_is_on_device", lambda length: isinstance(length, Tensor))
+    monkeypatch.setattr(past, "_is_on_device", lambda length: isinstance(length, Tensor))
     model = plugged("llama")
     bare, cache = unplugged(model), empty_cache(model, "static")
     with torch.no_grad():
@@ -742,10 +754,10 @@ def test_a_cache_may_come_without_its_name(name: str) -> None:
     model, ids = plugged(name), prompt()["input_ids"]
     seen: list[Any] = []
     attention = next(m for m in model.modules() if hasattr(m, "gfsa"))
-    handover = look_at_inputs
+    handover = _look_at_inputs
     assert handover in attention._forward_pre_hooks.values()
     cache = transformers.DynamicCache(config=model.config)
-    place = Arguments.of(type(attention)).positional.index("past_key_values")
+    place = _Arguments.of(type(attention)).positional.index("past_key_values")
     args = (ids,) * place + (cache,)
     seen.append(handover(attention, args, {}))
     seen.append(handover(attention, args[:1], {"past_key_values": cache}))

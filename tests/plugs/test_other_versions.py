@@ -1,6 +1,7 @@
-"""Filters saved with another version of transformers, which has other names for some layers.
+"""Filters saved with another version of gfsa, or of transformers, which renamed some layers.
 
-``tests/data/renamed`` has what 5.17 and 5.22 saved; whichever version is installed, both load.
+``tests/data`` has what gfsa saved at an earlier commit, and with transformers 5.17 and
+5.22: whichever version is installed, all of them load.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import tempfile
 import warnings
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +20,152 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import gfsa
-from gfsa.plugs.adapters.transformers.renamed_layers import renamings_of
+from gfsa.adapters.transformers.refusals import renamings_of
+from gfsa.plugs.saving import files
 from gfsa.plugs.saving.renames import Renaming
-from support.renamed import FOLDER, INPUTS, MODELS, VERSIONS, dinov2, filled, output_of
-from support.saved_filters import fill_filters
+from support import saved_filters
+from support.saved_filters import (
+    DATA,
+    FOLDER,
+    PLUGGED,
+    PRETRAINED,
+    encoder,
+    fill_filters,
+    unpacked,
+    waves,
+)
 
 hf.logging.set_verbosity_error()
+
+VERSIONS = {name: unpacked(f"transformers-{name}") for name in ("5.17.0", "5.22.2")}
+
+_SIZES = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+}
+_IMAGES = {**_SIZES, "image_size": 8, "patch_size": 4}
+
+
+def dinov2(**options: Any) -> Any:
+    return hf.Dinov2Model(hf.Dinov2Config(**{**_IMAGES, "mlp_ratio": 1, **options}))
+
+
+def registers() -> Any:
+    return hf.Dinov2WithRegistersModel(hf.Dinov2WithRegistersConfig(**_IMAGES, mlp_ratio=1))
+
+
+def videomae() -> Any:
+    config = hf.VideoMAEConfig(**_IMAGES, num_frames=2, use_mean_pooling=False)
+    return hf.VideoMAEModel(config)
+
+
+def clip_text() -> Any:
+    sizes = {"vocab_size": 13, "max_position_embeddings": 9, "projection_dim": 8}
+    config = hf.CLIPTextConfig(**_SIZES, **sizes, eos_token_id=12)
+    return hf.CLIPTextModelWithProjection(config)
+
+
+def sew_d() -> Any:
+    convolutions = {"conv_dim": (8,), "conv_stride": (2,), "conv_kernel": (2,)}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    config = hf.SEWDConfig(
+        **_SIZES, **convolutions, **positions, vocab_size=13, squeeze_factor=1, position_buckets=4
+    )
+    return hf.SEWDForCTC(config)
+
+
+def mimi() -> Any:
+    sizes = {"num_filters": 2, "codebook_size": 8, "codebook_dim": 4, "num_quantizers": 2}
+    more = {"vector_quantization_hidden_dimension": 4, "num_key_value_heads": 2, "head_dim": 4}
+    config = hf.MimiConfig(**_SIZES, **sizes, **more, upsampling_ratios=[2], upsample_groups=8)
+    return hf.MimiModel(config)
+
+
+def thinker() -> Any:
+    text = {**_SIZES, "num_key_value_heads": 2, "vocab_size": 13, "head_dim": 4}
+    rotary = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}
+    audio = {"d_model": 8, "encoder_layers": 1, "encoder_attention_heads": 2}
+    vision = {"depth": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8}
+    config = hf.Qwen2_5OmniThinkerConfig(
+        text_config={**text, "rope_parameters": rotary},
+        audio_config={**audio, "encoder_ffn_dim": 8, "output_dim": 8},
+        vision_config={**vision, "out_hidden_size": 8, "fullatt_block_indexes": [0]},
+    )
+    return hf.Qwen2_5OmniThinkerForConditionalGeneration(config)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "dinov2": dinov2,
+    "registers": registers,
+    "videomae": videomae,
+    "clip_text": clip_text,
+    "sew_d": sew_d,
+    "mimi": mimi,
+    "thinker": thinker,
+}
+"""One model for each way in which layers were renamed."""
+
+
+def _pixels(*shape: int) -> Tensor:
+    return waves(shape, phase=0.3).float()
+
+
+INPUTS: dict[str, dict[str, Tensor]] = {
+    "dinov2": {"pixel_values": _pixels(1, 3, 8, 8)},
+    "registers": {"pixel_values": _pixels(1, 3, 8, 8)},
+    "videomae": {"pixel_values": _pixels(1, 2, 3, 8, 8)},
+    "clip_text": {"input_ids": torch.tensor([[1, 7, 3, 11, 12]])},
+    "sew_d": {"input_values": _pixels(1, 24)},
+}
+"""Inputs of the models whose outputs are compared; the others are large, or round to codes."""
+
+
+def filled(model: Any) -> Any:
+    """The model with weights that depend on their names on the disk, the same in both versions."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        file = Path(folder) / "model.safetensors"
+        weights = {}
+        for name, weight in load_file(file).items():
+            offset = 1.0 if weight.dim() == 1 else 0.0
+            # VideoMAE's biases alone have other names on the disk
+            older = name.replace("q_bias", "query.bias").replace("v_bias", "value.bias")
+            numbers = waves(tuple(weight.shape), phase=zlib.crc32(older.encode()) % 1000)
+            weights[name] = (offset + 0.4 * numbers).to(weight.dtype)
+        save_file(weights, file, metadata={"format": "pt"})
+        return type(model).from_pretrained(folder).eval()
+
+
+@torch.no_grad()
+def output_of(model: Any, name: str) -> Tensor:
+    """What the model makes of its fixed input."""
+    return model.eval()(**INPUTS[name])[0]
+
+
+def write() -> None:
+    """Keep what the installed version of transformers saves of every model, and of one as a whole.
+
+    From the folder ``tests``: ``python -m plugs.test_other_versions``.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder, outputs = Path(name), {}
+        for name, build in MODELS.items():
+            model = filled(build()) if name in INPUTS else build()
+            gfsa.plug(model, K=3)
+            fill_filters(model)
+            gfsa.save(model, folder / name)
+            if name in INPUTS:
+                outputs[name] = output_of(model, name).tolist()
+            if name == "dinov2":
+                model.save_pretrained(folder / "pretrained")
+        (folder / "expected.json").write_text(json.dumps(outputs), encoding="utf-8")
+        shutil.make_archive(str(DATA / f"transformers-{hf.__version__}"), "zip", folder)
+
 
 OTHER = "another version of the library"
 
@@ -42,7 +184,9 @@ def thetas(model: Any) -> list[torch.Tensor]:
 
 def other_folder(name: str, tmp_path: Path) -> Path:
     """A copy of the files whose names the installed version does not have."""
-    (found,) = [FOLDER / v / name for v in VERSIONS if load(MODELS[name](), FOLDER / v / name)]
+    (found,) = [
+        folder / name for folder in VERSIONS.values() if load(MODELS[name](), folder / name)
+    ]
     shutil.copytree(found, tmp_path / name)
     return tmp_path / name
 
@@ -63,7 +207,7 @@ def test_both_versions_load(name: str) -> None:
     warned = []
     for version in VERSIONS:
         model = MODELS[name]()
-        warned.append(load(model, FOLDER / version / name))
+        warned.append(load(model, VERSIONS[version] / name))
         assert list(gfsa.filters_of(model)) == list(gfsa.filters_of(expected))
         assert all(map(torch.equal, thetas(model), thetas(expected)))
     # one of them has the names of the installed version
@@ -73,10 +217,10 @@ def test_both_versions_load(name: str) -> None:
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_model_computes_what_it_computed_there(name: str, version: str) -> None:
-    saved = json.loads((FOLDER / version / "expected.json").read_text(encoding="utf-8"))
+    saved = json.loads((VERSIONS[version] / "expected.json").read_text(encoding="utf-8"))
     model = filled(MODELS[name]())
     plain = output_of(model, name)
-    load(model, FOLDER / version / name)
+    load(model, VERSIONS[version] / name)
     found = output_of(model, name)
     assert (found - plain).abs().max() > 1e-2
     torch.testing.assert_close(found, torch.tensor(saved[name]), rtol=1e-4, atol=1e-5)
@@ -84,8 +228,8 @@ def test_the_model_computes_what_it_computed_there(name: str, version: str) -> N
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_folder_of_transformers(version: str) -> None:
-    saved = json.loads((FOLDER / version / "expected.json").read_text(encoding="utf-8"))
-    model = gfsa.from_pretrained(hf.Dinov2Model, FOLDER / version / "pretrained")
+    saved = json.loads((VERSIONS[version] / "expected.json").read_text(encoding="utf-8"))
+    model = gfsa.from_pretrained(hf.Dinov2Model, VERSIONS[version] / "pretrained")
     found = output_of(model, "dinov2")
     torch.testing.assert_close(found, torch.tensor(saved["dinov2"]), rtol=1e-4, atol=1e-5)
 
@@ -142,7 +286,7 @@ class TestRefused:
         )
         # as if the file were of a model with both towers
         folder = tmp_path / "clip_text"
-        shutil.copytree(FOLDER / "5.22.2" / "clip_text", folder)
+        shutil.copytree(VERSIONS["5.22.2"] / "clip_text", folder)
         edit(folder, model="CLIPModel")
         self.refuse(hf.CLIPModel(config), folder, "does not have")
 
@@ -157,7 +301,7 @@ class TestRefused:
             name: entry
             for version in VERSIONS
             for name, entry in json.loads(
-                (FOLDER / version / "dinov2" / "filters.json").read_text(encoding="utf-8")
+                (VERSIONS[version] / "dinov2" / "filters.json").read_text(encoding="utf-8")
             )["filters"].items()
         }
         edit(folder, filters=entries)
@@ -286,3 +430,83 @@ class TestRenaming:
         assert list(moved.other_names("my_encoder.0.attn")) == []
         both = list(moved.other_names("encoder.encoder.0"))
         assert both == ["model.encoder.encoder.0", "encoder.model.encoder.0"]
+
+
+# what gfsa saved at commit d3ade9e
+EXPECTED = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
+
+
+def check_output(model: torch.nn.Module, name: str) -> None:
+    torch.testing.assert_close(
+        saved_filters.output_of(model), torch.tensor(EXPECTED[name]), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", PLUGGED)
+def test_a_filter_folder(name: str) -> None:
+    model = encoder()
+    plain = saved_filters.output_of(model)
+    gfsa.load(model, FOLDER / name)
+    assert (saved_filters.output_of(model) - plain).abs().max() > 1e-2
+    check_output(model, name)
+
+
+@pytest.mark.parametrize("name", PLUGGED)
+def test_is_written_again_as_it_was(name: str, tmp_path) -> None:
+    model = encoder()
+    gfsa.load(model, FOLDER / name)
+    gfsa.save(model, tmp_path)
+    (written, tensors), (before, tensors_before) = map(files.read, (tmp_path, FOLDER / name))
+    for entry in written["filters"].values():
+        # older versions did not say it
+        assert entry.pop("traced") is False
+        assert entry.pop("weights")
+    assert written == {**before, "gfsa": gfsa.__version__}
+    assert tensors.keys() == tensors_before.keys()
+    assert all(torch.equal(tensors[key], value) for key, value in tensors_before.items())
+
+
+def test_what_is_no_number_is_kept_too() -> None:
+    def loaded(name: str) -> gfsa.GraphFilter:
+        model = encoder()
+        gfsa.load(model, FOLDER / name)
+        return gfsa.filters_of(model)["layers.1.self_attn"]
+
+    assert loaded("dropout-after").dropout_after == "filter"
+    assert loaded("gfsa").dropout_after == "attention"
+    assert loaded("lr-multiplier").lr_multiplier == 20.0
+    assert loaded("exact").power == "exact"
+    assert loaded("exact").degree == 4
+    assert loaded("pruned").high == [0]
+
+
+@pytest.mark.parametrize("name", PRETRAINED)
+def test_an_earlier_folder_of_transformers(name: str) -> None:
+    model = gfsa.from_pretrained(type(PRETRAINED[name]()), FOLDER / name)
+    assert len(gfsa.filters_of(model)) == 2
+    check_output(model, name)
+
+
+def test_a_whole_state_dict() -> None:
+    model = encoder()
+    gfsa.plug(model, K=4, layers=[2], learn=("wK",))
+    plain = saved_filters.output_of(model)
+    saved = torch.load(FOLDER / "state_dict.pt", weights_only=True)
+    assert list(saved) == list(model.state_dict())
+    model.load_state_dict(saved)
+    assert (saved_filters.output_of(model) - plain).abs().max() > 1e-2
+    check_output(model, "state_dict")
+
+
+def test_the_numbers_are_those_that_were_set() -> None:
+    model = encoder()
+    gfsa.load(model, FOLDER / "gfsa")
+    other = encoder()
+    gfsa.plug(other, K=3)
+    fill_filters(other)
+    for name, filter in gfsa.filters_of(other).items():
+        assert torch.equal(filter.theta, gfsa.filters_of(model)[name].theta)
+
+
+if __name__ == "__main__":
+    write()

@@ -10,7 +10,7 @@ import gfsa
 from gfsa import cli
 
 hf = pytest.importorskip("transformers")
-serving = pytest.importorskip("gfsa.plugs.adapters.transformers.serving")
+serving = pytest.importorskip("gfsa.adapters.transformers.serving")
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +79,3 @@ def test_the_command_says_in_one_line_why_it_does_not_start(
     monkeypatch.setattr(serving, "run", fails)
     shown = CliRunner().invoke(cli.build(), ["serve", "folder"])
     assert (shown.exit_code, shown.output) == (2, "gfsa serve: no model\n")
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "expected"),
-    [
-        ("--log-level", "loud", "must be one of"),
-        ("--chat-template-kwargs", "{x", "must be a JSON object"),
-    ],
-)
-def test_wrong_values_of_options_are_named(option: str, value: str, expected: str) -> None:
-    shown = CliRunner().invoke(cli.build(), ["serve", "folder", option, value])
-    assert shown.exit_code == 2
-    assert isinstance(shown.exception, SystemExit)
-    words = " ".join(shown.output.replace("│", " ").split())
-    assert option in words
-    assert expected in words

@@ -1,16 +1,20 @@
-"""``plugs.sites``: every attention module of a model, with its filter or its refusal."""
+"""Where filters can go: attention sites, and adapters for classes of one's own."""
 
 from __future__ import annotations
+
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 import gfsa
-from gfsa.plugs import registry, sites
+from gfsa.plugs import Adapter, SwapClass, registry, sites
+from gfsa.plugs.registry import _registered
 from gfsa.plugs.sites import plugged_sites
 from gfsa.plugs.tracing.adapter import TracerAdapter
-from support.tiny import TinyEncoder
+from support.plugging import check_backbone
+from support.tiny import FilteredTinyAttention, TinyAttention, TinyEncoder
 
 
 class Unseen(nn.Module):
@@ -38,13 +42,6 @@ def test_self_attention_accepts_and_cross_attention_refuses() -> None:
     assert found["self_attn"].num_heads == 2
     assert "cross-attention" in found["multihead_attn"].refusal
     assert not any(site.is_plugged for site in found.values())
-
-
-def test_asking_changes_nothing() -> None:
-    model = TinyEncoder()
-    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    sites(model, unknown="trace")
-    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
 
 
 def test_plugged_sites_have_their_filter() -> None:
@@ -131,6 +128,8 @@ def test_attention_without_a_number_of_heads_is_traced_once_it_is_set() -> None:
     model = nn.Sequential(OneHead())
     x = torch.randn(3, 5, 8)
     expected = model(x)
+    with pytest.raises(ValueError, match=r"module\.num_heads = <its number of heads>"):
+        gfsa.plug(model, unknown="trace")
     model[0].num_heads = 1
     gfsa.plug(model, unknown="trace")
     torch.testing.assert_close(model(x), expected)
@@ -191,14 +190,135 @@ def test_a_softmax_is_found_wherever_it_is(kind: type) -> None:
     assert sites(nn.Sequential(kind()), "trace")["0"].refusal is None
 
 
-@pytest.mark.parametrize("unknown", ["refuse", "trace"])
-def test_a_filter_is_no_site_whatever_its_name(unknown: str) -> None:
-    model = TinyEncoder()
-    gfsa.baselines.apply(model.blocks[0].attention, "neutreno")
-    gfsa.plug(model.blocks[1], filter=gfsa.baselines.AttnScale)
-    assert list(sites(model, unknown)) == [f"blocks.{i}.attention" for i in range(3)]
-
-
 def test_only_models_have_sites() -> None:
     with pytest.raises(TypeError, match=r"expected a model \(an nn\.Module\), got Tensor"):
         sites(torch.zeros(2))
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    before = dict(_registered)
+    yield
+    _registered.clear()
+    _registered.update(before)
+
+
+def test_a_registered_class(tmp_path):
+    gfsa.register_adapter(TinyAttention, SwapClass(FilteredTinyAttention, heads="heads"))
+    x = torch.randn(2, 6, 16)
+
+    def run(model):
+        return model(x.to(next(model.parameters()).dtype))
+
+    report = check_backbone(lambda: TinyAttention(16, 4), run, tmp_path)
+    assert report.plugged == {"": 4}
+
+
+def test_registered_goes_before_built_in_and_the_last_one_wins():
+    class Refuses(SwapClass):
+        def refusal(self, name, module):
+            return "not this one"
+
+    gfsa.register_adapter(nn.MultiheadAttention, Refuses(nn.MultiheadAttention, heads="num_heads"))
+    layer = nn.TransformerEncoderLayer(16, 4)
+    with pytest.raises(ValueError, match="not this one"):
+        gfsa.plug(layer)
+    from gfsa.adapters.torch_mha import MULTIHEAD
+
+    gfsa.register_adapter(nn.MultiheadAttention, MULTIHEAD)
+    assert gfsa.plug(layer).plugged == {"self_attn": 4}
+
+
+def test_subclasses_are_served_and_those_with_another_forward_are_not():
+    gfsa.register_adapter(TinyAttention, SwapClass(FilteredTinyAttention, heads="heads"))
+
+    class Other(TinyAttention):
+        def forward(self, x, mask=None):
+            return x
+
+    with pytest.raises(ValueError, match="register an adapter for it"):
+        gfsa.plug(Other(16, 4))
+
+
+class Scaled(TinyAttention):
+    """A subclass that inherits its forward."""
+
+    def project(self, x, mask):
+        (q, k, v), keys = super().project(x, mask)
+        return [2 * q, k, v], keys
+
+
+class FilteredScaled(FilteredTinyAttention, Scaled):
+    pass
+
+
+def test_a_subclass_that_inherits_its_forward_is_told_how():
+    gfsa.register_adapter(TinyAttention, SwapClass(FilteredTinyAttention, heads="heads"))
+    layer, x = Scaled(16, 4), torch.randn(2, 6, 16)
+    with pytest.raises(ValueError, match=r"class FilteredScaled\(FilteredTinyAttention, Scaled\)"):
+        gfsa.plug(layer)
+    # what the message proposes keeps what the subclass changes
+    before = layer(x)
+    gfsa.register_adapter(Scaled, SwapClass(FilteredScaled, heads="heads"))
+    assert str(gfsa.plug(layer)).splitlines()[1].endswith("(the model): 4 heads, adapter")
+    assert torch.equal(layer(x), before)
+
+
+def test_heads_by_name_or_by_function():
+    by_name = SwapClass(FilteredTinyAttention, heads="heads")
+    by_function = SwapClass(FilteredTinyAttention, lambda module: module.heads)
+    layer = TinyAttention(16, 4)
+    assert by_name.num_heads(layer) == by_function.num_heads(layer) == 4
+    assert pickle.loads(pickle.dumps(by_name)).num_heads(layer) == 4
+    refusal = SwapClass(FilteredTinyAttention, heads="nheads").refusal("layer", layer)
+    assert refusal is not None
+    assert "no attribute 'nheads'" in refusal
+    with pytest.raises(TypeError, match="got 'FilteredTinyAttention'"):
+        SwapClass("FilteredTinyAttention", heads="heads")
+
+
+@pytest.mark.parametrize(
+    ("cls", "adapter", "message"),
+    [
+        (TinyAttention(16, 4), SwapClass(FilteredTinyAttention, "heads"), "an nn.Module class"),
+        (int, SwapClass(FilteredTinyAttention, "heads"), "an nn.Module class"),
+        (TinyAttention, FilteredTinyAttention, "gfsa.plugs.Adapter"),
+        (torch.nn.Linear, SwapClass(FilteredTinyAttention, "heads"), "must be a subclass of it"),
+    ],
+)
+def test_invalid_arguments_are_refused(cls, adapter, message):
+    with pytest.raises(TypeError, match=message):
+        gfsa.register_adapter(cls, adapter)
+
+
+class ByFlag(Adapter):
+    """An adapter without a class to swap to: the layer asks for its filter itself."""
+
+    how = "by flag"
+
+    def num_heads(self, module):
+        return module.heads
+
+    def install(self, module):
+        module.filtered = True
+
+    def remove(self, module):
+        del module.filtered
+
+
+class Asking(TinyAttention):
+    def forward(self, x, mask=None):
+        if not getattr(self, "filtered", False):
+            return super().forward(x, mask)
+        return FilteredTinyAttention.forward(self, x, mask)
+
+
+def test_an_adapter_of_another_kind():
+    gfsa.register_adapter(Asking, ByFlag())
+    layer, x = Asking(16, 4), torch.randn(2, 6, 16)
+    expected = layer(x)
+    report = gfsa.plug(layer, filter=gfsa.Laplacian)
+    assert report.how == {"": "by flag"}
+    assert not torch.allclose(layer(x), expected)
+    gfsa.unplug(layer)
+    assert torch.equal(layer(x), expected)

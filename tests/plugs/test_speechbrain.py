@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
@@ -50,11 +48,10 @@ def run(model: nn.Module) -> Tensor:
         ("branchformer", "RelPosMHAXL"),
     ],
 )
-def test_recogniser(encoder, attention, tmp_path, supported):
+def test_recogniser(encoder, attention, tmp_path):
     report = check_backbone(lambda: recogniser(encoder, attention), run, tmp_path)
     assert len(report.plugged) == 3, "two layers of the encoder and the decoder's own"
     assert ["multihead_attn" in name for name in report.skipped] == [True]
-    supported("SpeechBrain", f"TransformerASR, {encoder}, {attention}", report)
 
 
 @pytest.fixture
@@ -125,14 +122,3 @@ def test_dropout_of_the_map(place):
     gfsa.plug(layer, wK=0.3, dropout_after=place)
     x, positions = torch.randn(1, 3, DIM), torch.randn(1, 5, DIM)
     assert not torch.equal(layer(x, x, x, positions)[0], layer(x, x, x, positions)[0])
-
-
-def test_regular_attention_compiles_without_a_forward_before():
-    model = recogniser("conformer", "regularMHA").encoder.eval()
-    gfsa.plug(model)
-    disturb(model)
-    x = torch.randn(2, 9, DIM)
-    expected = copy.deepcopy(model)(x)[0]
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x)[0], expected)

@@ -1,8 +1,7 @@
-"""timm: adapters for ViT, Swin and CaiT, tracing for the rest, refusals without a map."""
+"""Models of timm and torchvision."""
 
 from __future__ import annotations
 
-import copy
 import sys
 from contextlib import contextmanager
 
@@ -12,9 +11,15 @@ import torch
 from timm.layers.attention import Attention
 from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
+from torchvision.models.swin_transformer import (
+    PatchMergingV2,
+    SwinTransformer,
+    SwinTransformerBlockV2,
+)
+from torchvision.models.vision_transformer import VisionTransformer
 
 import gfsa
-from gfsa.plugs.adapters import timm as adapters
+from gfsa.adapters import timm as adapters
 from gfsa.plugs.tracing.adapter import KNOWN_TRACER
 from support.plugging import check_backbone, disturb, matrix_polynomial
 
@@ -70,10 +75,9 @@ def awake(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", models())
-def test_backbone(name, tmp_path, supported):
+def test_backbone(name, tmp_path):
     report = check_backbone(lambda: build(name), run, tmp_path)
     assert not report.skipped
-    supported("timm", name, report)
 
 
 @contextmanager
@@ -100,21 +104,19 @@ def cait() -> nn.Module:
     return awake(timm.create_model("cait_xxs24_224", **VIT))
 
 
-def test_cait_is_filtered_after_its_heads_are_mixed(tmp_path, supported):
+def test_cait_is_filtered_after_its_heads_are_mixed(tmp_path):
     report = check_backbone(cait, run, tmp_path, reference=filtered_after_mixing)
     assert list(report.plugged) == ["blocks.0.attn", "blocks.1.attn"]
     assert all("class attention" in why for why in report.skipped.values())
     assert len(report.skipped) == 2
-    supported("timm", "CaiT", report)
 
 
-def test_xcit_is_refused(supported):
+def test_xcit_is_refused():
     model = timm.create_model("xcit_nano_12_p16_224", **{**VIT, "patch_size": 16})
     for unknown in ("refuse", "trace"):
         with pytest.raises(ValueError, match="attention is over channels, not tokens") as error:
             gfsa.plug(model, unknown=unknown)
     assert "class attention has one query" in str(error.value)
-    supported.refused("timm", "XCiT", "its attention is over channels, not tokens")
 
 
 def test_pooling_attention_is_left_alone():
@@ -144,25 +146,6 @@ def test_the_learned_bias_between_positions_gets_its_gradient(fused):
     assert gradient == pytest.approx(((above - below) / (2 * step)).item(), rel=1e-5)
 
 
-def test_masks_of_vit_both_ways():
-    x = torch.randn(2, 6, 24).double()
-    for mask in (torch.rand(6, 6) < 0.7, torch.randn(6, 6).double()):
-        mask = mask | torch.eye(6, dtype=torch.bool) if mask.dtype == torch.bool else mask
-        options = {"qk_norm": True, "scale_norm": True, "gated": True, "norm_layer": nn.LayerNorm}
-        layer = Attention(24, 3, **options).double().eval()
-        plain = layer(x, attn_mask=mask)
-        gfsa.plug(layer)
-        assert torch.equal(layer(x, attn_mask=mask), plain)
-        gfsa.unplug(layer)
-        gfsa.plug(layer, w0=0.2, wK=0.3)
-        outputs = []
-        for layer.fused_attn in (True, False):
-            outputs.append(layer(x, attn_mask=mask))
-            outputs.append(layer(x, is_causal=True))
-        torch.testing.assert_close(outputs[0], outputs[2])
-        torch.testing.assert_close(outputs[1], outputs[3])
-
-
 @pytest.mark.parametrize("place", ["attention", "filter"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_dropout_of_the_map(place, fused):
@@ -190,17 +173,6 @@ def test_a_version_with_another_forward_is_traced(monkeypatch):
     torch.testing.assert_close(layer(x), 2 * expected, rtol=0, atol=0)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["ViT, DeiT", "ViT, unfused", "Swin", "BEiT", "Swin-V2"])
-def test_starts_as_it_was_in_half_precision_too(name):
-    model = build(name).eval()
-    plugged = copy.deepcopy(model)
-    gfsa.plug(plugged)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(plugged(IMAGE), model(IMAGE))
-    assert torch.equal(run(plugged.bfloat16()), run(model.bfloat16()))
-
-
 @pytest.mark.parametrize("name", ["ViT, DeiT", "ViT, unfused", "Swin", "Swin, fused"])
 def test_an_older_version_is_traced(name, monkeypatch):
     model = build(name).eval()
@@ -208,7 +180,7 @@ def test_an_older_version_is_traced(name, monkeypatch):
     # the adapter's module is imported again, from a timm that lacks what it imports
     monkeypatch.delitem(sys.modules, adapters.__name__)
     monkeypatch.setitem(sys.modules, "timm.layers.attention", None)
-    monkeypatch.setattr(gfsa.plugs.adapters, "timm", adapters)
+    monkeypatch.setattr(gfsa.adapters, "timm", adapters)
     report = gfsa.plug(model)
     assert set(report.how.values()) == {"tracer, known class"}
     assert torch.equal(run(model), expected)
@@ -268,3 +240,35 @@ def test_what_no_trial_has_shown_stays_refused() -> None:
     report = gfsa.plug(model)
     assert len(report.plugged) == 9
     assert all("no adapter knows" in report.skipped[f"spare.0.blocks.{i}.attn"] for i in (0, 1))
+
+
+# 8 × 8 patches in windows of 3 × 3: torchvision pads the image to whole windows
+TORCHVISION_SWIN = ([4, 4], 12, [2, 1], [2, 3], [3, 3])
+
+
+def vit() -> nn.Module:
+    model = VisionTransformer(32, 8, 2, 4, 16, 32, num_classes=5)
+    nn.init.normal_(model.heads.head.weight)  # starts at zero
+    return model
+
+
+def swin_v2() -> nn.Module:
+    return SwinTransformer(
+        *TORCHVISION_SWIN,
+        num_classes=5,
+        block=SwinTransformerBlockV2,
+        downsample_layer=PatchMergingV2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        ("ViT", vit),
+        ("Swin", lambda: SwinTransformer(*TORCHVISION_SWIN, num_classes=5)),
+        ("Swin-V2", swin_v2),
+    ],
+)
+def test_torchvision_backbone(name, build, tmp_path):
+    report = check_backbone(build, run, tmp_path)
+    assert not report.skipped

@@ -1,9 +1,6 @@
-"""Graph models: PyTorch Geometric and gfsa.models."""
+"""Graph models of PyTorch Geometric."""
 
 from __future__ import annotations
-
-import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,10 +11,7 @@ from torch_geometric.nn.attention import PolynormerAttention, SGFormerAttention
 from torch_geometric.transforms import AddRandomWalkPE
 
 import gfsa
-from gfsa_experiments.models import Encoder, Graphormer, GraphViT
-from support.graphs import ATOMS, BONDS
 from support.plugging import check_backbone, disturb
-from support.supported import Supported
 
 DIM, HEADS = 16, 4
 
@@ -61,10 +55,9 @@ def run(model: nn.Module) -> Tensor:
     return model(Batch.from_data_list(GRAPHS))
 
 
-def test_gps(tmp_path, supported):
+def test_gps(tmp_path):
     report = check_backbone(GPS, run, tmp_path)
     assert report.plugged == {"layers.0.attn": HEADS, "layers.1.attn": HEADS}
-    supported("PyTorch Geometric", "GPSConv", report)
 
 
 @torch.no_grad()
@@ -77,42 +70,13 @@ def test_a_ragged_batch_is_its_graphs_one_by_one():
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
 
 
-def test_linear_attention_is_refused(supported):
+def test_linear_attention_is_refused():
     cases = {
         "GPSConv with Performer": (GPS("performer"), "random features"),
         "SGFormer": (SGFormerAttention(DIM, HEADS), "residual built in"),
         "Polynormer": (PolynormerAttention(DIM, HEADS), "sigmoids"),
     }
-    for name, (model, why) in cases.items():
+    for model, why in cases.values():
         for unknown in ("refuse", "trace"):
             with pytest.raises(ValueError, match=why):
                 gfsa.plug(model, unknown=unknown)
-        supported.refused("PyTorch Geometric", name, "linear attention, not Efficient Attention")
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "Graphormer": lambda: Graphormer((ATOMS,), (BONDS,), dim=12, depth=2, num_heads=3, ffn_dim=12),
-    "Graph-ViT, Hadamard attention": lambda: GraphViT(
-        (ATOMS,), (BONDS,), dim=12, num_heads=3, gnn_depth=1
-    ),
-    "Encoder, softmax": lambda: Encoder(11, 5, 9, "softmax", dim=12, num_heads=3, ffn_dim=12),
-    "Encoder, Efficient Attention": lambda: Encoder(
-        11, 5, 9, "efficient", dim=12, num_heads=3, ffn_dim=12
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_plugs(name: str, supported: Supported) -> None:
-    report = gfsa.plug(MODELS[name]())
-    assert report.plugged
-    assert not report.skipped
-    supported("gfsa.models", name, report)
-
-
-def test_linformer_is_refused(supported: Supported) -> None:
-    model = Encoder(11, 5, 9, "linformer", dim=12, num_heads=3, ffn_dim=12)
-    why = "Linformer's map is not square (tokens × projected rows): it has no powers"
-    with pytest.raises(ValueError, match=re.escape(why)):
-        gfsa.plug(model)
-    supported.refused("gfsa.models", "Encoder, Linformer", why)

@@ -124,12 +124,14 @@ def test_another_order_of_axes_is_another_path():
     torch.testing.assert_close(module(x, **heads_first), expected)
 
 
-def test_other_sizes_are_the_same_path():
+def test_each_size_is_verified_once():
     module = Choosing().eval()
     gfsa.plug(module, unknown="trace")
-    for batch, tokens in ((3, 2 * N), (3, 4 * N), (5, 2 * N), (2, 6)):
+    for batch, tokens in ((3, 2 * N), (3, 4 * N), (5, 2 * N), (2, 6), (3, 2 * N), (2, 6)):
         module(torch.randn(batch, tokens, DIM))
-    assert len(module.__dict__["_gfsa_memory"].paths) == 1
+    memory = module.__dict__["_gfsa_memory"]
+    assert len(memory.verified) == 4
+    assert len(memory.for_any_batch) == 1
 
 
 class Catching(WrittenAttention):
@@ -205,8 +207,8 @@ def test_copies_of_a_verified_module_stay_verified_and_a_fresh_one_is_not():
     model = traced("joined")
     fresh = copy.deepcopy(model)
     model(X)
-    assert copy.deepcopy(model).attn.__dict__["_gfsa_memory"].paths
-    assert not fresh.attn.__dict__["_gfsa_memory"].paths
+    assert copy.deepcopy(model).attn.__dict__["_gfsa_memory"].verified
+    assert not fresh.attn.__dict__["_gfsa_memory"].verified
 
 
 def test_export_needs_a_forward_before_it():

@@ -1,8 +1,9 @@
-"""Training a plugged transformers model: rates, checkpointing, autocast, Trainer, accelerate."""
+"""Training a plugged transformers model, eager and compiled."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +14,21 @@ import transformers
 from torch import Tensor
 
 import gfsa
-from support.training import (
+from support.measuring import Counting
+from support.zoo import (
     MODELS,
+    VOCABULARY,
     batch_for,
+    configuration,
     gradients,
     learned,
     plugged,
+    randomise,
     same,
 )
-from support.zoo import VOCABULARY, ZOO
 
 
 class TestParameterGroups:
-    @pytest.mark.parametrize(
-        ("lr", "multiplier", "expected"), [(1e-4, 1.0, 1e-2), (1e-4, 50.0, 1e-4), (0.1, 1.0, 0.1)]
-    )
-    def test_the_filters_move_by_default(
-        self, lr: float, multiplier: float, expected: float
-    ) -> None:
-        model = ZOO["bert"].model("sdpa")
-        gfsa.plug(model, lr_multiplier=multiplier)
-        groups = gfsa.parameter_groups(model, lr=lr)
-        assert [group["lr"] for group in groups] == [lr, lr, expected]
-
     def test_frozen_filters_with_a_rate_are_an_error(self) -> None:
         model = plugged("bert")
         for filter in gfsa.filters_of(model).values():
@@ -43,21 +36,6 @@ class TestParameterGroups:
         assert "filters" not in [g["name"] for g in gfsa.parameter_groups(model, lr=1e-4)]
         with pytest.raises(ValueError, match=r"filter_lr=0\.01 has no parameters to act on"):
             gfsa.parameter_groups(model, lr=1e-4, filter_lr=1e-2)
-
-
-def test_training_the_filters_alone() -> None:
-    model = plugged("llama")
-    model.requires_grad_(False)
-    for filter in gfsa.filters_of(model).values():
-        filter.requires_grad_(True)
-    groups = gfsa.parameter_groups(model, lr=1e-4, filter_lr=1e-2)
-    assert [group["name"] for group in groups] == ["filters"]
-    optimizer = torch.optim.SGD(groups)
-    before = copy.deepcopy(model.state_dict())
-    assert all(".gfsa." in name for name in gradients(model, batch_for("llama")))
-    optimizer.step()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]) == (not name.endswith(".gfsa.theta")), name
 
 
 class TestCheckpointing:
@@ -79,16 +57,6 @@ class TestCheckpointing:
         assert found.keys() == expected.keys()
         for parameter, gradient in expected.items():
             assert torch.allclose(found[parameter], gradient, rtol=1e-6, atol=1e-12), parameter
-
-    def test_layers_are_computed_again(self) -> None:
-        # what the tests above would not notice: checkpointing that is switched on but not done
-        model = plugged("bert").train()
-        calls = []
-        filter = next(iter(gfsa.filters_of(model).values()))
-        filter.register_forward_hook(lambda *_: calls.append(1))
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        gradients(model, batch_for("bert"))
-        assert len(calls) == 2
 
 
 class TestAutocast:
@@ -117,14 +85,6 @@ class TestAutocast:
             assert filter.theta.dtype == filter.theta.grad.dtype == torch.float32
             assert filter.theta.grad.isfinite().all(), layer
             assert (filter.theta.grad != 0).all(), layer
-
-    def test_filters_that_do_something_stay_close_to_float32(self) -> None:
-        model, batch = plugged("bert"), batch_for("bert")
-        exact = model(**batch)[0]
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            rounded = model(**batch)[0]
-        assert rounded.dtype == torch.bfloat16
-        assert (rounded.float() - exact).abs().max() < 0.02 * exact.abs().max()
 
 
 def examples(count: int = 16) -> list[dict[str, Tensor]]:
@@ -171,14 +131,6 @@ class TestTrainer:
         self.trainer(resumed, tmp_path / "resumed").train(resume_from_checkpoint=str(halfway))
         assert same(learned(resumed), learned(whole))
 
-    def test_its_checkpoints_are_models(self, tmp_path: Path) -> None:
-        model = self.fresh()
-        self.trainer(model, tmp_path).train()
-        loaded = gfsa.from_pretrained(transformers.AutoModelForCausalLM, tmp_path / "checkpoint-4")
-        assert same(learned(loaded), learned(model))
-        batch = batch_for("gpt2")
-        assert torch.equal(loaded.eval()(**batch)[0], model.eval()(**batch)[0])
-
 
 @pytest.mark.usefixtures("accelerate_alone")
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -201,3 +153,124 @@ def test_accelerate(precision: str, tmp_path: Path) -> None:
     gfsa.unplug(bare)
     gfsa.load(bare, tmp_path)
     assert same(learned(bare), after)
+
+
+class TestCompile:
+    @pytest.fixture(autouse=True)
+    def _fresh(self) -> Iterator[None]:
+        torch.compiler.reset()
+        yield
+        torch.compiler.reset()
+
+    # evaluation of the other models: test_a_new_length_is_no_new_graph, tests/scale/test_compile.py
+    @pytest.mark.parametrize(
+        ("name", "training", "dropout"),
+        [
+            *((name, True, 0.2) for name in MODELS),
+            ("gpt2", False, 0.0),
+        ],
+    )
+    def test_one_graph(self, name: str, training: bool, dropout: float) -> None:
+        model = plugged(name, dropout=dropout, layers=1).train(training)
+        batch = batch_for(name)
+        compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
+        torch.manual_seed(3)
+        expected = model(**batch)[0]
+        torch.manual_seed(3)
+        found = compiled(**batch)[0]
+        # under dropout too: the compiled graph draws the masks that eager mode draws
+        assert (found - expected).abs().max() < 1e-6
+        if training:
+            expected.square().mean().backward()
+            found.square().mean().backward()
+            for (layer, ours), theirs in zip(
+                gfsa.filters_of(model).items(), gfsa.filters_of(compiled).values(), strict=True
+            ):
+                assert torch.allclose(ours.theta.grad, theirs.theta.grad, rtol=1e-4), layer
+
+    def test_a_graph_made_before_plugging_is_made_again(self) -> None:
+        model, batch = plugged("llama", layers=1), batch_for("llama")
+        gfsa.unplug(model)
+        compiled = torch.compile(model, fullgraph=True, backend=Counting())
+        with torch.no_grad():
+            before = compiled(**batch)[0]
+            gfsa.plug(compiled, K=3, w0=0.5)
+            assert (compiled(**batch)[0] - model(**batch)[0]).abs().max() < 1e-6
+            assert (compiled(**batch)[0] - before).abs().max() > 1e-3
+            gfsa.unplug(compiled)
+            assert torch.equal(compiled(**batch)[0], before)
+
+    @pytest.mark.parametrize("how", ["wrapper", "in place", "forward", "part"])
+    def test_however_a_model_is_compiled_its_filters_count_as_called(self, how: str) -> None:
+        model, batch = plugged("bert", layers=1), batch_for("bert")
+        # the check of the first forward is still to come
+        backend = Counting()
+        if how == "wrapper":
+            gfsa.unplug(model)
+            model = torch.compile(model, backend=backend)
+            gfsa.plug(model)
+        elif how == "in place":
+            model.compile(backend=backend)
+        elif how == "forward":
+            model.forward = torch.compile(model.forward, backend=backend)
+        else:
+            layers = model.bert.encoder.layer
+            layers[0] = torch.compile(layers[0], backend=backend)
+        with torch.no_grad():
+            model(**batch)
+        assert backend.graphs > 0
+
+    @pytest.mark.parametrize("how", ["wrapper", "in place"])
+    def test_blocks_are_compiled_once(self, how: str) -> None:
+        model, batch = plugged("bert", layers=2), batch_for("bert")
+        backend = Counting()
+        layers = model.bert.encoder.layer
+        for place, layer in enumerate(layers):
+            if how == "in place":
+                layer.compile(backend=backend)
+            else:
+                layers[place] = torch.compile(layer, backend=backend)
+        counts = []
+        with torch.no_grad():
+            for _ in range(3):
+                model(**batch)
+                counts.append(backend.graphs)
+        # what the first forward checks is no reason to compile again in the second
+        assert counts[0] > 0
+        assert counts == counts[:1] * 3
+        # nor is what a copy does that is not compiled
+        if how == "in place":
+            other = copy.deepcopy(model)
+            for layer in other.bert.encoder.layer:
+                layer._compiled_call_impl = None
+            with torch.no_grad():
+                other(**batch)
+                model(**batch)
+            assert backend.graphs == counts[0]
+
+    def test_inductor(self) -> None:
+        # one small model: the C++ compiler takes the time, with or without filters
+        config = configuration("bert")
+        config.num_hidden_layers = 1
+        model = transformers.BertModel(config, add_pooling_layer=False).eval()
+        gfsa.plug(model, K=3)
+        randomise(model)
+        batch = batch_for("bert")
+        with torch.no_grad():
+            expected = model(**batch)[0]
+            found = torch.compile(model, fullgraph=True)(**batch)[0]
+        assert (found - expected).abs().max() < 1e-5
+
+    # GPT-2: test_one_graph_for_all_sizes of tests/scale/test_compile.py
+    def test_a_new_length_is_no_new_graph(self) -> None:
+        model = plugged("llama", layers=1)
+        counting = Counting()
+        compiled = torch.compile(model, fullgraph=True, backend=counting)
+        for length in (6, 9, 13, 20, 31):
+            ids = torch.randint(3, VOCABULARY, (2, length))
+            with torch.no_grad():
+                found = compiled(input_ids=ids)[0]
+                expected = model(input_ids=ids)[0]
+            assert (found - expected).abs().max() < 1e-6
+        # one for the first length, one for all lengths
+        assert counting.graphs == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa.plugs import FilterNotCalledError
-from support.training import (
+from support.zoo import (
     batch_for,
     gradients,
     learned,
@@ -132,24 +131,6 @@ class TestLora:
         gfsa.unplug(whole)
         gfsa.load(whole, tmp_path / "filters")
         assert torch.equal(self.output(whole), self.output(merged))
-
-    def test_peft_alone_drops_the_filters_of_an_adapter_without_a_word(
-        self, tmp_path: Path, recwarn: pytest.WarningsRecorder
-    ) -> None:
-        """If this fails, peft says more than it did, and docs/transformers.md has to."""
-        model = plugged("gpt2")
-        bare = copy.deepcopy(model)
-        gfsa.unplug(bare)
-        bare.save_pretrained(tmp_path / "base")
-        model.name_or_path = str(tmp_path / "base")
-        tuned = self.lora(model, modules_to_save=["gfsa"])
-        tuned.save_pretrained(tmp_path / "adapter")
-        recwarn.clear()
-        lost = peft.AutoPeftModel.from_pretrained(str(tmp_path / "adapter"))
-        assert not gfsa.filters_of(lost)
-        assert not [w for w in recwarn if "gfsa" in str(w.message)]
-        kept = gfsa.load_peft(type(bare).from_pretrained(tmp_path / "base"), tmp_path / "adapter")
-        assert len(gfsa.filters_of(kept)) == 2
 
     def test_a_filter_that_peft_wraps_is_still_watched(self) -> None:
         base = plugged("gpt2")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import gfsa
-from gfsa.operators import AttentionOperator, attention, by_rows
-from support.sizes import LargestTensor
+from gfsa.operators import AttentionOperator, attention, blocked
+from support.measuring import LargestTensor
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,8 +25,8 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_overlay,
 )
 
-from gfsa.plugs.adapters.transformers import mask_hooks  # noqa: E402
-from gfsa.plugs.adapters.transformers.masks import DescribedMask, describe_mask  # noqa: E402
+from gfsa.adapters.transformers import mask_hooks  # noqa: E402
+from gfsa.adapters.transformers.masks import DescribedMask, describe_mask  # noqa: E402
 
 N = 12
 
@@ -156,7 +156,7 @@ def test_every_row_is_what_a_written_mask_gives(
         with torch.no_grad(), written_by_transformers():
             expected = result(model(**batch))
         for entries in (2**25, 40):
-            monkeypatch.setattr(by_rows, "MOST_ENTRIES", entries)
+            monkeypatch.setattr(blocked, "MOST_ENTRIES", entries)
             seen.clear()
             with torch.no_grad():
                 torch.testing.assert_close(result(model(**batch)), expected)
@@ -182,7 +182,7 @@ def test_windows_and_documents_are_numbers(seen: list[tuple[Any, Any]]) -> None:
 
 
 def test_gradients_are_those_of_a_written_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_rows, "MOST_ENTRIES", 40)
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", 40)
     model, batch = plugged("llama"), batches()["left"]
     gradients = []
     for described in (True, False):
@@ -203,7 +203,7 @@ def test_layers_without_a_filter_get_what_torch_takes(
     name: str, entries: int, kind: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors, or descriptions of masks that would be large."""
-    monkeypatch.setattr(by_rows, "MOST_ENTRIES", entries)
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", entries)
     model, batch = plugged(name, layers=[2]), batches()["left"]
     got: list[Any] = []
     first = model.transformer.h[0].attn if name == "gpt2" else model.model.layers[0].self_attn
@@ -305,7 +305,7 @@ def test_a_compiled_decoder_is_one_graph_and_the_same(name: str, kind: str) -> N
 def test_no_tensor_of_all_queries_and_keys(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor for a layer without a filter, nor for a prompt in a static cache."""
     length = 1024
-    monkeypatch.setattr(by_rows, "MOST_ENTRIES", 2 * 32 * length)
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", 2 * 32 * length)
     model = gpt2(attn_implementation="sdpa").eval()
     model.transformer.wpe = torch.nn.Embedding(length, 16)
     gfsa.plug(model, K=3, wK=0.1, layers=layers)

@@ -20,10 +20,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.sam.modeling_sam import SamAttention
 
 import gfsa
-from gfsa.plugs.adapters.transformers.refusals import OTHER_TOKENS, QUERY_AND_KEY
-from gfsa.plugs.cross_attention import REASON
+from gfsa.adapters.transformers.refusals import OTHER_TOKENS, QUERY_AND_KEY
+from gfsa.plugs.checks.proof import REASON
 from gfsa.plugs.registry import OLDEST_TRANSFORMERS
-from support.random_filters import randomise
+from support.zoo import randomise
 
 hf.logging.set_verbosity_error()
 
@@ -373,17 +373,19 @@ def llama(**options: Any) -> Any:
 
 
 def test_the_product_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gfsa.plugs.adapters.transformers import operators, product_check
+    from gfsa.adapters.transformers import functions
 
-    calls: list[nn.Module] = []
+    calls: list[Tensor] = []
+    compare = functions._gap
 
-    def counting(module: Any, *rest: Any) -> None:
-        calls.append(module)
-        product_check.check_product(module, *rest)
+    def counting(product: Tensor, *rest: Tensor) -> Any:
+        calls.append(product)
+        return compare(product, *rest)
 
-    monkeypatch.setattr(operators, "check_product", counting)
+    monkeypatch.setattr(functions, "_gap", counting)
     model = llama().eval()
     gfsa.plug(model)
+    calls.clear()
     # one token looks the same under any map
     model(ids(1))
     assert len(calls) == 2

@@ -17,7 +17,7 @@ import gfsa
 from gfsa.operators import AttentionOperator
 from gfsa.plugs import SwapClass
 from gfsa.plugs.registry import _registered
-from support.random_filters import randomise
+from support.zoo import randomise
 
 
 class Attention(nn.Module):

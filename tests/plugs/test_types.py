@@ -31,7 +31,7 @@ class AutoModelForCausalLM:
 """
 PROGRAM = """
 import transformers
-from gfsa.plugs.adapters.transformers.pretrained import from_pretrained
+from gfsa.plugs.saving.pretrained import from_pretrained
 
 reveal_type(from_pretrained(transformers.BertModel, "folder"))
 reveal_type(from_pretrained(transformers.AutoModelForCausalLM, "folder"))
@@ -43,7 +43,7 @@ def test_from_pretrained_gives_what_the_class_gives(tmp_path: Path) -> None:
     stubs, program = tmp_path / "transformers.pyi", tmp_path / "program.py"
     stubs.write_text(TRANSFORMERS)
     program.write_text(PROGRAM)
-    from gfsa.plugs.adapters.transformers import pretrained
+    from gfsa.plugs.saving import pretrained
 
     # of everything else, torch included, nothing is read: that would take half a minute
     options = ["--follow-imports=skip", "--cache-dir", str(tmp_path / "cache"), "--config-file="]

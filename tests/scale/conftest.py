@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.matrix import Matrix, page, parse
+from support.subjects import Matrix, page, parse
 
 FILE = Path(__file__).parents[2] / "docs" / "matrix.md"
 _cells: dict[tuple[str, str], str] = {}

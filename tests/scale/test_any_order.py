@@ -166,7 +166,7 @@ def short(name: str) -> str:
 kinds = st.sampled_from(sorted(FILTERS))
 choices = st.sampled_from(["all", "odd", "even"])
 # the files that change a model
-CHANGING = ["plugs/attach.py", "plugs/call_check.py", "plugs/adapter.py", "plugs/adapters/"]
+CHANGING = ["plugs/install.py", "plugs/checks/called.py", "plugs/adapter.py", "adapters/"]
 LOADING = ["plugs/saving/", "filters/spec.py"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 import pytest
@@ -10,23 +9,17 @@ import torch
 from torch import Tensor
 
 import gfsa
+from gfsa.adapters.transformers import adapter as plugged_transformers
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.operators import AttentionOperator
-from gfsa.plugs.adapters.transformers import adapter as plugged_transformers
-from support.counting import Counting
-from support.matrix import Matrix
-from support.subjects import DIM, HEADS, SUBJECTS, Op, first
+from support.measuring import Counting
+from support.subjects import DIM, HEADS, SUBJECTS, Matrix, first
 
 SIZES = [(2, 6), (3, 9), (5, 13), (4, 20), (7, 31)]
 FILTERS = {
     "GFSA": lambda: gfsa.GFSA(HEADS, wK=0.2),
     "GFSA exact": lambda: gfsa.GFSA(HEADS, K=4, wK=0.2, power="exact"),
-    "GFSA without a high order": lambda: gfsa.GFSA(HEADS, K=None, w0=0.3),
-    "Polynomial": lambda: gfsa.Polynomial(HEADS, degree=3),
     "PartialPolynomial": lambda: PartialPolynomial(HEADS, degree=2, high=[0, 2]),
-    "Twicing": lambda: gfsa.Twicing(HEADS),
-    "Laplacian": lambda: gfsa.Laplacian(HEADS),
-    "PageRank": lambda: gfsa.PageRank(HEADS),
 }
 
 
@@ -43,7 +36,7 @@ def _fresh() -> Iterator[None]:
 )
 @torch.no_grad()
 def test_one_graph_for_all_sizes(name: str, matrix: Matrix) -> None:
-    """Gradients of compiled models are compared in tests/plugs/test_training_compile.py."""
+    """Gradients of compiled models are compared in tests/plugs/test_training.py."""
     subject = SUBJECTS[name]
     model, counting = subject.plugged(), Counting()
     compiled = torch.compile(model, fullgraph=True, backend=counting)
@@ -69,61 +62,6 @@ def test_a_second_call_is_no_new_graph(name: str, monkeypatch: pytest.MonkeyPatc
     for _ in range(3):
         compiled(**subject.inputs(2, 6))
     assert counting.graphs == 1
-
-
-@pytest.mark.parametrize("name", ["BERT", "GPT-2", "ViT"])
-def test_a_whole_model_has_no_masks_and_neither_have_its_blocks(name: str) -> None:
-    """While it is traced, transformers would write out masks that it leaves out otherwise."""
-    subject = SUBJECTS[name]
-    model, whole, alone = subject.plugged(), Masks(), Masks()
-    if hasattr(model.config, "use_cache"):
-        # every layer of a cache is another one
-        model.config.use_cache = False
-    inputs = {k: v for k, v in subject.inputs(2, 6).items() if k != "attention_mask"}
-    expected = first(model(**inputs))
-    y = first(torch.compile(model, fullgraph=True, backend=whole)(**inputs))
-    torch.testing.assert_close(y, expected, rtol=0, atol=1e-6)
-    assert whole.seen
-    assert set(whole.seen) == {None}
-    torch.compiler.reset()
-    for block in next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
-        block.compile(fullgraph=True, backend=alone)
-    torch.testing.assert_close(first(model(**inputs)), expected, rtol=0, atol=1e-6)
-    # two passes of one block, whose graph serves the others
-    assert alone.seen == [None, None]
-
-
-class Masks:
-    """A compiler backend that looks at the masks of attention."""
-
-    def __init__(self) -> None:
-        self.seen: list[object] = []
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: object) -> object:
-        attention = [n for n in graph.graph.nodes if "scaled_dot" in str(n.target)]
-        self.seen += [n.kwargs.get("attn_mask") for n in attention]
-        return graph.forward
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_graph_model_compiles_as_without_filters(matrix: Matrix) -> None:
-    """PyG's ``to_dense_batch`` asks for the largest graph's size, which breaks the graph itself."""
-    subject = SUBJECTS["GPS"]
-    plugged, counts = subject.plugged(), {}
-    plain = copy.deepcopy(plugged)
-    gfsa.unplug(plain)
-    for kind, model in (("plain", plain), ("plugged", plugged)):
-        torch.compiler.reset()
-        counting = Counting()
-        compiled = torch.compile(model, backend=counting)
-        for batch, length in SIZES[:3]:
-            inputs = subject.inputs(batch, length)
-            torch.testing.assert_close(compiled(**inputs), model(**inputs), rtol=0, atol=1e-6)
-        counts[kind] = counting.graphs
-    assert counts["plugged"] <= counts["plain"]
-    matrix("compile, one graph", "GPS", "as many graphs as unplugged")
-    matrix("compile, new shapes", "GPS", "as many graphs as unplugged")
 
 
 @pytest.mark.parametrize("kind", FILTERS)
@@ -152,23 +90,3 @@ def test_the_linear_operator_at_every_size() -> None:
         expected = gfsa.linear_graph_filter_attention(q, k, v, coeffs)
         assert torch.equal(compiled(q, k, v, coeffs), expected)
     assert counting.graphs == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, True])
-def test_inductor_with_reduced_overhead(causal: bool) -> None:
-    """The whole way to machine code, shapes left open; the mode's graphs exist on CUDA only."""
-    model = Op(causal)
-    with torch.no_grad():
-        model.gfsa.theta.normal_(std=0.3)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, mode="reduce-overhead")
-    for batch, length in SIZES[:3]:
-        q, k, v = (torch.randn(batch, HEADS, length, DIM, requires_grad=True) for _ in range(3))
-        found, expected = compiled(q, k, v), model(q, k, v)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        for ours, theirs in zip(
-            torch.autograd.grad(found.square().sum(), (q, k, v, model.gfsa.theta)),
-            torch.autograd.grad(expected.square().sum(), (q, k, v, model.gfsa.theta)),
-            strict=True,
-        ):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

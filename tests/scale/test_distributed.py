@@ -1,4 +1,4 @@
-"""Several processes compute what one computes: DDP, FSDP2, tensor and context parallel (gloo)."""
+"""Training and inference on several processes give the numbers of one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import gfsa
+from gfsa_experiments.runs.run import carry_out
+from scale.workers.filter_rate import check_against_one_process, launched, one_process
+from scale.workers.pretraining import SETTINGS
 from support.launching import WORKERS, launch
-from support.matrix import Matrix
+from support.subjects import Matrix
+from support.tiny_pretraining import a_run, built, write_corpus
 
 # float64, relative to the largest number of each tensor
 ROUNDING = 1e-12
@@ -74,3 +80,46 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     # two processes on half a batch each learn what one process on the whole batch learns
     assert thetas[0]["distance to one process"] <= ROUNDING
     assert thetas[0]["moved"] > 1e-3
+
+
+@pytest.mark.slow
+def test_fsdp2(tmp_path: Path) -> None:
+    expected = one_process(tmp_path / "one")
+    found = launched("fsdp2", tmp_path)
+    check_against_one_process(found, expected)
+    assert found["rates"] == expected["rates"]
+
+
+# sharded sums are in another order
+@pytest.mark.parametrize(
+    ("way", "close"), [("sharded", 1e-5), pytest.param("replicated", 1e-6, marks=pytest.mark.slow)]
+)
+def test_interrupted_and_resumed(
+    way: str, close: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GFSA_CACHE", str(tmp_path / "cache"))
+    data = write_corpus(tmp_path)
+    alone = a_run(data, tmp_path / "one", "gfsa", **SETTINGS)
+    row = carry_out(alone)
+    launcher = ["torchrun", "--standalone", "--nproc-per-node=2"]
+    launch(launcher, WORKERS / "pretraining.py", str(data), str(tmp_path / "two"), way)
+    (file,) = (tmp_path / "two").glob("**/row.json")
+    two = json.loads(file.read_text())
+    assert two["device"].startswith("2 × ")
+    for name in ("test", "valid", "moved"):
+        assert two[name] == pytest.approx(getattr(row, name), rel=close), name
+    assert two["coefficients"] == row.coefficients
+    # the loss of a step is that of all processes, not of the first one's share
+    logs = [folder / "metrics.jsonl" for folder in (file.parent, alone.folder)]
+    for lines in zip(*(log.read_text().splitlines() for log in logs), strict=True):
+        ours, expected = map(json.loads, lines)
+        assert ours == pytest.approx(expected, rel=close)
+    weights = torch.load(file.parent / "model.pt")
+    expected = torch.load(alone.folder / "model.pt")
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-5)
+    model = built(data).model
+    gfsa.load(model, file.parent / "filters")
+    assert len(gfsa.filters_of(model)) == 2

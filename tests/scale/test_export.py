@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import gfsa
-from support.matrix import Matrix
-from support.random_filters import randomise
-from support.subjects import SUBJECTS, first
+from support.subjects import SUBJECTS, Matrix, first
+from support.zoo import randomise
 
 WORKER = Path(__file__).parent / "workers" / "exported.py"
 WHOLE = ["op", "BERT", "GPT-2", "ViT"]
@@ -89,19 +87,6 @@ def test_programs_run_without_gfsa(tmp_path: Path, matrix: Matrix) -> None:
     assert sorted(done.stdout.split("\n")[:-1]) == sorted([*WHOLE, "BERT pruned"])
     for name in WHOLE:
         matrix("export", name)
-
-
-def test_graph_models_cannot_be_exported_plugged_or_not(matrix: Matrix) -> None:
-    """PyG asks the batch for its number of graphs, a value that an exported program has not."""
-    subject = SUBJECTS["GPS"]
-    plugged = subject.plugged()
-    plain = copy.deepcopy(plugged)
-    gfsa.unplug(plain)
-    for model in (plugged, plain):
-        with pytest.raises(RuntimeError, match="data-dependent"):
-            torch.export.export(model, (), subject.inputs(2, 6))
-    for feature in ("export", "ONNX"):
-        matrix(feature, "GPS", "PyG reads sizes from data")
 
 
 def onnx_session(name: str, file: Path) -> tuple[Any, Any]:

@@ -1,17 +1,29 @@
-"""Hostile filter files: refused with an error, without a change of the model or of memory."""
+"""Filter files that are damaged or written by an attacker: refused, or loaded as what they say.
+
+A thousand corruptions by number, each within 1 s and 200 MB of the memory that was in use before;
+``make fuzz`` tries more of them: ``GFSA_FUZZ=20000 pytest tests/scale/test_hostile_files.py``.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
 import json
+import os
+import random
 import re
+import resource
 import struct
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +34,6 @@ import gfsa
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.plugs.saving import files
 from gfsa.plugs.saving.files import FILE
-from support.corrupted_filters import joined, parts_of
 from support.tiny import TinyEncoder
 
 LAYER = "blocks.0.attention"
@@ -335,7 +346,7 @@ def test_nothing_is_run(saved: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_shards_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
-    from gfsa.plugs.adapters.transformers.pretrained import _files
+    from gfsa.plugs.saving.pretrained import _files
 
     index = {"weight_map": {"x": "../../elsewhere/model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -347,7 +358,7 @@ def test_shards_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
     "text", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": []}}', "{"]
 )
 def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
-    from gfsa.plugs.adapters.transformers.pretrained import _files
+    from gfsa.plugs.saving.pretrained import _files
 
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match="is damaged"):
@@ -355,7 +366,7 @@ def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
 
 
 def test_filters_in_a_checkpoint_that_are_no_filters_are_not_read(tmp_path: Path) -> None:
-    from gfsa.plugs.adapters.transformers.pretrained import has_filters
+    from gfsa.plugs.saving.pretrained import has_filters
 
     numbers = 2**28
     entry = {"dtype": "F32", "shape": [numbers], "data_offsets": [0, 4 * numbers]}
@@ -373,3 +384,255 @@ def test_a_description_in_a_checkpoint_is_short() -> None:
     filter = gfsa.GFSA(4)
     with pytest.raises(ValueError, match="description of a filter has 5000000 bytes"):
         filter.set_extra_state(torch.zeros(5_000_000, dtype=torch.uint8))
+
+
+Json = Any
+
+EVIL: list[Json] = [
+    *(None, True, False, 0, -1, 1, 2, 3, 4, 5, 300, 999, 1000, 1001, 65536, 2**31, 2**63, 10**400),
+    *(0.5, 1.5, -0.0, 1e-300, 1e-45, 3e38, 1e39, 1e300, float("inf"), float("nan")),
+    *("", "GFSA", "exact", "junk", "../../etc/passwd", "__class__", "\ud800", "x" * 20_000),
+    *([], [[]], [0], [0, 1, 2, 3], [0] * 5000, list(range(5000)), [None], [1e300] * 4, [[1.0] * 4]),
+    *({}, {"a": 1}, {"num_heads": 4}),
+]
+CLASSES = [
+    "GFSA",
+    "Polynomial",
+    "PartialPolynomial",
+    "PageRank",
+    "Twicing",
+    "Laplacian",
+    "AttnScale",
+]
+ARGUMENTS = [
+    *("num_heads", "K", "learn", "power", "lr_multiplier", "w0", "w1", "wK", "degree", "hops"),
+    *("alpha", "high", "filter", "self"),
+]
+
+
+def corrupted(content: bytes, number: int) -> bytes:
+    """The file with the corruption of this number, the same at every call."""
+    dice = random.Random(number)
+    kind = dice.random()
+    if kind < 0.3:
+        return damaged(content, dice)
+    header, data = parts_of(content)
+    if kind > 0.75:
+        return edited_tensors(header, bytearray(data), dice)
+    description = json.loads(header["__metadata__"]["gfsa"])
+    for _ in range(dice.randint(1, 3)):
+        description = edited(description, dice)
+    text = json.dumps(description)
+    if kind < 0.4:
+        text = damaged(text.encode(), dice).decode(errors="replace")
+    header["__metadata__"]["gfsa"] = text
+    return joined(header, data)
+
+
+def parts_of(content: bytes) -> tuple[Json, bytes]:
+    """The header and the numbers of a safetensors file."""
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def joined(header: Json, data: bytes, claimed: int | None = None) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if claimed is None else claimed) + text + data
+
+
+def damaged(content: bytes, dice: random.Random) -> bytes:
+    """Bytes turned over, cut out, doubled, inserted or cut off."""
+    data = bytearray(content)
+    start = dice.randrange(len(data))
+    end = min(len(data), start + dice.choice([1, 1, 4, 40]))
+    ways: list[Callable[[], Any]] = [
+        lambda: data.__setitem__(start, data[start] ^ (1 << dice.randrange(8))),
+        lambda: data.__setitem__(start, dice.randrange(256)),
+        lambda: data.__delitem__(slice(start, end)),
+        lambda: data.__setitem__(slice(start, start), data[start:end]),
+        lambda: data.__setitem__(slice(start, end), dice.randbytes(end - start)),
+        lambda: data.__delitem__(slice(start, None)),
+        lambda: data.__setitem__(slice(start, start), dice.choice([b"[", b'{"a":']) * 50_000),
+        lambda: data.__setitem__(slice(0, 0), struct.pack("<Q", dice.randrange(2**64))),
+        lambda: data.__setitem__(slice(start, start), b"9" * 5000),
+    ]
+    dice.choice(ways)()
+    return bytes(data)
+
+
+def edited(content: Json, dice: random.Random) -> Json:
+    """One value anywhere in a JSON tree replaced, removed, renamed or added."""
+    content = copy.deepcopy(content)
+    parents = [content] if isinstance(content, (dict, list)) else []
+    for parent in parents:
+        inner = parent.values() if isinstance(parent, dict) else parent
+        parents.extend(value for value in inner if isinstance(value, (dict, list)))
+    parents = [parent for parent in parents if parent]
+    if not parents:
+        return dice.choice(EVIL)
+    # the deeper ones, which are more, are where the settings of filters are
+    parent = dice.choice(parents)
+    key = dice.choice(list(parent)) if isinstance(parent, dict) else dice.randrange(len(parent))
+    way = dice.choice(["replace", "replace", "replace", "remove", "add", "rename", "kind"])
+    if way == "remove":
+        del parent[key]
+    elif way == "add" and isinstance(parent, dict):
+        parent[dice.choice(ARGUMENTS)] = copy.deepcopy(dice.choice(EVIL))
+    elif way == "rename" and isinstance(parent, dict):
+        parent[dice.choice(["", "theta", *ARGUMENTS])] = parent.pop(key)
+    elif way == "kind" and isinstance(parent, dict) and "kind" in parent:
+        parent["kind"] = dice.choice(CLASSES)
+    else:
+        parent[key] = copy.deepcopy(dice.choice(EVIL))
+    return content
+
+
+def edited_tensors(header: Json, data: bytearray, dice: random.Random) -> bytes:
+    """A safetensors file with another header, or other numbers."""
+    names = [name for name in header if name != "__metadata__"]
+    way = dice.choice(["header", "numbers", "double", "half", "shape", "name", "length"])
+    if way == "header" or not names:
+        header = edited(header, dice)
+    elif way == "numbers":
+        for start in range(0, len(data) - 3, 4):
+            value = dice.choice([0.0, 1.0, 3e38, -3e38, 1e-45, float("nan"), float("inf")])
+            data[start : start + 4] = struct.pack("<f", value)
+    elif way in ("double", "half"):
+        # the same shapes in another precision
+        code, size, name = ("<d", 8, "F64") if way == "double" else ("<e", 2, "F16")
+        values = [float(x) for (x,) in struct.iter_unpack("<f", data)]
+        scale = dice.choice([1.0, 1.0, 1e300 if way == "double" else 1.0])
+        data = bytearray(b"".join(struct.pack(code, value * scale) for value in values))
+        for entry in (header[name] for name in names):
+            entry["dtype"] = name
+            entry["data_offsets"] = [offset // 4 * size for offset in entry["data_offsets"]]
+    elif way == "shape":
+        entry = header[dice.choice(names)]
+        entry["shape"] = dice.choice([entry["shape"][::-1], [*entry["shape"], 1], [2**40, 0], []])
+    elif way == "name":
+        header[dice.choice(["", "theta", "../x"])] = header.pop(dice.choice(names))
+    claimed = dice.choice([0, 2**62, len(json.dumps(header)) + 1]) if way == "length" else None
+    return joined(header, bytes(data), claimed)
+
+
+COUNT = int(os.environ.get("GFSA_FUZZ", "1000"))
+MOST_BYTES = 200 * 10**6
+MOST_SECONDS = 1.0
+
+SAVED: dict[str, Callable[[int], gfsa.GraphFilter]] = {
+    "gfsa": lambda heads: gfsa.GFSA(heads, w0=0.25, wK=[0.1, 0.2, 0.3, 0.4]),
+    "exact": lambda heads: gfsa.GFSA(heads, K=4, power="exact", learn=("wK",), w0=[1.0, 2, 3, 4]),
+    "polynomial": lambda heads: gfsa.Polynomial(heads, degree=3, lr_multiplier=2.0),
+    "pagerank": lambda heads: gfsa.PageRank(heads, alpha=0.2, hops=3),
+    "pruned": lambda heads: PartialPolynomial(heads, 2, [0, 2]),
+}
+KINDS = {
+    kind.__name__: kind
+    for kind in (
+        *(gfsa.GFSA, gfsa.Polynomial, gfsa.Twicing, gfsa.Laplacian, gfsa.PageRank),
+        PartialPolynomial,
+    )
+}
+
+
+def build() -> nn.Module:
+    return TinyEncoder(depth=2, dim=8, heads=4)
+
+
+@pytest.fixture(autouse=True)
+def _without_garbage() -> None:
+    """What earlier tests left would make room, were it collected within the limit."""
+    gc.collect()
+
+
+@contextlib.contextmanager
+def limited_memory() -> Iterator[None]:
+    """Inside, an allocation beyond the limit fails instead of being served."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + MOST_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+
+
+def try_to_load(model: nn.Module, folder: Path) -> bool:
+    """Whether the folder loads; if not, with a documented error and the model as it was."""
+    before = state_of(model)
+    message = None
+    start = time.process_time()
+    try:
+        with limited_memory():
+            gfsa.load(model, folder)
+    except ValueError as error:
+        message = str(error)
+    assert time.process_time() - start < MOST_SECONDS
+    if message is not None:
+        assert 0 < len(message) < 3000
+        assert state_of(model) == before
+    return message is None
+
+
+def check_exact(model: nn.Module, file: bytes) -> None:
+    """The model's filters are what the file says, to the bit."""
+    content = json.loads(parts_of(file)[0]["__metadata__"]["gfsa"])
+    numbers = safetensors.torch.load(file)
+    filters = gfsa.filters_of(model)
+    assert filters.keys() == content["filters"].keys()
+    for name, entry in content["filters"].items():
+        filter = filters[name]
+        assert type(filter) is KINDS[entry["kind"]]
+        assert filter.config() == KINDS[entry["kind"]](**entry["arguments"]).config()
+        assert filter.dropout_after == entry.get("dropout_after", "attention")
+        assert filter.coefficients().isfinite().all()
+        own = {key: value for key, value in filter.state_dict().items() if key != "_extra_state"}
+        for key, value in own.items():
+            assert torch.equal(value, numbers.pop(f"{name}.{key}").to(value.dtype))
+    assert not numbers
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """The file of a save of each kind."""
+    found = []
+    for kind, factory in SAVED.items():
+        folder = tmp_path_factory.mktemp(kind)
+        model = build()
+        gfsa.plug(model, filter=factory)
+        gfsa.save(model, folder)
+        found.append((folder / FILE).read_bytes())
+    return found
+
+
+def test_refused_or_exact(saves: list[bytes], tmp_path: Path) -> None:
+    outcomes: Counter[str] = Counter()
+    for number in range(COUNT):
+        file = corrupted(saves[number % len(saves)], number)
+        (tmp_path / FILE).write_bytes(file)
+        model = build()
+        if number % 3 == 0:
+            # a model that is plugged already, with other numbers
+            gfsa.plug(model, filter=SAVED[list(SAVED)[number % len(saves)]])
+            with torch.no_grad():
+                for filter in gfsa.filters_of(model).values():
+                    for parameter in filter.parameters():
+                        parameter.add_(1.0)
+        try:
+            if not try_to_load(model, tmp_path):
+                outcomes["refused"] += 1
+                continue
+            check_exact(model, file)
+            outcomes["what it says"] += 1
+        except BaseException as error:
+            raise AssertionError(f"file {number}: {error!r:.500}") from error
+    print(dict(outcomes))
+    assert outcomes.total() == COUNT
+    # the files are worth trying only if some get past all checks
+    assert outcomes["refused"] > 0.6 * COUNT
+    assert outcomes["what it says"] > 0.01 * COUNT

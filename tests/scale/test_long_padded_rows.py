@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import gfsa
-from gfsa.operators import by_rows
-from support.random_filters import randomise
-from support.sizes import LargestTensor
+from gfsa.operators import blocked
+from support.measuring import LargestTensor
+from support.zoo import randomise
 
 HEADS = 2
 COEFFS = (0.3, 0.9, -0.4)
@@ -155,7 +155,7 @@ def test_4k_tokens_with_padding_make_no_tensor_of_all_pairs(
 ) -> None:
     length = 4096
     # at its own number all of these queries would be one block
-    monkeypatch.setattr(by_rows, "MOST_ENTRIES", 128 * length)
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", 128 * length)
     inputs, g, keys = tokens(length, head_dim)
     with LargestTensor() as largest:
         found = step(inputs, keys, g)
@@ -166,7 +166,7 @@ def test_4k_tokens_with_padding_make_no_tensor_of_all_pairs(
 
 def test_4k_tokens_with_an_attention_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     length, padding = 4096, 500
-    monkeypatch.setattr(by_rows, "MOST_ENTRIES", 128 * length)
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", 128 * length)
     model, batch = llama(64), padded(length, padding)
     with LargestTensor() as largest:
         logits = trained(model, batch)

@@ -12,10 +12,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gfsa
-from support.matrix import Matrix
-from support.random_filters import randomise
-from support.subjects import DIM, HEADS, SUBJECTS, first
-from support.zoo import VOCABULARY, ZOO
+from support.subjects import DIM, HEADS, Matrix
+from support.zoo import VOCABULARY, ZOO, randomise
 
 LENGTHS = (5, 3, 7)
 
@@ -77,45 +75,6 @@ class TestPacked:
         torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
         matrix("packed", "BERT")
 
-    @pytest.mark.parametrize("backend", ["dense", "sdpa"])
-    @pytest.mark.parametrize("causal", [False, True])
-    def test_the_operator(self, backend: Any, causal: bool, matrix: Matrix) -> None:
-        q, k, v = (
-            torch.randn(1, HEADS, sum(LENGTHS), DIM, dtype=torch.float64, requires_grad=True)
-            for _ in range(3)
-        )
-        coeffs = torch.randn(HEADS, 4, dtype=torch.float64, requires_grad=True)
-        together = gfsa.graph_filter_attention(
-            q, k, v, coeffs, block_diagonal(), is_causal=causal, backend=backend
-        )
-        parts = zip(*(x.split(LENGTHS, 2) for x in (q, k, v)), strict=True)
-        alone = torch.cat(
-            [gfsa.graph_filter_attention(*part, coeffs, is_causal=causal) for part in parts], 2
-        )
-        torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
-        weights, inputs = torch.randn_like(alone), (q, k, v, coeffs)
-        for ours, theirs in zip(
-            torch.autograd.grad((together * weights).sum(), inputs),
-            torch.autograd.grad((alone * weights).sum(), inputs),
-            strict=True,
-        ):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-        matrix("packed", "op")
-
-    @torch.no_grad()
-    def test_graphs_are_packed_by_themselves(self, matrix: Matrix) -> None:
-        subject = SUBJECTS["GPS"]
-        model, inputs = subject.plugged().double(), subject.inputs(3, 5)
-        x, edges, owner = inputs["x"].double(), inputs["edge_index"], inputs["batch"]
-        together = model(x, edges, owner)
-        for number in range(3):
-            mine = owner == number
-            start = int(mine.nonzero()[0])
-            own_edges = edges[:, mine[edges[0]]] - start
-            alone = model(x[mine], own_edges, torch.zeros(int(mine.sum()), dtype=torch.long))
-            torch.testing.assert_close(together[number], alone[0], rtol=0, atol=1e-12)
-        matrix("packed", "GPS")
-
 
 def jagged(parts: list[Tensor], offsets: Tensor | None = None) -> Tensor:
     """``(B, H, j, D)`` from ``(n, H, D)`` each."""
@@ -176,19 +135,6 @@ class TestJagged:
         for found, part in zip(y.unbind(), parts, strict=True):
             alone, _ = model(part, part, part, need_weights=False)
             torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
-
-    @pytest.mark.parametrize("name", ["BERT", "GPT-2"])
-    @torch.no_grad()
-    def test_transformers_takes_none(self, name: str, matrix: Matrix) -> None:
-        """Plugged or not: the models themselves look at the shape of a whole row."""
-        ids = torch.nested.nested_tensor([torch.tensor([3, 4]), torch.tensor([5])])
-        model = SUBJECTS[name].plugged()
-        for _ in range(2):
-            with pytest.raises((RuntimeError, ValueError, AttributeError, TypeError)):
-                first(model(input_ids=ids))
-            if gfsa.filters_of(model):
-                gfsa.unplug(model)
-        matrix("jagged", name, "transformers takes none")
 
     def test_torch_has_no_causal_jagged_attention_on_a_cpu(self) -> None:
         _, (q, k, v) = ragged_qkv()

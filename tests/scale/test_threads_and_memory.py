@@ -20,10 +20,7 @@ from torch.nn import functional as F
 import gfsa
 from gfsa.functional import which_backend
 from gfsa.operators import call
-from support.matrix import Matrix
-from support.random_filters import randomise
-from support.subjects import SUBJECTS, first
-from support.zoo import VOCABULARY, ZOO
+from support.subjects import SUBJECTS, Matrix, first
 
 THREADS, CALLS = 6, 5
 
@@ -40,22 +37,6 @@ def test_concurrent_inference(name: str, matrix: Matrix) -> None:
     for mine, right in zip(found, expected, strict=True):
         assert all(torch.equal(output, right) for output in mine)
     matrix("threads", name)
-
-
-def test_concurrent_generation() -> None:
-    """Each call has a cache of its own, with the powers of its own past."""
-    model = ZOO["gpt2"].model("sdpa").float()
-    gfsa.plug(model)
-    randomise(model)
-    prompts = [torch.randint(3, VOCABULARY, (1, 3 + number)) for number in range(THREADS)]
-
-    def generate(number: int) -> list[Tensor]:
-        options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-        return [model.generate(prompts[number], **options)]
-
-    expected = [generate(number)[0] for number in range(THREADS)]
-    for mine, right in zip(in_threads(generate), expected, strict=True):
-        assert torch.equal(mine[0], right)
 
 
 def in_threads(work: Any) -> list[list[Tensor]]:
@@ -103,12 +84,12 @@ def test_memory_over_a_thousand_steps(name: str, matrix: Matrix) -> None:
     tensors, growth = living_tensors(), []
     for _ in range(3):
         resident = resident_bytes()
-        steps(1000)
+        steps(400)
         # fewer is what other tests of this process let go in the meantime
         assert living_tensors() <= tensors
         growth.append(resident_bytes() - resident)
     # the allocator has its ups and downs, more so after other tests: a leak grows every time, and
-    # of 5 kB a step, which is no tensor of these, it would be more
+    # of 10 kB a step, which is no tensor of these, it would be more
     assert min(growth) < 4 * 2**20
     matrix("memory", name)
 

@@ -10,7 +10,7 @@ import transformers as hf
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 import gfsa
-from support.random_filters import randomise
+from support.zoo import randomise
 
 # since transformers 5.19 the paged cache is one tensor of sectors
 SECTORS = hasattr(PagedAttentionCache, "perform_cache_copy")
@@ -46,7 +46,13 @@ DECODERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def decoder(name: str, implementation: str = "sdpa", filter: Any = None, **arguments: Any) -> Any:
+def of_degree_1(heads: int) -> gfsa.GraphFilter:
+    return gfsa.Polynomial(heads, degree=1)
+
+
+def decoder(
+    name: str, implementation: str = "sdpa", filter: Any = of_degree_1, **arguments: Any
+) -> Any:
     """A random decoder with random filters, whose greedy choice is never a close one."""
     torch.manual_seed(0)
     model = DECODERS[name]().eval()
@@ -94,11 +100,3 @@ def greedy(new: int = NEW, **options: Any) -> Any:
     return hf.GenerationConfig(
         max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0, **options
     )
-
-
-def bytes_of(cache: Any) -> int:
-    """The size of a paged cache, with the powers that it stores."""
-    tensors = [cache.cache_tensor] if SECTORS else [*cache.key_cache, *cache.value_cache]
-    if hasattr(cache, "gfsa_powers"):
-        tensors += cache.gfsa_powers.tensors
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

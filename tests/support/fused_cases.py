@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gfsa.kernels.autograd import filter_attention
-from gfsa.kernels.problem import Options
+from gfsa.kernels.launching import Options
+from gfsa.kernels.op import filter_attention
 from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator
 from support.dropout import surviving
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gfsa.kernels.launcher import Launch
+from gfsa.kernels.launching import Launch
 
 
 def launched_grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -21,12 +21,7 @@ from gfsa.operators import attention
 @contextmanager
 def nothing_launched() -> Iterator[None]:
     """A context in which the fused kernels take any tensors and do nothing."""
-    from gfsa.kernels import decode, launcher, routes
-    from gfsa.kernels.long import launch as long
-    from gfsa.kernels.short import launch as short
-    from gfsa.kernels.short import prepared
-    from gfsa.kernels.sweep import degree_one_path as sweep_once
-    from gfsa.kernels.sweep import launch as sweep
+    from gfsa.kernels import decode, launching, one_pass, routes, short, sweep, two_pass
 
     hopper = routes.Hardware(routes.HOPPER, routes.MEASURED_TRITON, None)
 
@@ -38,25 +33,25 @@ def nothing_launched() -> Iterator[None]:
         direct(tensors, pointers, numbers)
 
     replaced: list[tuple[Any, str, Any]] = [
-        (launcher.Launch, "__call__", call_launch),
+        (launching.Launch, "__call__", call_launch),
         (routes, "hardware_of", lambda q: hopper),
-        *((module, "multiprocessors", lambda device: 132) for module in (short, sweep, sweep_once)),
+        *((module, "multiprocessors", lambda device: 132) for module in (short, sweep, one_pass)),
         (decode, "_splits", lambda *call: 2),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (long, "cudnn_would_run", lambda *call: False),
+        (two_pass, "cudnn_would_run", lambda *call: False),
         (attention, "host_time_counts", lambda *tokens: not torch.compiler.is_compiling()),
     ]
     with ExitStack() as stack:
         for module, name, replacement in replaced:
             stack.enter_context(mock.patch.object(module, name, replacement))
-        for cache in (attention._DECISIONS, prepared._PREPARED):
+        for cache in (attention._DECISIONS, short._PREPARED):
             stack.enter_context(mock.patch.dict(cache, clear=True))
         yield
 
 
 def _without_c_functions(launch: Any, tensors: Any) -> Any:
     """A direct launch whose C functions do nothing."""
-    from gfsa.kernels.launcher import Direct
+    from gfsa.kernels.launching import Direct
 
     direct: Any = Direct.__new__(Direct)
     direct.c_launcher = lambda *arguments: None

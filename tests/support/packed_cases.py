@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gfsa.kernels.operator import FusedOperator
+from gfsa.kernels.op import FusedOperator
 from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator, Visibility
 from support.dropout import surviving
 from support.fused_cases import NAMES, Problem, error

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from gfsa.kernels.launcher import Launch
+from gfsa.kernels.launching import Launch
 from gfsa.kernels.routes import Decision
 from gfsa.operators import AttentionOperator, DenseOperator, Visibility
 from support.fused_cases import error
@@ -24,14 +24,14 @@ FORWARD = {
     "two_pass": {"attend", "combine"},
     "one_sweep": {"attend_sweep"},
     "one_pass": {"attend_once"},
-    "around_torch": {"combine_degree_one"},
+    "around_torch": {"combine_around"},
 }
 GRADIENT = {
     "none": set(),
     "short": {"grad_short"},
     "two_pass": {"grad_first_pass", "grad_keys", "grad_queries"},
-    "around_torch": {"grad_degree_one"},
-    "cudnn": {"grad_degree_one"},
+    "around_torch": {"grad_around"},
+    "cudnn": {"grad_around"},
 }
 HOPPER_GRADIENT = {
     1: {"grad_queries_one", "grad_keys_one"},
@@ -47,6 +47,8 @@ class Case(NamedTuple):
     shape: tuple[int, int, int, int]
     causal: bool = False
     mask: str = ""
+    exclusive: bool = False
+    key_heads: int = 0
 
 
 CASES = [
@@ -55,7 +57,11 @@ CASES = [
     Case("two_pass", "two_pass", 1, (2, 2, 269, 32), causal=True, mask="keys"),
     Case("two_pass", "two_pass", 1, (1, 2, 269, 32), mask="documents"),
     Case("around_torch", "around_torch", 1, (2, 2, 300, 40)),
+    Case("around_torch", "around_torch", 1, (2, 4, 300, 40), exclusive=True, key_heads=2),
+    Case("around_torch", "around_torch", 1, (1, 2, 100, 32), True, "keys", exclusive=True),
+    Case("around_torch", "around_torch", 1, (1, 2, 60, 256), True, key_heads=1, exclusive=True),
     Case("one_pass", "none", 1, (1, 2, 200, 64), causal=True),
+    Case("one_pass", "none", 1, (1, 2, 200, 64), causal=True, exclusive=True),
 ]
 # on a Hopper GPU alone: Gluon has no interpreter
 HOPPER_CASES = [
@@ -69,6 +75,12 @@ HOPPER_CASES = [
     Case("one_sweep", "hopper", 1, (2, 2, 600, 128), causal=True),
     Case("one_sweep", "hopper", 1, (1, 2, 300, 64), mask="documents"),
     Case("one_sweep", "cudnn", 1, (1, 2, 4100, 128), causal=True),
+    Case("one_pass", "hopper", 1, (2, 4, 300, 64), exclusive=True, key_heads=2),
+    Case("one_pass", "hopper", 1, (2, 2, 128, 64), exclusive=True),
+    Case("one_sweep", "hopper", 1, (2, 4, 600, 128), True, exclusive=True, key_heads=2),
+    Case("one_sweep", "hopper", 1, (4, 5, 1024, 64), True, exclusive=True),
+    Case("one_sweep", "hopper", 1, (1, 2, 300, 64), mask="documents", exclusive=True),
+    Case("one_sweep", "cudnn", 1, (1, 4, 4100, 128), True, exclusive=True, key_heads=2),
 ]
 
 
@@ -91,6 +103,7 @@ def check(case: Case, device: str, dtype: torch.dtype) -> None:
     batch, heads, length, _ = case.shape
     grad = case.gradient != "none"
     q, k, v, g = (torch.randn(case.shape, device=device, dtype=dtype) for _ in range(4))
+    k, v = (x[:, : case.key_heads or heads].contiguous() for x in (k, v))
     coeffs = torch.randn(heads, case.degree + 1, device=device)
     mask, visible = None, None
     if case.mask == "keys":
@@ -99,14 +112,19 @@ def check(case: Case, device: str, dtype: torch.dtype) -> None:
     elif case.mask == "documents":
         starts = torch.tensor([0, length // 3], device=device)
         visible = Visibility.packed(starts, length)
-    inputs = [x.requires_grad_(grad) for x in (q, k, v, coeffs)]
+    share = [torch.randn(heads, device=device)] if case.exclusive else []
+    inputs = [x.requires_grad_(grad) for x in (q, k, v, coeffs, *share)]
     with torch.set_grad_enabled(grad):
         operator = AttentionOperator(
-            q, k, mask, is_causal=case.causal, backend="fused", visible=visible
+            *(q, k, mask),
+            is_causal=case.causal,
+            enable_gqa=bool(case.key_heads),
+            backend="fused",
+            visible=visible,
         )
-        said: Decision = operator.which(coeffs, v)
+        said: Decision = operator.which(coeffs, v, case.exclusive)
         with launched() as forward:
-            y = operator.polynomial(coeffs, v)
+            y = operator.polynomial(coeffs, v, *share)
         with launched() as backward:
             got = [y, *(torch.autograd.grad(y, inputs, g) if grad else ())]
     assert (said.route, said.gradient) == (case.route, case.gradient)
@@ -119,7 +137,7 @@ def check(case: Case, device: str, dtype: torch.dtype) -> None:
     exact = [x.detach().double().requires_grad_() for x in inputs]
     dense_mask = mask if visible is None else visible.whole(length, q.device)
     dense = DenseOperator.from_qk(*exact[:2], dense_mask, case.causal)
-    y = dense.polynomial(exact[3], exact[2])
+    y = dense.polynomial(exact[3], exact[2], *exact[4:])
     wanted = [y, *(torch.autograd.grad(y, exact, g.double()) if grad else ())]
-    for name, x, z in zip(("out", "dq", "dk", "dv", "dc"), got, wanted, strict=False):
+    for name, x, z in zip(("out", "dq", "dk", "dv", "dc", "da"), got, wanted, strict=False):
         assert error(x, z) <= 8 * torch.finfo(dtype).eps, (name, error(x, z))

@@ -1,10 +1,16 @@
-"""Small models with weights by formula, and what was saved from them at an earlier commit.
+"""Small models with weights by formula, and what earlier versions saved from them.
 
 Weights and inputs do not come from a random generator, so every version of torch builds the same.
+``data/saved-at-d3ade9e.zip`` was written by the library at commit d3ade9e and is never made again:
+folders of `gfsa.save` and of `save_pretrained`, a whole ``state_dict.pt``, and the outputs in
+``expected.json``.
 """
 
 from __future__ import annotations
 
+import functools
+import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +20,20 @@ from torch import Tensor, nn
 
 import gfsa
 
-FOLDER = Path(__file__).parents[1] / "data" / "d3ade9e" / "filters"
+DATA = Path(__file__).parents[1] / "data"
+
+
+@functools.cache
+def unpacked(name: str) -> Path:
+    """A folder of this process with the files of an archive in ``tests/data``."""
+    kept = tempfile.TemporaryDirectory()
+    _UNPACKED.append(kept)
+    zipfile.ZipFile(DATA / f"{name}.zip").extractall(kept.name)
+    return Path(kept.name)
+
+
+_UNPACKED: list[tempfile.TemporaryDirectory[str]] = []
+FOLDER = unpacked("saved-at-d3ade9e")
 
 # what each filter folder was plugged with; "pruned" is pruned afterwards
 PLUGGED: dict[str, dict[str, Any]] = {

@@ -12,7 +12,8 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="ops, lengths, models, pretrain-step, linear, decode, decode-static or prefill."
+            help="ops, attention, lengths, models, pretrain-step, linear, decode, decode-static "
+            "or prefill."
         ),
     ] = "ops",
     device: Annotated[

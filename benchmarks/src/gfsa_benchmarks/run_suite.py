@@ -81,6 +81,8 @@ def run_suite(
                     console.print(memory_of_caches(case))
                 if profile:
                     _print_profiles(case, setting, console)
+    if name == "attention":
+        console.print(ratios(cases))
     for rows in cases:
         if sentence := against_published(rows):
             console.print(sentence)
@@ -103,8 +105,8 @@ def _shapes(suite: Suite, texts: Sequence[str]) -> list[Shape]:
     grouped = [str(shape) for shape in shapes if shape.key_heads is not None]
     if grouped and not suite.grouped:
         raise ValueError(
-            f"only the suites ops and lengths take grouped heads; give one number of heads instead "
-            f"of {grouped[0]}"
+            "only the suites ops, attention and lengths take grouped heads; give one number of "
+            f"heads instead of {grouped[0]}"
         )
     dropped = [str(shape) for shape in shapes if shape.dropout]
     if dropped and not suite.drops:
@@ -193,6 +195,21 @@ def table(rows: Sequence[Row]) -> Table:
             f"{row.peak_mib:.1f}",
             f"{row.extra_mib:+.1f}",
         )
+    return shown
+
+
+def ratios(cases: Sequence[Sequence[Row]]) -> Table:
+    """A row for each shape: each variant's time in those of the first, fwd+bwd | fwd."""
+    shown = Table(title="fwd+bwd | fwd, in times of plain attention", title_justify="left")
+    shown.add_column("shape", no_wrap=True)
+    for row in cases[0][1:]:
+        shown.add_column(row.variant, justify="right", no_wrap=True)
+    for first, *rows in cases:
+        times = [
+            f"{_number(row.fwd_bwd_ratio, '.2f')} | {_number(row.fwd_ratio, '.2f')} {row.backend}"
+            for row in rows
+        ]
+        shown.add_row(first.shape, *times)
     return shown
 
 

@@ -68,6 +68,20 @@ def operators(shape: Shape, setting: Setting) -> Case:
     )
 
 
+def attention(shape: Shape, setting: Setting) -> Case:
+    """What each filter costs beside plain attention, by the kernels that ``auto`` chooses."""
+    tokens = _tokens(shape, setting)
+    return Case(
+        str(shape),
+        [
+            _plain(shape, setting, tokens),
+            _filtered("degree 2", 2, "auto", shape, setting, tokens),
+            _filtered("degree 1", 1, "auto", shape, setting, tokens),
+            _filtered("exclusive", 1, "auto", shape, setting, tokens, exclusive=True),
+        ],
+    )
+
+
 def lengths(shape: Shape, setting: Setting) -> Case:
     """Plain attention and gfsa at doubling lengths, where the published form would not fit."""
     tokens = _tokens(shape, setting)
@@ -108,6 +122,7 @@ def _filtered(
     shape: Shape,
     setting: Setting,
     tokens: Sequence[Tensor],
+    exclusive: bool = False,
 ) -> Variant:
     coeffs = _coefficients(shape, setting, degree)
     options: dict[str, Any] = {
@@ -117,13 +132,17 @@ def _filtered(
         "enable_gqa": shape.key_heads is not None,
         "backend": backend,
     }
+    if exclusive:
+        # as gfsa.Exclusive: neither coefficients nor shares are learned
+        coeffs = torch.tensor([[0.0, 1.0]] * shape.heads, device=setting.device)
+        options["exclusive"] = torch.ones(shape.heads, device=setting.device)
 
-    def run(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor = coeffs) -> Tensor:
         return graph_filter_attention(q, k, v, coeffs, **options)
 
     q, k, v = tokens
     ran = which_backend(q, k, v, coeffs, **options).backend
-    return variant(name, ran, run, (*tokens, coeffs))
+    return variant(name, ran, run, tokens if exclusive else (*tokens, coeffs))
 
 
 def _by_torch(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) -> list[Variant]:
@@ -185,6 +204,18 @@ SUITES: dict[str, Suite] = {
         ),
         grouped=True,
         drops=True,
+    ),
+    "attention": Suite(
+        attention,
+        cpu_shapes=("1x12x256x64:causal",),
+        cuda_shapes=(
+            *("32x12x128x64", "256x6x197x64", "32x12x256x64", "32x12x512x64", "64x12x577x64"),
+            *("16x8x1500x80", "4x16x4096x64", "2x16x8192x128", "8x12x1024x64:causal"),
+            *("64x8x1024x64:causal", "16x16x2048x64:causal", "4x16x4096x128:causal"),
+            *("8x32/8x2048x128:causal", "4x32/8x4096x128:causal", "1x16x32768x128:causal"),
+            *("8x16x2048x96:causal", "4x8/4x2048x256:causal", "32x12x256x64:causal"),
+        ),
+        grouped=True,
     ),
     "lengths": Suite(
         lengths,

@@ -13,9 +13,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from gfsa.engines.kinds import kind_named
 from gfsa.filters import GraphFilter
-from gfsa.filters.sharding import heads_of_process, keep_heads
+from gfsa.filters.spec import kind_named
 from gfsa.operators import Operator
 from gfsa.operators.base import repeat_heads
 from gfsa.plugs.adapter import CHILD
@@ -51,7 +50,7 @@ def with_filters(spec: Any, filter: str = "GFSA", **arguments: Any) -> Any:
 
 
 class FilteredCoreAttention(MegatronModule):
-    r"""Core attention that returns :math:`\sum_k c_k A^k v`, one call of the ``inner`` one a power.
+    r"""Core attention that returns :math:`\sum_k c_k A^k v`, one call of ``inner`` per power.
 
     Under tensor parallelism a process holds the rows of θ of its own heads. Inference engines of
     Megatron call kernels of their own around core attention: this is for training.
@@ -164,8 +163,7 @@ def _for_every_head(key: Tensor, query: Tensor) -> Tensor:
 
 def _keep_own_heads(filter: GraphFilter, rank: int, size: int) -> None:
     """Leave the rows of this process's heads, and mark θ as Megatron marks sharded parameters."""
-    own = heads_of_process(filter.num_heads, size, rank)
-    keep_heads(filter, own, theta_is_cut=True)
+    own = filter.keep_heads(rank, size, theta_is_cut=True)
     if filter.theta is not None:
         theta: Any = nn.Parameter(filter.theta.detach()[own].clone())
         theta.tensor_model_parallel, theta.partition_dim, theta.partition_stride = True, 0, 1

@@ -1,8 +1,7 @@
 """Filters: a few learnable numbers per head that become the coefficients of a polynomial."""
 
 from gfsa.filters.base import GraphFilter, Polynomial
-from gfsa.filters.exclusive import Exclusive
-from gfsa.filters.fixed import Laplacian, PageRank, Twicing
+from gfsa.filters.fixed import Exclusive, Laplacian, PageRank, Twicing
 from gfsa.filters.gfsa import GFSA
 from gfsa.filters.partial import PartialPolynomial
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gfsa.filters.checks import (
+from gfsa.filters.depth import FirstValues
+from gfsa.filters.spec import (
     as_number,
     check_finite,
     check_multiplier,
@@ -25,14 +26,10 @@ from gfsa.filters.checks import (
     check_positive_int,
     check_shapes,
     check_size,
-    per_head,
-)
-from gfsa.filters.depth import FirstValues
-from gfsa.filters.sharding import local_rows, sharded_like
-from gfsa.filters.spec import (
     is_same_filter,
     kind_of,
     note_kind,
+    per_head,
     read_description,
     write_description,
 )
@@ -42,16 +39,6 @@ from gfsa.operators.call import DropoutPlace, check_dropout_place
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-def _depth(cls: type, name: str) -> int:
-    """How far up the class hierarchy the definition of a method is."""
-    return next(depth for depth, base in enumerate(cls.__mro__) if name in vars(base))
-
-
-def _own_coefficients(self: GraphFilter) -> Tensor:
-    """``polynomial_coefficients`` of a filter that overrides ``coefficients``."""
-    return self.coefficients()
 
 
 class GraphFilter(nn.Module):
@@ -76,7 +63,7 @@ class GraphFilter(nn.Module):
             learning rate for the filter without parameter groups.
 
     Raises:
-        TypeError: if ``base``, ``basis`` or ``theta`` is no tensor.
+        TypeError: if ``base``, ``basis`` or ``theta`` is not a tensor.
         ValueError: if shapes do not fit together, or a number is out of its range.
     """
 
@@ -89,7 +76,7 @@ class GraphFilter(nn.Module):
     #: ("attention"), or on entries of H ("filter")
     dropout_after: DropoutPlace = "attention"
 
-    #: whether the filter is a polynomial of A; a filter that is none has no coefficients
+    #: whether the filter is a polynomial of A; if it is not, it has no coefficients
     is_polynomial = True
 
     #: whether this process holds only some of the heads (tensor parallel)
@@ -104,9 +91,8 @@ class GraphFilter(nn.Module):
     #: where the filters of a stack with a depth term keep those values; None without one
     first_values: FirstValues | None = None
 
-    #: which layer of the stack this is, and whether it is the last that reads them
+    #: which layer of the stack this is
     place = 0
-    reads_last = False
 
     #: whether the share of the exclusive term is learned
     learns_share = False
@@ -137,19 +123,16 @@ class GraphFilter(nn.Module):
         with torch.inference_mode(False):
             self._exact_base = base.detach().double().cpu().expand(num_heads, -1).clone()
             self._exact_basis = basis.detach().double().cpu() * self.lr_multiplier
+            self._exact_share: Tensor | None = None
             self._start = theta.detach().double().cpu().expand(num_heads, learned).clone()
             check_finite(self._exact_base, self._exact_basis, self._start)
             self.basis_is_diagonal = _is_diagonal(self._exact_basis)
+            for constant in ("base", "basis", "base_share"):
+                self.register_buffer(constant, None, persistent=False)
             # torch 2.6's get_default_device does not see `with torch.device(…)`; a new tensor does
             device = torch.empty(0).device
-            base, basis, start = (
-                exact.to(device, torch.float32)
-                for exact in (self._exact_base, self._exact_basis, self._start)
-            )
-            self.register_buffer("base", base, persistent=False)
-            self.register_buffer("basis", basis, persistent=False)
-            self.register_buffer("base_share", None, persistent=False)
-            self._exact_share: Tensor | None = None
+            self._place_constants(device, torch.float32)
+            start = self._start.to(device, torch.float32)
             self.register_parameter("theta", nn.Parameter(start) if learned else None)
 
     @property
@@ -160,9 +143,6 @@ class GraphFilter(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         note_kind(cls)
-        # of the two methods the one that is overridden last in the class hierarchy holds
-        if _depth(cls, "coefficients") < _depth(cls, "polynomial_coefficients"):
-            cls.polynomial_coefficients = _own_coefficients  # type: ignore[method-assign]
 
     def coefficients(self) -> Tensor:
         r"""The coefficients of A⁰ … A^degree of each head, differentiable in θ.
@@ -174,10 +154,19 @@ class GraphFilter(nn.Module):
         Returns:
             ``(heads, degree+1)`` in float32 (float64 in a float64 model).
         """
-        return value_of(GraphFilter.polynomial_coefficients(self))
+        return value_of(self._affine())
 
     def polynomial_coefficients(self) -> Tensor | Coefficients:
-        """The coefficients as an operator takes them: with θ, so that a kernel can compute them."""
+        """The coefficients as an operator takes them.
+
+        They come with θ, so that a kernel can compute them. A subclass that overrides
+        :meth:`coefficients` is applied with what that returns.
+        """
+        if type(self).coefficients is GraphFilter.coefficients:
+            return self._affine()
+        return self.coefficients()
+
+    def _affine(self) -> Tensor | Coefficients:
         theta, base = self.theta, self.base
         powers = self._exact_basis.shape[-2]
         if theta is None or not powers:
@@ -251,7 +240,7 @@ class GraphFilter(nn.Module):
     def _refuse_terms(self, term: str) -> None:
         if not self.is_polynomial:
             raise ValueError(
-                f"{type(self).__name__} is no polynomial of A and would ignore {term} term; use "
+                f"{type(self).__name__} is not a polynomial of A and would ignore {term} term; use "
                 "one of the filters of gfsa"
             )
 
@@ -266,7 +255,6 @@ class GraphFilter(nn.Module):
     def _take_terms_of(self, other: GraphFilter) -> None:
         """Give this filter the terms of another, as they are now, and its place in the stack."""
         self.first_values, self.place = other.first_values, other.place
-        self.reads_last = other.reads_last
         share, depth = other.share(), other.depth()
         if share is not None:
             self.exclude(share.detach(), other.learns_share)
@@ -279,7 +267,39 @@ class GraphFilter(nn.Module):
     def _learned(self, theta: Any) -> Any:
         """θ as this process uses it."""
         self._fill_constants()
-        return local_rows(theta, self.heads_are_sharded)
+        if not hasattr(theta, "full_tensor"):
+            return theta
+        # sharded by heads, each process uses its own rows; sharded otherwise (outside of an FSDP
+        # model's forward, say), θ is gathered
+        return theta.to_local() if self.heads_are_sharded else theta.full_tensor()
+
+    def keep_heads(self, rank: int, processes: int, *, theta_is_cut: bool) -> slice:
+        """Compute the coefficients of one process's heads alone (tensor parallel).
+
+        Heads do not interact inside attention, so a process needs the rows of its own heads. The
+        constants are cut here; θ is the caller's to cut, or to shard along the heads.
+
+        Args:
+            rank: of the process; the first has the first heads.
+            processes: how many there are, each with as many heads.
+            theta_is_cut: whether θ is a plain tensor of these heads' rows. The rows of a DTensor
+                are initialised from all rows, so that the initial values stay whole.
+
+        Returns:
+            The heads of this process.
+        """
+        count = self.num_heads // processes
+        heads = slice(rank * count, (rank + 1) * count)
+        self._exact_base = self._exact_base[heads].clone()
+        self.base = self.base[heads].clone()
+        if self._exact_share is not None:
+            assert self.base_share is not None
+            self._exact_share = self._exact_share[heads].clone()
+            self.base_share = self.base_share[heads].clone()
+        if theta_is_cut:
+            self._start = self._start[heads].clone()
+        self.heads_are_sharded = True
+        return heads
 
     def _fill_constants(self) -> None:
         """Give the constants their values if only they are still on the meta device.
@@ -319,7 +339,7 @@ class GraphFilter(nn.Module):
             return v
         r = self.depth()
         if r is not None:
-            return self.first_values.add(v, r, self.place, self.reads_last)
+            return self.first_values.add(v, r, self.place)
         self.first_values.keep(v)
         return v
 
@@ -395,16 +415,21 @@ class GraphFilter(nn.Module):
         had_no_values = self.theta is not None and self.theta.device.type == "meta"
         # what has no values cannot be moved
         self._fill_constants()
-        before = None if self.theta is None else self.theta.dtype
         super()._apply(fn, recurse)
-        if self.theta is not None and self.training and self.theta.requires_grad:
-            _warn_of_cast(before, self.theta.dtype)
+        if self.training:
+            _warn_of_half(self.theta)
         dtype = torch.float64 if self.base.dtype == torch.float64 else torch.float32
         self._place_constants(self.base.device, dtype)
         if had_no_values:
             # to_empty() leaves memory as it was found
             self.reset_parameters()
         return self
+
+    def train(self, mode: bool = True) -> Self:
+        # a model that from_pretrained returns is cast in evaluation mode, and trained later
+        if mode and not self.training:
+            _warn_of_half(self.theta)
+        return super().train(mode)
 
     def _place_constants(self, device: torch.device, dtype: torch.dtype) -> None:
         # inference tensors cannot be used in training, which may follow
@@ -420,13 +445,20 @@ class GraphFilter(nn.Module):
             return
         start = self._start.to(self.theta.device, self.theta.dtype)
         with torch.no_grad():
-            self.theta.copy_(sharded_like(start, self.theta))
+            if hasattr(self.theta, "device_mesh"):
+                from torch.distributed.tensor import DTensor, distribute_tensor
+
+                assert isinstance(self.theta, DTensor)
+                mesh, placements = self.theta.device_mesh, self.theta.placements
+                # every process has all of them: nothing is sent
+                start = distribute_tensor(start, mesh, placements, src_data_rank=None)
+            self.theta.copy_(start)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Torch asks each module of a model for it before torch.jit.script compiles the model."""
         raise TypeError(
             f"torch.jit.script cannot compile {type(self).__name__}: a filter takes an attention "
-            "operator, which is no tensor. Use torch.export or torch.jit.trace, or "
+            "operator, which is not a tensor. Use torch.export or torch.jit.trace, or "
             "gfsa.unplug(model)"
         )
 
@@ -507,17 +539,17 @@ def monomial(k: int, degree: int) -> Tensor:
     return polynomial(*(float(power == k) for power in range(degree + 1)))
 
 
-def _warn_of_cast(before: torch.dtype | None, after: torch.dtype) -> None:
+def _warn_of_half(theta: Tensor | None) -> None:
     """Say that half precision loses what a filter learns.
 
     The cast is not refused: FSDP 2 needs parameters of one dtype, and DeepSpeed casts a model
     itself, beside float32 copies that it trains.
     """
-    if before in (torch.float32, torch.float64) and after in (torch.float16, torch.bfloat16):
+    if theta is not None and theta.requires_grad and theta.element_size() < 4:
         warnings.warn(
-            f"filters were cast to {after}, in which small steps of their numbers are lost unless "
-            "the optimizer keeps float32 copies. Cast the model first and plug it then: filters "
-            "stay in float32",
+            f"filters were cast to {theta.dtype}, in which small steps of their numbers are lost "
+            "unless the optimizer keeps float32 copies. Cast the model first and plug it then: "
+            "filters stay in float32",
             stacklevel=2,
         )
 

@@ -6,8 +6,10 @@ It is a filter along the layers, as a polynomial of A is one along the tokens ("
 ResFormer, arXiv 2410.17897). r is learned per head and starts at 0, so the model does not change
 until it learns. Heads that share a key head use the mean of their r.
 
-``V⁰`` belongs to one forward of one thread: the first filter keeps it in a :class:`FirstValues`
-that the filters of a stack share, the others read it, the last one lets go of it.
+``V⁰`` belongs to one forward, in one thread, of the modules around the stack: the first filter
+keeps it in a :class:`FirstValues` that the filters of a stack share, the others read it, and it is
+gone when the forward ends or raises. Layers that are called outside of such a forward have no V⁰:
+nothing shows whether they run on the same batch.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class _Current(threading.local):
@@ -25,6 +27,8 @@ class _Current(threading.local):
 
     def __init__(self) -> None:
         self.values: Tensor | None = None
+        # how many of the modules around the stack are running
+        self.running = 0
 
 
 class FirstValues:
@@ -51,25 +55,37 @@ class FirstValues:
 
     def keep(self, v: Tensor) -> None:
         """Called by the first layer of a forward."""
-        if not _is_recomputed():
+        if self.current.running and not _is_recomputed():
+            if self.current.values is not None:
+                raise ValueError(
+                    "the depth term adds the values of the first filtered layer, which has run "
+                    "twice in this forward: plug a model that runs its layers again (ALBERT, "
+                    "looped models) without depth=True"
+                )
             self.current.values = v
 
-    def add(self, v: Tensor, r: Tensor, layer: int, is_last: bool) -> Tensor:
+    def __call__(self, module: nn.Module, args: Any, *output: Any) -> None:
+        """Before and after a forward of a module around the stack."""
+        if not _is_recomputed():
+            self.current.running += -1 if output else 1
+            self.current.values = None
+
+    def add(self, v: Tensor, r: Tensor, layer: int) -> Tensor:
         """``v + r·V⁰``, called by the layers above.
 
         Args:
             v: ``(..., H, N, D)``; under grouped queries H counts key heads.
             r: ``(query heads,)``.
             layer: which layer this is, any number of its own.
-            is_last: whether this is the last layer that needs V⁰.
         """
         recomputed = _is_recomputed()
         first = self._of_graph(v, layer) if recomputed else self.current.values
         if first is None:
             raise ValueError(
                 "the depth term needs the values of the first filtered layer, which has not run in "
-                "this forward and thread: run the whole model, do not split it into pipeline "
-                "stages, and plug without depth=True to run single layers"
+                "this forward and thread: call the model itself, not its layers, and without "
+                "LayerDrop, pipeline stages or checkpointing around compiled layers, or plug "
+                "without depth=True"
             )
         if first.shape != v.shape:
             raise ValueError(
@@ -77,8 +93,6 @@ class FirstValues:
                 f"{tuple(first.shape)}, to values of shape {tuple(v.shape)}: leave layers of other "
                 "heads or head dims out with plug(..., layers=...)"
             )
-        if is_last and not recomputed:
-            self.current.values = None
         heads = v.shape[-3]
         if r.shape[0] != heads:
             r = r.view(heads, -1).mean(-1)
@@ -124,7 +138,8 @@ class FirstValues:
 
 
 def _some_of(v: Tensor) -> Tensor:
-    return v.detach()[..., -1, 0].clone()
+    # of every token: those of a last document or window are the same in other forwards
+    return v.detach()[..., 0].clone()
 
 
 def _is_recomputed() -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gfsa.filters.base import GraphFilter, monomial
-from gfsa.filters.checks import (
+from gfsa.filters.spec import (
     as_number,
     check_multiplier,
     check_order,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gfsa.filters.base import Polynomial
-from gfsa.filters.checks import check_order, check_positive_int, check_size
+from gfsa.filters.spec import check_order, check_positive_int, check_size
 from gfsa.operators import Operator
 from gfsa.operators.base import columns_of, own_share, runs_of, take_heads
 

@@ -1,13 +1,16 @@
-"""What a filter is, as plain data: its kind, the arguments that build it, and how it is rebuilt.
+"""What a filter is, as plain data: its kind, the arguments that build it, and their limits.
 
 θ alone does not tell which polynomial it belongs to. Files therefore keep a description of each
-filter; the checkpoint of a whole model has it beside each θ as the bytes of a JSON text.
+filter; the checkpoint of a whole model has it beside each θ as the bytes of a JSON text. A file may
+have any content, so every number that builds a filter is checked here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,8 +33,12 @@ MOST_DEGREE = 16
 # names of all filter classes of the library, comparison methods among them
 _LIBRARY_KINDS: set[str] = set()
 
-# far above any use: a damaged file must not be read as text of any size
+# limits far above any use: a file must not be able to allocate all memory
 _MOST_DESCRIPTION = 2**22
+_MOST_HEADS = 65536
+_MOST_POWERS = 1000
+_MOST_COEFFICIENTS = 2**22
+_SMALLEST, _LARGEST = 1e-30, 1e30
 # how far decay·x + (1 - decay)·x drifts from a byte x in float32, with decay up to 0.9999 (0.016)
 _ROUNDING = 0.05
 
@@ -45,7 +52,7 @@ def note_kind(cls: type[GraphFilter]) -> None:
 
 
 def kind_of(cls: type) -> str:
-    """The name of a filter class in files; a class of the user's never has that of one of ours."""
+    """The name of a filter class in files; a user's class never has the name of one of ours."""
     if _is_of_library(cls) or cls.__name__ not in _LIBRARY_KINDS:
         return cls.__name__
     return f"{cls.__module__}.{cls.__qualname__}"
@@ -55,8 +62,15 @@ def _is_of_library(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "gfsa"
 
 
+def kind_named(name: str) -> type[GraphFilter]:
+    """The filter class that a configuration names."""
+    if name not in KINDS:
+        raise ValueError(f"filter must be one of {', '.join(sorted(KINDS))}; got {name!r:.80}")
+    return KINDS[name]
+
+
 def is_same_filter(saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Whether two descriptions are of one filter; where its dropout acts is left aside."""
+    """Whether two descriptions are of one filter; the place of its dropout is not compared."""
     compared = ("kind", "arguments", "exclusive", "depth")
     return all(saved.get(key) == own.get(key) for key in compared)
 
@@ -142,3 +156,122 @@ def build(
             f"max_degree={built.degree}"
         )
     return built
+
+
+def check_positive_int(name: str, value: Any) -> None:
+    """Accept an integer from 1 to a limit that no model reaches."""
+    _check_integer(name, value, least=1, most=_MOST_HEADS)
+
+
+def check_order(name: str, value: Any, least: int, otherwise: str = "") -> None:
+    """Accept an integer that can be a power of A; ``otherwise`` tells what else is allowed."""
+    _check_integer(name, value, least, _MOST_POWERS, otherwise)
+
+
+def _check_integer(name: str, value: Any, least: int, most: int, otherwise: str = "") -> None:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or not least <= value <= most:
+        bound = f"at most {most}" if is_integer and value > most else f"at least {least}"
+        raise ValueError(f"{name} must be an integer of {bound}{otherwise}, got {value!r:.40}")
+
+
+def check_size(num_heads: int, learned: int, powers: int) -> None:
+    """Refuse a filter whose tables ``(heads, learned, powers)`` no model needs."""
+    size = num_heads * learned * powers
+    if size > _MOST_COEFFICIENTS:
+        raise ValueError(
+            f"a filter of degree {powers - 1} for {num_heads} heads would have tables of {size} "
+            f"coefficients; at most {_MOST_COEFFICIENTS} are allowed"
+        )
+
+
+def check_multiplier(value: Any) -> None:
+    if not isinstance(value, (int, float)) or not 0 < value <= _LARGEST:
+        raise ValueError(f"lr_multiplier must be a positive number, got {value!r:.40}")
+    if value < _SMALLEST:
+        raise ValueError(
+            f"lr_multiplier must be at least {_SMALLEST}, because float32 rounds smaller steps to "
+            f"zero; got {value!r:.40}"
+        )
+
+
+def check_number(
+    name: str, value: Any, least: float = -math.inf, above: float = -math.inf
+) -> float:
+    """``value`` as a finite float of at least ``least`` and above ``above``, or a ValueError."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    largest = sys.float_info.max
+    if not is_number or not -largest <= value <= largest or value < least or value <= above:
+        wanted = "a finite number"
+        if least > -math.inf:
+            wanted += f" of at least {least:g}"
+        if above > -math.inf:
+            wanted += f" above {above:g}"
+        raise ValueError(f"{name} must be {wanted}, got {value!r:.40}")
+    return float(value)
+
+
+def check_shapes(num_heads: int, base: Any, basis: Any, theta: Any) -> None:
+    """Refuse tensors of a subclass that do not fit together."""
+    for name, given in {"base": base, "basis": basis, "theta": theta}.items():
+        if not isinstance(given, Tensor) and (name == "base" or given is not None):
+            raise TypeError(
+                f"the {name} of a filter must be a tensor, got {type(given).__name__}; "
+                "torch.tensor(...) makes one of a list"
+            )
+    powers = base.shape[-1] if base.dim() else 0
+    rows = len(base) if base.dim() == 2 else 1
+    if base.dim() not in (1, 2) or not powers or rows not in (1, num_heads):
+        raise ValueError(
+            "the base of a filter must be (degree+1,) or (heads, degree+1), lowest power first, "
+            f"with {num_heads} heads here; got {tuple(base.shape)}"
+        )
+    if basis is not None and (basis.dim() != 2 or basis.shape[-1] != powers):
+        raise ValueError(
+            "the basis of a filter must be (L, degree+1), a polynomial for each of its L learned "
+            f"numbers, with {powers} coefficients as its base has; got {tuple(basis.shape)}"
+        )
+    learned = 0 if basis is None else len(basis)
+    if theta is not None and theta.shape not in ((learned,), (1, learned), (num_heads, learned)):
+        raise ValueError(
+            f"the theta of a filter must be (L,) or (heads, L), here {(learned,)} or "
+            f"{(num_heads, learned)}; got {tuple(theta.shape)}"
+        )
+
+
+def check_finite(base: Tensor, basis: Tensor, theta: Tensor) -> None:
+    """Refuse float64 numbers that are not finite in float32, in which a filter computes."""
+    # each of them first: a sum of infinite numbers would not tell which of them was wrong
+    for name, tensor in {"coefficients": base, "learned polynomials": basis, "θ": theta}.items():
+        if not bool(tensor.float().isfinite().all()):
+            largest = tensor.abs().max().item()
+            raise ValueError(
+                f"the initial {name} of a filter must be finite in float32, got {largest:g}"
+            )
+    # of absolute values, because no part of the sum may overflow in float32 either
+    largest = (base.abs() + theta.abs() @ basis.abs()).max().item()
+    if largest > torch.finfo(torch.float32).max:
+        raise ValueError(
+            "the initial coefficients of a filter, base + θ·basis, must be finite in float32, got "
+            f"{largest:g}; choose smaller initial values, or a smaller K"
+        )
+
+
+def per_head(name: str, value: float | Sequence[float] | Tensor, num_heads: int) -> Tensor:
+    """One number per head, ``(heads,)`` in float64, from a number or one for each head."""
+    wanted = f"{name} must be a number or one number for each of {num_heads} heads"
+    try:
+        numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"{wanted}, got {value!r:.80}: {error}") from error
+    if numbers.dim() > 1 or numbers.numel() not in (1, num_heads):
+        raise ValueError(f"{wanted}, got shape {tuple(numbers.shape)}")
+    if not bool(numbers.isfinite().all()):
+        raise ValueError(f"{name} must be finite, got {value!r:.80}")
+    return numbers.expand(num_heads).clone()
+
+
+def as_number(values: Tensor) -> float | list[float]:
+    """The inverse of :func:`per_head`."""
+    numbers: list[float] = values.tolist()
+    return numbers[0] if len(set(numbers)) == 1 else numbers

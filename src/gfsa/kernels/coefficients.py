@@ -11,12 +11,66 @@ from __future__ import annotations
 import functools
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from gfsa.kernels import elementwise
-from gfsa.kernels.launcher import Kernel, Launch, launch_on_device_of
-from gfsa.kernels.problem import padded
+from gfsa.kernels.launching import JIT_OPTIONS, Kernel, Launch, launch_on_device_of, padded
 from gfsa.operators.base import Coefficients
+
+
+@triton.jit(**JIT_OPTIONS)
+def add_parts(parts_in, total_out, parts, BLOCK: tl.constexpr):
+    """The sum of one row of partial sums."""
+    row = tl.program_id(0)
+    parts_in += row.to(tl.int64) * parts
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, parts, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(parts_in + at, mask=at < parts, other=0.0)
+    tl.store(total_out + row, tl.sum(total, 0))
+
+
+@triton.jit(**JIT_OPTIONS)
+def fold(
+    theta, base, basis, coeffs, heads,
+    L: tl.constexpr, ROWS: tl.constexpr, POWERS: tl.constexpr,
+):  # fmt: skip
+    """``c = base + θ·basis``, all heads in one program; missing powers are zero."""
+    h = tl.arange(0, ROWS)
+    there = h < heads
+    for power in tl.static_range(3):
+        c = tl.zeros((ROWS,), tl.float32)
+        if power < POWERS:
+            for learned in tl.static_range(L):
+                c += tl.load(theta + h * L + learned, mask=there, other=0.0) * tl.load(
+                    basis + learned * POWERS + power
+                )
+            c += tl.load(base + h * POWERS + power, mask=there, other=0.0)
+        tl.store(coeffs + h * 3 + power, c, mask=there)
+
+
+@triton.jit(**JIT_OPTIONS)
+def unfold(
+    dc, basis, dtheta, parts,
+    L: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    POWERS: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """``dθ = dc·basisᵀ`` of one head; the parts of its dc have ``GIVEN`` powers."""
+    h = tl.program_id(0)
+    dc += h.to(tl.int64) * GIVEN * parts
+    power = tl.arange(0, 4)
+    total = tl.zeros((4, BLOCK), tl.float32)
+    for start in range(0, parts, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        there = (power < POWERS)[:, None] & (at < parts)[None, :]
+        total += tl.load(dc + power[:, None] * parts + at[None, :], mask=there, other=0.0)
+    learned = tl.arange(0, LANES)
+    there = (learned < L)[:, None] & (power < POWERS)[None, :]
+    rows = tl.load(basis + learned[:, None] * POWERS + power[None, :], mask=there, other=0.0)
+    dtheta_h = tl.sum(rows * tl.sum(total, 1)[None, :], 1)
+    tl.store(dtheta + h * L + learned, dtheta_h, mask=learned < L)
+
 
 # one program adds up as many partial sums; torch adds up more
 MOST_PARTS = 16384
@@ -93,6 +147,6 @@ def _unfold(
     return Launch(_UNFOLD, grid, (device,), (), (parts,), constants, num_warps=8)
 
 
-_ADD_PARTS = Kernel(elementwise.add_parts)
-_FOLD = Kernel(elementwise.fold)
-_UNFOLD = Kernel(elementwise.unfold)
+_ADD_PARTS = Kernel(add_parts)
+_FOLD = Kernel(fold)
+_UNFOLD = Kernel(unfold)

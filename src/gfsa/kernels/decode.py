@@ -8,7 +8,8 @@ tokens leaves out. One sweep over the cache therefore does both passes. Several 
 The same launch computes the coefficients from θ and writes u into its row of the cache.
 
 A filter of degree 1, :math:`y = c_0 v + c_1 u`, needs keys and values alone: it has no U, and
-nothing but y is written.
+nothing but y is written. The exclusive term takes :math:`a p v` out of either,
+:math:`p = \langle u, v \rangle / \langle v, v \rangle`, with a as one more coefficient.
 
 **The kernel.** Several programs share the keys of a head, because one program would wait for its
 loads most of the time. Each keeps its sums in float32; the last one to finish adds them up, always
@@ -33,16 +34,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from gfsa.kernels.autograd import needs_registered_operator
-from gfsa.kernels.launcher import (
+from gfsa.kernels.launching import (
     Direct,
     Kernel,
     Launch,
     launch_on_device_of,
     multiprocessors,
+    needs_registered_operator,
     on_device_of,
+    padded,
 )
-from gfsa.kernels.problem import padded
 from gfsa.operators.base import PLAIN, Coefficients, value_of
 
 STEP = tl.constexpr(8)
@@ -66,7 +67,7 @@ def decode_token(
     mask_b, mask_h, mask_n,
     D: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, LEARNED: tl.constexpr,
     BY_HEAD: tl.constexpr, MASK: tl.constexpr, ON_DEVICE: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, DEGREE: tl.constexpr,
+    STAGES: tl.constexpr, DEGREE: tl.constexpr, EXCLUSIVE: tl.constexpr,
 ):  # fmt: skip
     """One query head of one sequence: its row of y, and with degree 2 its row of U in the cache.
 
@@ -91,7 +92,7 @@ def decode_token(
     v_in += (b * v_b + (h // group) * v_h) * STEP
     u_rows += (b * u_b + h * u_h) * STEP
     # loaded before the loop: at the end the program that finishes a head would wait for them
-    c = _coefficients(theta, base, basis, h, LEARNED, BY_HEAD, DEGREE)
+    c = _coefficients(theta, base, basis, h, LEARNED, BY_HEAD, DEGREE, EXCLUSIVE)
     # from row to row
     k_step = k_n.to(tl.int64) * STEP
     v_step = v_n.to(tl.int64) * STEP
@@ -146,7 +147,7 @@ def decode_token(
     weight = tl.exp2(top - _finite(highest))
     u, w, total, own = _together(weight, u, w, total, own, DEGREE)
     if SPLITS == 1:
-        _finish(u, w, total, own, own_v, c, y_out, u_out, D, WIDTH, DEGREE)
+        _finish(u, w, total, own, own_v, c, y_out, u_out, D, WIDTH, DEGREE, EXCLUSIVE)
     else:
         # of one program: u, with degree 2 also w, then the numbers
         ROWS: tl.constexpr = DEGREE * WIDTH
@@ -178,7 +179,7 @@ def decode_token(
                 ws = tl.load(rows + WIDTH, cache_modifier=".cg")
             weights = tl.exp2(tops - _finite(tl.max(tops, 0)))
             u, w, total, own = _together(weights, us, ws, totals, owns, DEGREE)
-            _finish(u, w, total, own, own_v, c, y_out, u_out, D, WIDTH, DEGREE)
+            _finish(u, w, total, own, own_v, c, y_out, u_out, D, WIDTH, DEGREE, EXCLUSIVE)
 
 
 @triton.jit
@@ -203,7 +204,7 @@ def _together(weight, u, w, total, own, DEGREE: tl.constexpr):
 @triton.jit
 def _finish(
     u, w, total, own, v, c, y_out, u_out, D: tl.constexpr, WIDTH: tl.constexpr,
-    DEGREE: tl.constexpr,
+    DEGREE: tl.constexpr, EXCLUSIVE: tl.constexpr,
 ):  # fmt: skip
     """``u = Σ p·v`` and ``y = c0·v + c1·u + c2·(w + p_new·u)`` from plain sums of weights."""
     column = tl.arange(0, WIDTH)
@@ -217,7 +218,7 @@ def _finish(
         own = own * share
         u = rounded.to(tl.float32)
         second = w * share + own * u
-    power = tl.arange(0, 2 * DEGREE)
+    power = tl.arange(0, c.shape[0])
     c0 = tl.sum(tl.where(power == 0, c, 0.0), 0)
     c1 = tl.sum(tl.where(power == 1, c, 0.0), 0)
     c2 = tl.sum(tl.where(power == 2, c, 0.0), 0)
@@ -225,23 +226,31 @@ def _finish(
     if DEGREE == 2:
         y += c2 * second
         tl.store(u_out + column, rounded, mask=inside)
+    if EXCLUSIVE:
+        # p is 0 for a v that is zero, or whose square is not finite
+        square = tl.sum(v * v, 0)
+        has_direction = (square > 0.0) & (square < float("inf"))
+        v = tl.where(has_direction, v, 0.0)
+        along = tl.sum(u * v, 0) / tl.where(has_direction, square, 1.0)
+        y -= tl.sum(tl.where(power == DEGREE + 1, c, 0.0), 0) * along * v
     y_out += tl.program_id(0).to(tl.int64) * D + column
     tl.store(y_out, y.to(y_out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _coefficients(
-    theta, base, basis, h, LEARNED: tl.constexpr, BY_HEAD: tl.constexpr, DEGREE: tl.constexpr
+    theta, base, basis, h, LEARNED: tl.constexpr, BY_HEAD: tl.constexpr, DEGREE: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
 ):  # fmt: skip
-    """``c = base + θ·basis`` of one head: ``(2·DEGREE,)``, after c0, c1 … a zero if there is room.
+    """``c = base + θ·basis`` of one head: c0, c1 …, the share, then a zero if there is room.
 
     Args:
-        theta: ``(H, LEARNED)``; base: ``(H, DEGREE + 1)``; basis: ``(LEARNED, DEGREE + 1)``, with
-            ``BY_HEAD`` one for each head. Without learned numbers the base alone is read.
+        theta: ``(H, LEARNED)``; base: ``(H, COUNT)``; basis: ``(LEARNED, COUNT)``, with ``BY_HEAD``
+            one for each head. Without learned numbers the base alone is read.
     """
-    # Triton's ranges have a power of two entries: 2 for degree 1, 4 for degree 2
-    power = tl.arange(0, 2 * DEGREE)
-    COUNT: tl.constexpr = DEGREE + 1
+    COUNT: tl.constexpr = DEGREE + 2 if EXCLUSIVE else DEGREE + 1
+    # Triton's ranges have a power of two entries
+    power = tl.arange(0, 2 if COUNT == 2 else 4)
     c = tl.load(base + h * COUNT + power, power < COUNT, 0.0)
     for number in tl.static_range(LEARNED):
         learned = tl.load(theta + h * LEARNED + number).to(tl.float32)
@@ -300,6 +309,7 @@ def decode(
     length: Tensor | None,
     scale: float,
     counters: Tensor | None = None,
+    share: Tensor | None = None,
 ) -> Tensor:
     """The new token's ``y (B, H, 1, D)``; its ``(A·V)_new`` is written into its row of ``u``.
 
@@ -316,15 +326,20 @@ def decode(
             last of them; None if these are all N.
         counters: of :func:`new_counters` for B·H heads; given, a captured step needs not set them
             to zero.
+        share: of the exclusive term, ``(H,)`` or one number for all heads.
     """
-    theta, base, basis = numbers_of(coeffs, q.shape[1])
+    theta, base, basis = numbers_of(coeffs if share is None else value_of(coeffs), q.shape[1])
+    exclusive = share is not None
+    if share is not None:
+        base = torch.cat((base, share.float().expand(q.shape[1])[:, None]), 1)
     if needs_registered_operator(q):
         if u is None and counters is None and torch.compiler.is_compiling():
             # torch's compiler fails on an operator none of whose written arguments is given
             counters = new_counters(q.shape[0] * q.shape[1], q.device)
-        y: Tensor = registered(q, k, v, u, theta, base, basis, mask, length, counters, scale)
+        given = (q, k, v, u, theta, base, basis, mask, length, counters)
+        y: Tensor = registered(*given, scale, exclusive)
         return y
-    return _run(q, k, v, u, theta, base, basis, mask, length, counters, scale)
+    return _run(q, k, v, u, theta, base, basis, mask, length, counters, scale, exclusive)
 
 
 def numbers_of(
@@ -366,6 +381,7 @@ def ready_for(
     mask: Tensor | None,
     on_device: bool,
     scale: float,
+    exclusive: bool = False,
 ) -> Ready:
     """How to launch the kernel on such tensors; ``on_device``: whether the length is there."""
     batch, heads, _, head_dim = q.shape
@@ -383,7 +399,7 @@ def ready_for(
     q_b, q_h, _, _ = q.stride()
     k_b, k_h, k_n, _ = k.stride()
     v_b, v_h, v_n, _ = v.stride()
-    degree = base.shape[1] - 1
+    degree = base.shape[1] - 1 - exclusive
     assert degree == (1 if u is None else 2)
     u_b, u_h, u_n, _ = (0, 0, 0, 0) if u is None else u.stride()
     numbers = (
@@ -394,7 +410,8 @@ def ready_for(
     )
     launch = _launch(
         *(batch * heads, head_dim, tile, learned, by_head, mask is not None, on_device),
-        *(splits, degree, q.dtype, base.dtype if theta is None else theta.dtype, q.device),
+        *(splits, degree, exclusive, q.dtype),
+        *(base.dtype if theta is None else theta.dtype, q.device),
         wide_numbers(numbers),
     )
     # of each program: u and with degree 2 w, the largest score and as many sums of weights
@@ -414,10 +431,11 @@ def _run(
     length: Tensor | None,
     counters: Tensor | None,
     scale: float,
+    exclusive: bool,
     keep_room: bool = True,
 ) -> Tensor:
     launch, numbers, count = ready_for(
-        *(q, k, v, u, theta, base, basis, mask, length is not None, scale)
+        *(q, k, v, u, theta, base, basis, mask, length is not None, scale, exclusive)
     )
     y = q.new_empty(q.shape)
     sums, arrived = q, q
@@ -507,6 +525,7 @@ def registered(
     length: Tensor | None,
     counters: Tensor | None,
     scale: float,
+    exclusive: bool,
 ) -> Tensor:
     """The registered operator."""
     # a graph's inputs may begin anywhere, which takes_layout cannot see while it is compiled
@@ -514,7 +533,7 @@ def registered(
     aligned = u.clone() if u is not None and u.data_ptr() % 16 else u
     # nothing allocated here may be kept: mode="reduce-overhead" runs it in the memory of its graphs
     y = _run(
-        *(q, k, v, aligned, theta, base, basis, mask, length, counters, scale),
+        *(q, k, v, aligned, theta, base, basis, mask, length, counters, scale, exclusive),
         keep_room=False,
     )
     if u is not None and aligned is not None and aligned is not u:
@@ -535,6 +554,7 @@ def _(
     length: Tensor | None,
     counters: Tensor | None,
     scale: float,
+    exclusive: bool,
 ) -> Tensor:
     return q.new_empty(q.shape)
 
@@ -553,6 +573,7 @@ def _launch(
     on_device: bool,
     splits: int,
     degree: int,
+    exclusive: bool,
     dtype: torch.dtype,
     theta: torch.dtype,
     device: torch.device,
@@ -560,7 +581,7 @@ def _launch(
 ) -> Launch:
     constants = (
         *(head_dim, padded(head_dim), tile.keys, learned, by_head, masked, on_device, splits),
-        *(tile.stages, degree),
+        *(tile.stages, degree, exclusive),
     )
     return Launch(
         *(_KERNEL, (programs, splits, 1), (device, dtype, theta, wide), (), (), constants),
@@ -610,7 +631,7 @@ class PreparedToken:
         if (q_at | k_at | v_at | u_at) % 16:
             # which copies what the kernel cannot load 16 bytes at a time
             given = (q, k, v, u, theta, base, basis, mask, length, counters)
-            copied: Tensor = registered(*given, scale)
+            copied: Tensor = registered(*given, scale, False)
             return copied
         y = q.new_empty(q.shape)
         stream = direct.stream(self.device.index)

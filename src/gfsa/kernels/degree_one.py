@@ -4,7 +4,14 @@ r"""Filters of degree 1 around torch's attention: ``c0·V + c1·U`` with ``U = A
     dU = c_1 g, \qquad dV = \sum_{heads} c_0 g, \qquad
     dc_0 = \sum \langle g, V\rangle, \quad dc_1 = \sum \langle g, U\rangle
 
-A launch each way, where torch takes a dozen. U is torch's own, with its own gradient, so every
+With the exclusive term, row by row, :math:`-a p v` with :math:`p = \langle u, v \rangle / s`,
+:math:`s = \langle v, v \rangle` and :math:`t = \langle g, v \rangle`:
+
+.. math::
+    du \mathrel{-}= a \frac{t}{s} v, \qquad
+    dv \mathrel{-}= a p\,g + a \frac{t}{s} (u - 2 p v), \qquad da = -\sum p\,t
+
+One launch each way, where torch takes a dozen. U is torch's own, with its own gradient, so every
 mask, dropout and kernel of torch's serves here too; nothing is saved that torch does not save.
 Heads that share one of V are added up in the launch: V is not repeated, nor is dV.
 """
@@ -14,24 +21,110 @@ import functools
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gfsa.kernels import coefficients, elementwise
-from gfsa.kernels.autograd import needs_registered_operator
-from gfsa.kernels.launcher import Kernel, Launch, on_device_of
-from gfsa.kernels.layout import copyable_by_tile, empty_like
-from gfsa.kernels.problem import padded
-from gfsa.kernels.tile_access import describe
+from gfsa.kernels import coefficients
+from gfsa.kernels.launching import (
+    JIT_OPTIONS,
+    Kernel,
+    Launch,
+    copyable_by_tile,
+    describe,
+    empty_like,
+    load_tile,
+    needs_registered_operator,
+    on_device_of,
+    padded,
+    store_tile,
+)
 from gfsa.operators.base import Coefficients
 
+
+@triton.jit
+def directed(v):
+    """``v`` and ``⟨v, v⟩`` of each row; 0 and 1 where that is 0 or not finite."""
+    square = tl.sum(v * v, 1)
+    has_direction = (square > 0.0) & (square < float("inf"))
+    return tl.where(has_direction[:, None], v, 0.0), tl.where(has_direction, square, 1.0)
+
+
+@triton.jit
+def own_part(u, v, share):
+    """``a·p·v`` of each row, with ``p = ⟨u, v⟩ / ⟨v, v⟩``: what the exclusive term takes out."""
+    v, square = directed(v)
+    return (share * tl.sum(u * v, 1) / square)[:, None] * v
+
+
+@triton.jit(**JIT_OPTIONS)
+def combine_around(
+    v_rows, u_rows, out_rows, coeffs, heads,
+    BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr, GROUP: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
+):  # fmt: skip
+    """``c0·V + c1·U``, EXCLUSIVE: without U's part along V; GROUP heads of U share one of V."""
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    row = tl.program_id(0) * BM
+    v = load_tile(v_rows, b, h // GROUP, row, BM, D).to(tl.float32)
+    u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
+    out = tl.load(coeffs + h * POWERS) * v + tl.load(coeffs + h * POWERS + 1) * u
+    if EXCLUSIVE:
+        out -= own_part(u, v, tl.load(coeffs + h * POWERS + 2))
+    store_tile(out_rows, out, b, h, row, BM, D)
+
+
+@triton.jit(**JIT_OPTIONS)
+def grad_around(
+    g_rows, v_rows, u_rows, dv_rows, du_rows, coeffs, dc_out, heads,
+    BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr, GROUP: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
+):  # fmt: skip
+    """dV without attention's part, summed over the heads that share V; dU; these rows' part of dc.
+
+    A program takes all heads that share one of V, so that V is read once and nothing is made
+    for each of them that is added up later.
+    """
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    b, key_head = tl.program_id(1) // (heads // GROUP), tl.program_id(1) % (heads // GROUP)
+    row = block * BM
+    v = load_tile(v_rows, b, key_head, row, BM, D).to(tl.float32)
+    dv = tl.zeros((BM, D), tl.float32)
+    SUMS: tl.constexpr = 3 if EXCLUSIVE else 2
+    if EXCLUSIVE:
+        own, square = directed(v)
+    parts = tl.num_programs(1) // (heads // GROUP) * blocks
+    for member in tl.range(0, GROUP, num_stages=2):
+        h = key_head * GROUP + member
+        g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
+        u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
+        dc = dc_out + h * SUMS * parts + b * blocks + block
+        tl.store(dc, tl.sum(tl.sum(g * v, 1), 0))
+        tl.store(dc + parts, tl.sum(tl.sum(g * u, 1), 0))
+        dv += tl.load(coeffs + h * POWERS) * g
+        du = tl.load(coeffs + h * POWERS + 1) * g
+        if EXCLUSIVE:
+            share = tl.load(coeffs + h * POWERS + 2)
+            p = tl.sum(u * own, 1) / square
+            along = tl.sum(g * own, 1)
+            tl.store(dc + 2 * parts, -tl.sum(p * along, 0))
+            weight = share * along / square
+            du -= weight[:, None] * own
+            dv -= (share * p)[:, None] * g + weight[:, None] * (u - (2.0 * p)[:, None] * own)
+        store_tile(du_rows, du, b, h, row, BM, D)
+    store_tile(dv_rows, dv, b, key_head, row, BM, D)
+
+
 ROWS = 64
-# the gradient of heads that share V keeps tiles of V and dV in registers
+# the gradient of heads that share V keeps tiles of V and dV in registers, the exclusive term V
 GROUPED_ROWS = 32
 
 
-def combine_degree_one(v: Tensor, u: Tensor, coeffs: Tensor | Coefficients) -> Tensor:
-    """``c0·V + c1·U``.
+def combine_degree_one(
+    v: Tensor, u: Tensor, coeffs: Tensor | Coefficients, exclusive: bool = False
+) -> Tensor:
+    """``c0·V + c1·U``, with an exclusive term if the third column of ``coeffs`` is its share.
 
     Args:
         v: ``(B, H / group, N, D)``; u: ``(B, H, N, D)``.
@@ -44,94 +137,109 @@ def combine_degree_one(v: Tensor, u: Tensor, coeffs: Tensor | Coefficients) -> T
     else:
         numbers = coeffs
     if learned is None and needs_registered_operator(u):
-        return forward(v, u, numbers)
+        return forward(v, u, numbers, exclusive)
     if torch.is_grad_enabled():
-        return _Combine.apply(v, u, numbers, learned)
-    return _run(v, u, numbers if learned is None else coefficients.evaluate(learned))
+        return _Combine.apply(v, u, numbers, learned, exclusive)
+    return _run(v, u, numbers if learned is None else coefficients.evaluate(learned), exclusive)
 
 
-def _run(v: Tensor, u: Tensor, coeffs: Tensor) -> Tensor:
+def _run(v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool) -> Tensor:
     v, u, coeffs = copyable_by_tile(v), copyable_by_tile(u), coeffs.contiguous()
     out = empty_like(u)
-    launch = _launch("combine_degree_one", u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device)
+    launch = _launch(
+        *("combine_around", u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, exclusive)
+    )
     with on_device_of(u):
         launch((v, u, out), coeffs)
     return out
 
 
-def _run_backward(g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of v and u, and partial sums of the coefficients' ``(H, 2, any number)``."""
+def _run_backward(
+    g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of v and u, and partial sums of the coefficients' ``(H, 2 or 3, any number)``."""
     # hooks on saved tensors may return them in another layout
     g, v, u, coeffs = *(copyable_by_tile(x) for x in (g, v, u)), coeffs.contiguous()
-    launch = gradient_launch(u, v, coeffs.shape[1])
     dv, du = empty_like(v), empty_like(u)
-    parts = coeffs.new_empty(u.shape[1], 2, u.shape[0] * launch.grid[0])
     with on_device_of(u):
-        launch((g, v, u, dv, du), coeffs, parts)
+        parts = launch_gradient(g, v, u, dv, du, coeffs, exclusive)
     return dv, du, parts
 
 
-def gradient_launch(u: Tensor, v: Tensor, powers: int) -> Launch:
-    """The launch of the gradient, on ``(g, v, u, dv, du), coeffs, parts``.
-
-    Args:
-        powers: columns of ``coeffs``.
-    """
-    return _launch("grad_degree_one", u.shape, v.shape[1], powers, u.dtype, u.device)
+def launch_gradient(
+    g: Tensor, v: Tensor, u: Tensor, dv: Tensor, du: Tensor, coeffs: Tensor, exclusive: bool
+) -> Tensor:
+    """Write ``dv`` and ``du``; returns partial sums of the coefficients' gradients."""
+    launch = _launch(
+        *("grad_around", u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, exclusive)
+    )
+    parts = coeffs.new_empty(u.shape[1], 2 + exclusive, u.shape[0] * launch.grid[0])
+    launch((g, v, u, dv, du), coeffs, parts)
+    return parts
 
 
 class _Combine(torch.autograd.Function):
     """The combination for autograd in eager mode, bypassing torch's dispatcher.
 
-    ``numbers``, of which the gradient is taken, are the coefficients, or θ of ``learned`` ones.
+    ``numbers`` are the tensor we differentiate: the coefficients, or θ if they are learned.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, v: Tensor, u: Tensor, numbers: Tensor, learned: Coefficients | None
+        ctx: Any,
+        v: Tensor,
+        u: Tensor,
+        numbers: Tensor,
+        learned: Coefficients | None,
+        exclusive: bool,
     ) -> Tensor:
         coeffs = numbers if learned is None else coefficients.evaluate(learned)
         ctx.basis = None if learned is None else learned.basis
+        ctx.exclusive = exclusive
         ctx.save_for_backward(v, u, coeffs)
-        return _run(v, u, coeffs)
+        return _run(v, u, coeffs, exclusive)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        dv, du, parts = _run_backward(g, *ctx.saved_tensors)
-        return dv, du, coefficients.gradient(parts, ctx.basis), None
+        dv, du, parts = _run_backward(g, *ctx.saved_tensors, ctx.exclusive)
+        return dv, du, coefficients.gradient(parts, ctx.basis), None, None
 
 
 @torch.library.custom_op("gfsa::degree_one", mutates_args=())
-def forward(v: Tensor, u: Tensor, coeffs: Tensor) -> Tensor:
+def forward(v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool) -> Tensor:
     """The registered operator."""
-    return _run(v, u, coeffs)
+    return _run(v, u, coeffs, exclusive)
 
 
 @torch.library.custom_op("gfsa::degree_one_backward", mutates_args=())
-def backward(g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of v, u and the coefficients."""
-    dv, du, parts = _run_backward(g, v, u, coeffs)
+    dv, du, parts = _run_backward(g, v, u, coeffs, exclusive)
     return dv, du, coefficients.total(parts)
 
 
 @forward.register_fake
-def _(v: Tensor, u: Tensor, coeffs: Tensor) -> Tensor:
+def _(v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool) -> Tensor:
     return empty_like(u)
 
 
 @backward.register_fake
-def _(g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_like(v), empty_like(u), coeffs.new_empty(coeffs.shape[0], 2)
+def _(
+    g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_like(v), empty_like(u), coeffs.new_empty(coeffs.shape[0], 2 + exclusive)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.exclusive = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _differentiate(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
-    gradients: tuple[Tensor, ...] = backward(g, *ctx.saved_tensors)
-    return gradients
+def _differentiate(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    return (*backward(g, *ctx.saved_tensors, ctx.exclusive), None)
 
 
 forward.register_autograd(_differentiate, setup_context=_save)
@@ -139,8 +247,8 @@ forward.register_autograd(_differentiate, setup_context=_save)
 
 # kernels, and how many tensors each of them takes
 _KERNELS = {
-    "combine_degree_one": (Kernel(elementwise.combine_degree_one, describe), 3),
-    "grad_degree_one": (Kernel(elementwise.grad_degree_one, describe), 5),
+    "combine_around": (Kernel(combine_around, describe), 3),
+    "grad_around": (Kernel(grad_around, describe), 5),
 }
 
 
@@ -152,18 +260,21 @@ def _launch(
     powers: int,
     dtype: torch.dtype,
     device: torch.device,
+    exclusive: bool,
 ) -> Launch:
     kernel, tensors = _KERNELS[name]
     batch, heads, length, head_dim = shape
     width, group = padded(head_dim), heads // key_heads
-    is_gradient = name == "grad_degree_one"
-    rows = GROUPED_ROWS if is_gradient and group > 1 else ROWS
+    is_gradient = name == "grad_around"
+    rows = GROUPED_ROWS if exclusive or (is_gradient and group > 1) else ROWS
+    # as many numbers in registers whatever the head dim
+    rows = rows * 128 // max(width, 128)
     return Launch(
         kernel,
         (-(-length // rows), batch * (key_heads if is_gradient else heads), 1),
         (device, dtype),
         [(1, 1, rows, width)] * tensors,
         (heads,),
-        (rows, width, powers, group),
+        (rows, width, powers, group, exclusive),
         num_warps=4,
     )

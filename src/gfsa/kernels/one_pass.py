@@ -1,16 +1,20 @@
-r"""Degree 1 in one pass: ``out = c0·V + c1·A·V``, its kernel, its launches, and the torch operator.
+r"""Degree 1 in one pass: ``out = c0·V + c1·A·V``, its kernels and their launches.
 
 ``A·V`` is neither written nor saved: what the filter adds is on chip already. In tensors of V's
 size the kernel moves 4, as attention does; around torch's attention the same filter moves more
 (``degree_one.py``).
 
-**The forward** is the kernel of this file, or one causal sweep (``sweep/degree_one.py``).
+The exclusive term, the share in a third column of the coefficients, is part of both kernels; its
+formulas are in ``degree_one.py``. Its gradient needs ``A·V``, which is then written and saved in
+place of the output.
+
+**The forward** is the kernel of this file, or one causal sweep (``gluon_sweep_once.py``).
 Logsumexps are to base 2. Each head has a multiple of 16 of them, so that the copy engine can read
 them; queries beyond the last one have an infinite logsumexp. Scales are positive. A program's own
 rows are read by their addresses, ``…_in`` with strides, and a row of UNITS times 16 bytes: the copy
 engine's loads outside of a loop would wait for one another.
 
-**The gradient** is that of ``hopper/degree_one.py``. For wide heads of long causal rows it is
+**The gradient** is that of ``gluon_hopper_once.py``. For wide heads of long causal rows it is
 cuDNN's, whose five products, and what is done around them, take less time than seven of own
 kernels:
 
@@ -21,29 +25,38 @@ kernels:
 One kernel before it computes dU, c0·g and the coefficients' gradients from g, U and V.
 """
 
-# no postponed annotations here: the operator's schema is read from them
+from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from gfsa.kernels import coefficients
-from gfsa.kernels.autograd import needs_registered_operator
-from gfsa.kernels.degree_one import gradient_launch
-from gfsa.kernels.hopper import degree_one_path as hopper
-from gfsa.kernels.launcher import Kernel, Launch, on_device_of
-from gfsa.kernels.layout import copyable_by_tile, empty_like, result_strides
-from gfsa.kernels.long.tiles import LOG2E
-from gfsa.kernels.problem import Options, Problem, padded, problem_of
-from gfsa.kernels.routes import Kernels, keeps_first_power, kernels_of, situation_of_kernels
-from gfsa.kernels.sweep import degree_one_path as sweep
-from gfsa.kernels.tile_access import describe, load_tile, store_tile
-from gfsa.operators.base import Coefficients
+from gfsa.kernels import hopper
+from gfsa.kernels.degree_one import launch_gradient, own_part
+from gfsa.kernels.launching import (
+    LOG2E,
+    Kernel,
+    Launch,
+    Options,
+    Problem,
+    Saved,
+    describe,
+    describe_tiles,
+    empty_like,
+    load_tile,
+    multiprocessors,
+    padded,
+    pointers,
+    problem_of,
+    result_strides,
+    store_tile,
+    sum_groups,
+)
 
 JIT_OPTIONS = {
     "do_not_specialize": [
@@ -84,13 +97,13 @@ def _key_ranges(row, n, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr
 
 @triton.jit(**JIT_OPTIONS)
 def attend_once(
-    k_cols, v_cols, out_rows, q_in, v_in, lse_out, coeffs,
+    k_cols, v_cols, out_rows, u_rows, q_in, v_in, lse_out, coeffs,
     q_b, q_h, q_n, v_b, v_h, v_n,
     heads, group, n, scale, blocks, total, together, zero,
     UNITS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    POWERS: tl.constexpr, CAUSAL: tl.constexpr,
+    POWERS: tl.constexpr, CAUSAL: tl.constexpr, KEEPS: tl.constexpr, EXCLUSIVE: tl.constexpr,
 ):  # fmt: skip
-    """``out = c0·V + c1·A·V`` and the logsumexp of the scores, for BM queries."""
+    """``out = c0·V + c1·A·V`` and the logsumexp of the scores, for BM queries; KEEPS: A·V too."""
     block, bh = _own_block(blocks, total, together, CAUSAL)
     b, h = bh // heads, bh % heads
     key_head = h // group
@@ -121,7 +134,14 @@ def attend_once(
     # would occupy registers in the loop
     row += zero
     v = load_tile((v_in, v_b, v_h, v_n, n, UNITS), b, key_head, row, BM, D).to(tl.float32)
-    store_tile(out_rows, c0 * v + acc * (c1 / norm)[:, None], b, h, row, BM, D)
+    if EXCLUSIVE:
+        acc = acc / norm[:, None]
+        if KEEPS:
+            store_tile(u_rows, acc, b, h, row, BM, D)
+        out = c0 * v + c1 * acc - own_part(acc, v, tl.load(coeffs + h * POWERS + 2))
+    else:
+        out = c0 * v + acc * (c1 / norm)[:, None]
+    store_tile(out_rows, out, b, h, row, BM, D)
 
 
 @triton.jit
@@ -187,13 +207,13 @@ def attend(
     mask: None,
     options: Options,
     lse: Tensor,
-    u: None = None,
+    u: Tensor | None = None,
 ) -> Tensor:
-    """The filter, without a mask; ``lse`` is written, and there is no U to be kept."""
+    """The filter, without a mask; ``lse`` is written, and ``u`` if it is given."""
     problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
     out = empty_like(q)
-    launch = _launch(problem, powers, _strides(q, v))
-    launch((k, v, out), q, v, lse, coeffs)
+    launch = _launch(problem, powers, _strides(q, v), u is not None)
+    launch((k, v, out, out if u is None else u), q, v, lse, coeffs)
     return out
 
 
@@ -207,9 +227,9 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(problem: Problem, powers: int, strides: tuple[int, ...]) -> Launch:
+def _launch(problem: Problem, powers: int, strides: tuple[int, ...], keeps: bool) -> Launch:
     """The kernel over the rows of one problem, ``strides`` as by :func:`_strides`."""
-    scale, is_causal, _ = problem.options
+    scale, is_causal, _, exclusive = problem.options
     cut = tiles(problem.length, is_causal)
     blocks, total = -(-problem.length // cut.rows), problem.batch * problem.heads
     width = padded(problem.head_dim)
@@ -217,7 +237,7 @@ def _launch(problem: Problem, powers: int, strides: tuple[int, ...]) -> Launch:
         _KERNEL,
         (blocks * total, 1, 1),
         (*problem.variant, cut.warps, *(stride >= 2**31 for stride in strides)),
-        [(1, 1, cut.cols, width), (1, 1, cut.cols, width), (1, 1, cut.rows, width)],
+        [*[(1, 1, cut.cols, width)] * 2, *[(1, 1, cut.rows, width)] * 2],
         (
             *strides,
             problem.heads,
@@ -237,6 +257,8 @@ def _launch(problem: Problem, powers: int, strides: tuple[int, ...]) -> Launch:
             cut.stages,
             powers,
             is_causal,
+            keeps,
+            exclusive,
         ),
         num_warps=cut.warps,
     )
@@ -251,28 +273,159 @@ def _heads_together(problem: Problem) -> int:
     return min(problem.batch * problem.heads, max(1, CACHED_BYTES // head_bytes))
 
 
-def gradient_by_cudnn(
-    g: Tensor,
+# queries of a block, and of one of its two warpgroups, as in the kernel
+ROWS = 128
+HALF = 64
+
+
+class SweepTiles(NamedTuple):
+    """How the kernel cuts the keys."""
+
+    keys: int
+    stages: int
+    """Tiles of keys, and of values, that are on the chip at a time."""
+
+
+# at every head dim: the fastest measured on an H200 (results/kernels.md)
+SWEEP_TILES = SweepTiles(128, 2)
+
+
+def attend_by_sweep(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    u: Tensor,
-    lse: Tensor,
     coeffs: Tensor,
-    mask: None,
+    mask: Tensor | None,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, and partial sums of the coefficients' ``(H, 2, any number)``.
+    lse: Tensor,
+    u: Tensor | None,
+) -> Tensor:
+    """The filter; ``lse`` is written, natural if it is ``(B, H, N)``, and ``u`` if it is given.
 
     Args:
-        lse: natural logsumexps, ``(B, H, N)``.
+        mask: spans at most, see :func:`~gfsa.kernels.launching.are_spans`.
     """
-    launch = gradient_launch(u, v, coeffs.shape[1])
+    problem = problem_of(q, k, mask, options)
+    spans, _ = pointers(mask, None, unused=q)
+    out = empty_like(q)
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    launch = _sweep_launch(problem, coeffs.shape[1], u is not None, lse.dim() == 3)
+    launch((q, k, v, out if u is None else u, out), lse, coeffs, counter, spans)
+    return out
+
+
+def _heads_at_a_time(problem: Problem) -> int:
+    head_bytes = 2 * problem.length * problem.head_dim * problem.dtype.itemsize
+    cached = max(1, CACHED_BYTES // head_bytes) * problem.group
+    return min(problem.batch * problem.heads, cached)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sweep_launch(problem: Problem, powers: int, keeps: bool, natural: bool) -> Launch:
+    heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
+    dim = problem.head_dim
+    rows, keys = (1, 1, HALF, dim), (1, 1, SWEEP_TILES.keys, dim)
+    return Launch(
+        sweep_kernel(),
+        (min(heads * blocks, multiprocessors(problem.device)), 1, 1),
+        problem.variant,
+        [rows, keys, keys, rows, rows],
+        (
+            heads,
+            problem.heads,
+            problem.group,
+            problem.length,
+            problem.options.scale,
+            blocks,
+            _heads_at_a_time(problem),
+            problem.mask_strides[0],
+        ),
+        (
+            *(dim, SWEEP_TILES.keys, SWEEP_TILES.stages, powers, keeps, natural, problem.mask_kind),
+            problem.options.exclusive,
+        ),
+        num_warps=4,
+    )
+
+
+@functools.cache
+def sweep_kernel() -> Kernel:
+    """The kernel; Gluon is imported when it is first used."""
+    from gfsa.kernels.gluon_sweep_once import attend_sweep
+
+    return Kernel(attend_sweep, describe_tiles())
+
+
+HOPPER_KERNELS = ("grad_queries_one", "grad_keys_one")
+# at every head dim: with twice as many rows both kernels take longer (results/kernels.md)
+HOPPER_TILES = hopper.Tiles(64, 64)
+
+
+def gradient_by_hopper(
+    g: Tensor, saved: Saved, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As every gradient of ``op.py``; the exclusive term needs U, otherwise ``out`` is read."""
+    q, k, v, u, out, lse, coeffs, mask, _ = saved
+    lse = hopper.copyable_by_row(lse)
+    problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
+    spans, _ = pointers(mask, None, unused=q)
+    delta, dq = torch.empty_like(lse), empty_like(q)
+    queries = _hopper_launch("grad_queries_one", problem, powers)
+    du, mixed = (empty_like(g), u) if options.exclusive else (g, out)
+    queries((k, v, q, g, v, mixed, dq, du), delta, lse, coeffs, spans)
+    # a row of k and v for each query head; heads that share keys are added up below
+    dk, dv = (empty_like(x if problem.group == 1 else q) for x in (k, v))
+    keys = _hopper_launch("grad_keys_one", problem, powers)
+    sums = 2 + options.exclusive
+    parts = coeffs.new_empty(problem.heads, sums, problem.batch * keys.grid[0])
+    keys((q, du, lse, delta, k, v, g, mixed, dk, dv), parts, coeffs, spans)
+    return dq, sum_groups(dk, k), sum_groups(dv, v), parts
+
+
+@functools.cache
+def hopper_kernel(name: str) -> Kernel:
+    """A kernel by its name; Gluon is imported when one is first used."""
+    from gfsa.kernels import gluon_hopper_once
+
+    return Kernel(getattr(gluon_hopper_once, name), describe_tiles())
+
+
+@functools.lru_cache(maxsize=1024)
+def _hopper_launch(name: str, problem: Problem, powers: int) -> Launch:
+    kernel = hopper_kernel(name)
+    scale, is_causal, _, exclusive = problem.options
+    arguments: Any = inspect.signature(kernel.function.fn).parameters
+    return Launch(
+        kernel,
+        (-(-problem.length // HOPPER_TILES.rows), problem.batch * problem.heads, 1),
+        problem.variant,
+        [
+            block
+            for argument in arguments
+            if (block := hopper.block_of(argument, HOPPER_TILES, problem.head_dim))
+        ],
+        (problem.heads, problem.group, problem.length, scale, problem.mask_strides[0]),
+        (
+            problem.head_dim,
+            HOPPER_TILES.rows,
+            HOPPER_TILES.cols,
+            is_causal,
+            powers,
+            problem.mask_kind,
+            exclusive,
+        ),
+        num_warps=HOPPER_TILES.warps,
+    )
+
+
+def gradient_by_cudnn(
+    g: Tensor, saved: Saved, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As every gradient of ``op.py``, without a mask."""
+    q, k, v, u, _, lse, coeffs, _, _ = saved
     # in the layout that attention's output has for such queries
     dv, du = empty_like(v), torch.empty_like(q)
-    parts = coeffs.new_empty(u.shape[1], 2, u.shape[0] * launch.grid[0])
-    launch((g, v, u, dv, du), coeffs, parts)
+    parts = launch_gradient(g, v, u, dv, du, coeffs, options.exclusive)
     u = laid_out(u, du.stride())
     dq, dk, first = attention_gradient(du, q, k, v, u, lse, options)
     torch.add(first, dv, out=dv)
@@ -313,206 +466,16 @@ def attention_gradient(
     return gradients
 
 
-# the functions of the routes' names
-FORWARD: dict[str, Any] = {"one_sweep": sweep.forward, "one_pass": attend}
-GRADIENT: dict[str, Any] = {"hopper": hopper.backward, "cudnn": gradient_by_cudnn}
+def kept(q: Tensor, exclusive: bool, gradient: str) -> tuple[Tensor, Tensor]:
+    """Room for U, empty if the gradient does without it, and for logsumexps.
 
-
-def filter_once(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor | Coefficients,
-    mask: Tensor | None,
-    options: Options,
-    kernels: Kernels | None = None,
-) -> Tensor:
-    """``c0·V + c1·A·V`` in one pass.
-
-    Args:
-        q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``.
-        coeffs: ``(H, 2)``, float32; or a filter's coefficients, in eager mode only and if
-            :func:`~gfsa.kernels.coefficients.takes` accepts them.
-        mask: spans with causality, see :func:`~gfsa.kernels.problem.are_spans`; or None.
-        kernels: the routes of this call, if they are decided already.
+    Logsumexps are natural for cuDNN, ``(B, H, N)``, and to base 2, ``(B, H, 1, N or more)``, for
+    other kernels.
     """
-    learned: Coefficients | None = None
-    if isinstance(coeffs, Coefficients):
-        learned, numbers = coeffs, coeffs.theta
-    else:
-        numbers = coeffs
-    if learned is None and needs_registered_operator(q):
-        keeps = keeps_first_power(situation_of_kernels(q, mask, *options, degree=1))
-        return forward(q, k, v, numbers, mask, options.is_causal, options.scale, keeps)[0]
-    if kernels is None:
-        kernels = kernels_for(q, mask, options)
-    # without a gradient to come, A·V is neither written nor kept
-    keeps = kernels.gradient == "cudnn"
-    if torch.is_grad_enabled():
-        settings = (learned, options, kernels.forward, keeps)
-        return _FilterOnce.apply(q, k, v, numbers, mask, settings)
-    values = numbers if learned is None else coefficients.evaluate(learned)
-    return _run(q, k, v, values, mask, options, kernels.forward, keeps)[0]
-
-
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    options: Options,
-    route: str,
-    keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(out, U, LSE)``: the filter, ``A·V``, and each row's logsumexp.
-
-    Args:
-        keeps: for cuDNN's gradient: U is saved and logsumexps are natural, ``(B, H, N)``. Without
-            it U is empty, and logsumexps are to base 2, ``(B, H, 1, N or more)``.
-    """
-    q, k, v = copyable_by_tile(q), copyable_by_tile(k), copyable_by_tile(v)
-    u = empty_like(q) if keeps else q.new_empty(0)
-    lse = q.new_empty(statistics_shape(q, keeps), dtype=torch.float32)
-    with on_device_of(q):
-        kept = u if keeps else None
-        out = FORWARD[route](q, k, v, coeffs.contiguous(), mask, options, lse, kept)
-    return out, u, lse
-
-
-def kernels_for(q: Tensor, mask: Tensor | None, options: Options) -> Kernels:
-    """The routes of a call in one pass; the kernel of this file beyond what was measured."""
-    found = kernels_of(situation_of_kernels(q, mask, *options, degree=1))
-    return found if found.forward in FORWARD else Kernels("one_pass", "hopper")
-
-
-def statistics_shape(q: Tensor, keeps: bool) -> tuple[int, ...]:
-    """The shape of logsumexps."""
     batch, heads, length, _ = q.shape
-    if keeps:
-        return batch, heads, length
-    return batch, heads, 1, (length + 15) // 16 * 16
-
-
-def _run_backward(
-    g: Tensor, saved: tuple[Any, ...], options: Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    # hooks on saved tensors may return them in another layout
-    q, k, v, out = [copyable_by_tile(x) for x in saved[:4]]
-    u, lse, coeffs, mask = saved[4:]
-    lse, coeffs, g = _copyable_numbers(lse), coeffs.contiguous(), copyable_by_tile(g)
-    gradient = "hopper"
-    if u.numel():
-        u, gradient = copyable_by_tile(u), "cudnn"
-    with on_device_of(q):
-        found: tuple[Tensor, Tensor, Tensor, Tensor] = GRADIENT[gradient](
-            g, q, k, v, out, u, lse, coeffs, mask, options
-        )
-    return found
-
-
-def _copyable_numbers(x: Tensor) -> Tensor:
-    """Logsumexps, contiguous and from where the copy engine takes them."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
-
-
-class _FilterOnce(torch.autograd.Function):
-    """The filter for autograd in eager mode, bypassing torch's dispatcher.
-
-    ``numbers`` are the tensor we differentiate: the coefficients, or θ if they are learned.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        numbers: Tensor,
-        mask: Tensor | None,
-        settings: tuple[Coefficients | None, Options, str, bool],
-    ) -> Tensor:
-        # settings are one argument: autograd inspects each of them
-        learned, options, route, keeps = settings
-        coeffs = numbers if learned is None else coefficients.evaluate(learned)
-        ctx.basis = None if learned is None else learned.basis
-        ctx.options = options
-        out, u, lse = _run(q, k, v, coeffs, mask, options, route, keeps)
-        ctx.save_for_backward(q, k, v, out, u, lse, coeffs, mask)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        dq, dk, dv, parts = _run_backward(g, ctx.saved_tensors, ctx.options)
-        return dq, dk, dv, coefficients.gradient(parts, ctx.basis), None, None
-
-
-@torch.library.custom_op("gfsa::filter_once", mutates_args=())
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The registered operator: ``(out, U, LSE)``."""
-    options = Options(scale, is_causal)
-    route = kernels_for(q, mask, options).forward
-    return _run(q, k, v, coeffs, mask, options, route, keeps)
-
-
-@torch.library.custom_op("gfsa::filter_once_backward", mutates_args=())
-def backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    u: Tensor,
-    lse: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the coefficients."""
-    saved = (q, k, v, out, u, lse, coeffs, mask)
-    dq, dk, dv, parts = _run_backward(g, saved, Options(scale, is_causal))
-    return dq, dk, dv, coefficients.total(parts)
-
-
-@forward.register_fake
-def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    keeps = rest[-1]
+    keeps = gradient == "cudnn" or (exclusive and gradient != "none")
+    shape: tuple[int, ...] = (batch, heads, 1, (length + 15) // 16 * 16)
+    if gradient == "cudnn":
+        shape = batch, heads, length
     u = empty_like(q) if keeps else q.new_empty(0)
-    lse = q.new_empty(statistics_shape(q, keeps), dtype=torch.float32)
-    return empty_like(q), u, lse
-
-
-@backward.register_fake
-def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    coeffs = rest[3]
-    return empty_like(q), empty_like(k), empty_like(v), coeffs.new_empty(coeffs.shape[0], 2)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, coeffs, mask, *ctx.options, _ = inputs
-    out, u, lse = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(u, lse)
-    ctx.save_for_backward(q, k, v, out, u, lse, coeffs, mask)
-
-
-def _differentiate(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if g is None:
-        return (None,) * 8
-    gradients = backward(g, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, None, None, None, None)
-
-
-forward.register_autograd(_differentiate, setup_context=_save)
+    return u, q.new_empty(shape, dtype=torch.float32)

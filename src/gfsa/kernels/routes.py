@@ -25,8 +25,7 @@ from torch import Tensor
 
 from gfsa.kernels import tuned
 from gfsa.operators.base import Coefficients
-from gfsa.operators.call import AttentionCall
-from gfsa.operators.exporting import is_exporting
+from gfsa.operators.call import AttentionCall, is_exporting
 from gfsa.operators.visibility import refusal_of_spans
 
 Backend = Literal["auto", "dense", "sdpa", "fused"]
@@ -65,6 +64,10 @@ LONGEST_WITH_DROPOUT = 65536
 # CUDA's limit for the second dimension of a launch
 MOST_HEADS = 65535
 
+# largest head dims of the kernels, and of those around torch's attention
+HEAD_DIM = 128
+AROUND_HEAD_DIM = 256
+
 # the short kernels, which hold a whole sequence on chip: most tokens, largest head dim, and largest
 # strides of a mask, whose entries they count in 32 bits
 SHORT_LENGTH = 256
@@ -76,6 +79,8 @@ SHORT_MASK_STRIDE = 2**20
 ONCE_LENGTHS = (197, 8192)
 ONCE_HEAD_DIM = 64
 ONCE_HEAD_DIMS = (64, 128)
+# least tokens with the exclusive term, which the short kernels do not have; not measured
+EXCLUSIVE_FROM = 64
 # in one causal sweep, without spans: least tokens
 ONE_SWEEP_FROM = 512
 # wider heads of more tokens leave the gradient to cuDNN, whose five products then outweigh what is
@@ -106,7 +111,7 @@ PAIRS = "pairs"
 OTHER_PAIRS = "other pairs"
 """Any other bool mask over queries and keys."""
 SPANS = "spans"
-"""Causal windows and documents, see :func:`gfsa.kernels.problem.are_spans`."""
+"""Causal windows and documents, see :func:`gfsa.kernels.launching.are_spans`."""
 ADDITIVE = "additive"
 UNDESCRIBED = "not spans"
 """A visibility that spans do not describe."""
@@ -281,12 +286,18 @@ def situation_of(call: AttentionCall, v: Tensor, degree: int, exclusive: bool = 
 
 
 def situation_of_kernels(
-    q: Tensor, mask: Tensor | None, scale: float, causal: bool, dropout_p: float, degree: int
+    q: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    dropout_p: float,
+    exclusive: bool,
+    degree: int,
 ) -> Situation:
     """The situation of a call that the kernels take, by what they are given.
 
     Args:
-        mask: bool; or spans, see :func:`gfsa.kernels.problem.are_spans`.
+        mask: bool; or spans, see :func:`gfsa.kernels.launching.are_spans`.
     """
     batch, heads, tokens, head_dim = q.shape
     return Situation(
@@ -306,6 +317,7 @@ def situation_of_kernels(
         positive_scale=scale > 0.0,
         grad=torch.is_grad_enabled(),
         cudnn=degree == 1 and head_dim > SHORT_HEAD_DIM and cudnn_attention_is_on(),
+        exclusive=exclusive,
     )
 
 
@@ -372,9 +384,11 @@ def _refusal_of_tokens(s: Situation) -> str | None:
             "the fused kernels need values of the queries' head dim "
             f"({s.head_dim}), got {s.value_dim}"
         )
-    if s.head_dim % 8 or not 8 <= s.head_dim <= 128:
+    most = AROUND_HEAD_DIM if s.degree == 1 else HEAD_DIM
+    if s.head_dim % 8 or not 8 <= s.head_dim <= most:
         return (
-            f"the fused kernels take head dims up to 128 that are multiples of 8, got {s.head_dim}"
+            f"the fused kernels of degree {s.degree} take head dims up to {most} that are "
+            f"multiples of 8, got {s.head_dim}"
         )
     if s.batch == 0 or s.heads == 0 or s.tokens == 0:
         return "there are no tokens"
@@ -387,8 +401,8 @@ def _refusal_of_tokens(s: Situation) -> str | None:
 
 
 def _refusal_of_options(s: Situation) -> str | None:
-    if s.exclusive:
-        return "the fused kernels have no exclusive term"
+    if s.exclusive and s.degree == 2:
+        return "the fused kernels of degree 2 have no exclusive term"
     if s.mask == ADDITIVE:
         return "the fused kernels take bool masks, not additive ones"
     if s.mask == UNDESCRIBED:
@@ -398,7 +412,8 @@ def _refusal_of_options(s: Situation) -> str | None:
     if s.dropout_p and s.tokens > LONGEST_WITH_DROPOUT:
         return f"the fused kernels take {LONGEST_WITH_DROPOUT} tokens at most with dropout"
     # degree 1 has kernels for wide heads everywhere, but for windows and documents
-    if (s.degree == 2 or s.mask == SPANS) and not _fits_two_passes(s):
+    needs_two = s.degree == 2 or (s.mask == SPANS and not s.exclusive)
+    if needs_two and s.head_dim <= HEAD_DIM and not _fits_two_passes(s):
         major, minor = s.hardware.gpu or (0, 0)
         return (
             "the fused kernels of degree 2, and of windows and documents, take head dims up to "
@@ -441,6 +456,8 @@ def _refusal_by_once(s: Situation) -> str | None:
     # with these it serves any length: the kernels of degree 2 would compute a power for nothing
     if s.mask != SPANS:
         least, most = ONCE_LENGTHS
+        if s.exclusive:
+            least = EXCLUSIVE_FROM
         if s.tokens < least or s.tokens > most:
             return f"it is the fastest from {least} to {most} tokens"
         if s.head_dim > ONCE_HEAD_DIM and (not s.causal or s.tokens < ONE_SWEEP_FROM):
@@ -459,6 +476,8 @@ def _refusal_by_one_sweep(s: Situation) -> str | None:
 def _refusal_by_short(s: Situation) -> str | None:
     if s.tokens > SHORT_LENGTH or s.head_dim > SHORT_HEAD_DIM:
         return f"it takes {SHORT_LENGTH} tokens and a head dim of {SHORT_HEAD_DIM} at most"
+    if s.exclusive:
+        return "it has no exclusive term"
     if not s.positive_scale:
         return "it takes positive scales only"
     if s.mask == SPANS:
@@ -494,6 +513,10 @@ def _refusal_by_two_pass(s: Situation) -> str | None:
 
     Torch takes no spans, and of padding and causality one at a time.
     """
+    if s.exclusive:
+        return "it has no exclusive term"
+    if s.head_dim > HEAD_DIM:
+        return f"it takes head dims up to {HEAD_DIM}"
     if s.degree == 2 or s.mask == SPANS:
         return None
     if s.mask not in (KEYS, FAR_KEYS) or not s.causal or s.dropout_p:
@@ -571,12 +594,13 @@ ROUTES = (
     Route(
         *("one_sweep", "once", "fused", (1,), _refusal_by_one_sweep, _once_gradient),
         f"causal, head dims 64 and 128, {ONE_SWEEP_FROM} to {ONCE_LENGTHS[1]} tokens; windows and "
-        "documents of any length",
+        "documents of any length; the exclusive term",
         f"hopper; cudnn at head dim 128 from {CUDNN_FROM} tokens on, without windows and documents",
     ),
     Route(
         *("one_pass", "once", "fused", (1,), _refusal_by_once, _once_gradient),
-        f"head dim 64, {ONCE_LENGTHS[0]} to {ONCE_LENGTHS[1]} tokens, no mask but causality",
+        f"head dim 64, {ONCE_LENGTHS[0]} to {ONCE_LENGTHS[1]} tokens, with the exclusive term from "
+        f"{EXCLUSIVE_FROM} on, no mask but causality",
         "hopper",
     ),
     Route(
@@ -599,7 +623,8 @@ ROUTES = (
     ),
     Route(
         *("around_torch", "around", "sdpa", (1,), _never, lambda s: "around_torch"),
-        "every call: torch's attention, and one kernel that combines the powers",
+        f"every call, with the exclusive term too, head dims up to {AROUND_HEAD_DIM}: torch's "
+        "attention, and one kernel that combines the powers",
         "torch's, and one kernel before it",
     ),
 )
@@ -645,9 +670,9 @@ def operation_of(s: Situation) -> str:
     return "filter" if short_or_two else "around"
 
 
-def keeps_first_power(s: Situation) -> bool:
-    """Whether degree 1 in one pass saves ``A·V``, for cuDNN's gradient."""
-    return s.grad and _once_gradient(s) == "cudnn"
+def gradient_once(s: Situation) -> str:
+    """The kernels of the gradient of degree 1 in one pass, ``"none"`` where autograd is off."""
+    return _once_gradient(s) if s.grad else "none"
 
 
 # --- the decision ------------------------------------------------------------------------------
@@ -732,6 +757,8 @@ def _reason_by_measurements(s: Situation) -> str | None:
     gpu, triton, _ = s.hardware
     if gpu != HOPPER or triton != MEASURED_TRITON:
         return _reason_by_tuning(s)
+    if s.degree == 1 and s.compiling and operation_of(s) == "around":
+        return "the compiler puts what a filter of degree 1 adds into one kernel by itself"
     if s.mask == SPANS:
         if s.dropout_p or s.tokens <= SHORT_LENGTH:
             return (
@@ -741,8 +768,6 @@ def _reason_by_measurements(s: Situation) -> str | None:
         return None
     by_query = s.mask in (PAIRS, OTHER_PAIRS)
     if s.degree == 1 and (s.tokens > SHORT_LENGTH or s.head_dim > SHORT_HEAD_DIM):
-        if s.compiling and operation_of(s) == "around":
-            return "the compiler puts what a filter of degree 1 adds into one kernel by itself"
         return None
     if by_query and s.tokens > SHORT_LENGTH:
         return "with a mask over queries and keys, torch's kernels are faster beyond 256 tokens"
@@ -767,7 +792,10 @@ def _reason_by_tuning(s: Situation) -> str | None:
 
 
 def refusal_of_decoding(
-    call: AttentionCall, v: Tensor, coeffs: Tensor | Coefficients
+    call: AttentionCall,
+    v: Tensor,
+    coeffs: Tensor | Coefficients,
+    exclusive: Tensor | None = None,
 ) -> str | None:
     """Why the kernel for one decoded token does not serve ``call``, or None if it does."""
     q, k, mask = call.q, call.k, call.attn_mask
@@ -789,7 +817,8 @@ def refusal_of_decoding(
             "the kernel for a decoded token takes filters of degree 1 and 2, "
             f"this one has {numbers.shape[-1] - 1}"
         )
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, learned)):
+    given = (q, k, v, learned) if exclusive is None else (q, k, v, learned, exclusive)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return "the kernel for a decoded token has no gradient"
     if q.numel() == 0:
         return "there are no tokens"

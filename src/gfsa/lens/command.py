@@ -32,7 +32,7 @@ def diagnose(
     data: Annotated[
         str,
         typer.Option(
-            help="Text (one sample a line), a .csv with --column, a folder of images, a "
+            help="Text (one sample per line), a .csv with --column, a folder of images, a "
             ".safetensors file of the model's arguments, or 'random' for inputs without meaning."
         ),
     ] = "",
@@ -55,7 +55,7 @@ def diagnose(
     layers: Annotated[str, typer.Option(help="all, even, odd, or numbers: 1,5-8,12.")] = "all",
     samples: Annotated[int, typer.Option(min=1, help="Number of samples, at most.")] = 64,
     batch_size: Annotated[int, typer.Option(min=1)] = 8,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens a text, at most.")] = 128,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens per text, at most.")] = 128,
     spectral: Annotated[
         bool, typer.Option(help="Measure frequency responses and singular values; costs most.")
     ] = True,

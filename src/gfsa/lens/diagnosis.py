@@ -20,10 +20,9 @@ from gfsa.lens.readings import ModelReading, printable
 from gfsa.lens.record import LensOptions, Recorder, no_nested_tensors, plugged_everywhere
 from gfsa.lens.report import LensReport
 from gfsa.lens.tokens import AXES_IN_DOUBT, axes_in_doubt
-from gfsa.plugs.layer_selection import Layers
 from gfsa.plugs.registry import Unknown
 from gfsa.plugs.running import call, evaluating
-from gfsa.plugs.sites import Site
+from gfsa.plugs.sites import Layers, Site
 
 Forward = Callable[[nn.Module, Any], Any]
 """Calls a model on a batch."""

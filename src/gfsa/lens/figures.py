@@ -236,7 +236,7 @@ def _coefficients(model: ModelReading) -> Figure:
 
 
 def _over_training(trajectory: Trajectory) -> Figure:
-    """Layers × powers, one line a head; dotted is ordinary attention."""
+    """Layers × powers, one line per head; dotted is ordinary attention."""
     powers = trajectory.powers
     rows = len(trajectory.layers)
     figure, axes = _figure(rows, powers, (2.1 * powers, 0.5 + 1.0 * rows))

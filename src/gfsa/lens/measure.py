@@ -20,7 +20,6 @@ from torch import Tensor
 from gfsa.lens.readings import Verdict
 from gfsa.operators import (
     AttentionOperator,
-    DenseOperator,
     LinearOperator,
     Operator,
     SDPAOperator,
@@ -347,8 +346,8 @@ def _means(operator: Operator, v: Tensor, valid: Tensor | None) -> tuple[Tensor,
 
 def has_rows(operator: Operator) -> bool:
     """Whether the map can be computed in blocks of rows, or the operator already holds it."""
-    kinds = (AttentionOperator, SDPAOperator, LinearOperator, DenseOperator)
-    return isinstance(operator, kinds) or hasattr(operator, "weights")
+    kinds = (AttentionOperator, SDPAOperator, LinearOperator)
+    return isinstance(operator, kinds) or operator.holds_matrix
 
 
 def _ratio(total: Tensor, count: Tensor) -> Tensor:
@@ -370,8 +369,7 @@ def _row_entropies(operator: Operator, v: Tensor) -> Iterator[tuple[int, Tensor,
             allowed = visible.rows(start, stop, length, columns.device)
             yield start, _entropy(operator.rows[..., start:stop, :] @ columns), allowed
         return
-    matrix = operator.matrix if isinstance(operator, DenseOperator) else dense_map(operator, v)
-    matrix = matrix.to(at_least_float32(matrix.dtype))
+    matrix = dense_map(operator, v)
     for start, stop in _spans(matrix.shape[:-1], matrix.shape[-1]):
         rows = matrix[..., start:stop, :]
         yield start, _entropy(rows), rows > 0

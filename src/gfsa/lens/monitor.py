@@ -29,9 +29,8 @@ from gfsa.lens.tokens import (
     first_tensor,
     is_inside,
     padding_of,
-    whole_map,
 )
-from gfsa.plugs.call_check import compiled_parts
+from gfsa.plugs.checks.called import compiled_parts
 from gfsa.plugs.sites import filters_of
 
 Log = Callable[[dict[str, float], int], None]
@@ -189,7 +188,7 @@ class Monitor:
         def hook(filter: nn.Module, args: Any, output: Any) -> None:
             if self._running is None or args[1].is_nested:
                 return
-            operator, v = whole_map(args[0]), args[1].detach()
+            operator, v = args[0].whole(), args[1].detach()
             padding = padding_of(self._calls.mask_of(name), operator, v)
             self._filtered = attended_by_values(self._attention[name], v), padding
 

@@ -27,15 +27,13 @@ from gfsa.lens.tokens import (
     checked_mask,
     first_tensor,
     padding_of,
-    whole_map,
 )
 from gfsa.operators import DenseOperator, Operator
 from gfsa.operators.base import own_share, repeat_heads
-from gfsa.plugs.attach import install, uninstall
-from gfsa.plugs.layer_selection import Layers, select_layers
+from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import Unknown
-from gfsa.plugs.rollback import all_or_nothing
-from gfsa.plugs.sites import Site, accepting_sites, plugged_sites, sites
+from gfsa.plugs.sites import Layers, Site, accepting_sites, plugged_sites, select_layers, sites
+from gfsa.plugs.transaction import all_or_nothing
 
 
 @contextmanager
@@ -469,7 +467,7 @@ class Recorder:
             if now is None:
                 return
             assert isinstance(filter, GraphFilter)
-            operator, v = whole_map(args[0]), args[1]
+            operator, v = args[0].whole(), args[1]
             if output.shape[-2] != v.shape[-2]:
                 raise ValueError(
                     f"{name}: {output.shape[-2]} new tokens attend to {v.shape[-2]}: the lens "

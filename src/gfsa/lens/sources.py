@@ -20,10 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gfsa.plugs.adapters.transformers.config_files import one_line, read_config
-from gfsa.plugs.adapters.transformers.pretrained import from_pretrained, has_filters
 from gfsa.plugs.running import call
 from gfsa.plugs.saving.checkpoint import load
+from gfsa.plugs.saving.pretrained import from_pretrained, has_filters, one_line, read_config
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 # what a tokenizer returns that models take
@@ -76,8 +75,8 @@ def read_data(name: str, samples: int, column: str = "") -> Data:
         return Data(name, "images", images[:samples])
     if not path.is_file():
         raise ValueError(
-            f"--data {name!r} is no file, no folder, and not 'random'; pass a text file, a folder "
-            "of images, or a .safetensors file with the model's arguments"
+            f"--data {name!r} is neither a file nor a folder nor 'random'; pass a text file, a "
+            "folder of images, or a .safetensors file with the model's arguments"
         )
     if ending == ".safetensors":
         tensors = _read_tensors(path)
@@ -98,8 +97,8 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is no text in UTF-8 ({error.reason}, byte {error.start}); pass a text file, a "
-            "folder of images, or a .safetensors file with the model's arguments"
+            f"{path} is not text in UTF-8 ({error.reason}, byte {error.start}); pass a text file, "
+            "a folder of images, or a .safetensors file with the model's arguments"
         ) from error
 
 
@@ -377,8 +376,8 @@ def positions_of(config: Any, model: nn.Module) -> int:
 
 
 def is_empty(tokenizer: Any) -> bool:
-    """Whether a tokenizer knows no words: transformers makes such a one where files are missing."""
-    # the mark of a word's beginning, which an empty one of T5 has
+    """Whether a tokenizer knows no words; transformers makes an empty one if files are missing."""
+    # an empty tokenizer of T5 has the mark of a word's beginning
     return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, "▁"}
 
 

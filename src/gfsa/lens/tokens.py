@@ -30,15 +30,6 @@ def first_tensor(value: Any) -> Tensor | None:
     return None
 
 
-def whole_map(operator: Operator) -> Operator:
-    """The operator inside one that decodes with a cache, or the operator itself.
-
-    The lens applies the map to other tokens, which must not be added to that cache.
-    """
-    inner = getattr(operator, "rows", None)
-    return inner if isinstance(inner, Operator) else operator
-
-
 class Arguments(NamedTuple):
     """What a module was called with."""
 
@@ -354,10 +345,10 @@ def masked_out(operator: Operator, v: Tensor) -> Tensor | None:
 
 def shown_by_map(operator: Operator, v: Tensor) -> Tensor | None:
     """The same of a map that is written out: False where all weights of a token are 0; or None."""
-    matrix = getattr(operator, "matrix", getattr(operator, "weights", None))
-    if not isinstance(matrix, Tensor):
+    if not operator.holds_matrix:
         return None
-    matrix = matrix.detach()[(None,) * (3 - matrix.dim())]
+    matrix = operator.dense().detach()
+    matrix = matrix[(None,) * (3 - matrix.dim())]
     seen = (matrix > 0) & ~_sees_nothing(matrix)[..., None]
     return _of_keys(seen.any(-2).any(-2), v)
 

@@ -126,7 +126,7 @@ class Trajectory:
                 head, *lines = list(csv.reader(file)) or [[]]
             except (ValueError, csv.Error) as error:
                 raise ValueError(
-                    f"{path} has no coefficients over training: it is no CSV file ({error})"
+                    f"{path} has no coefficients over training: it is not a CSV file ({error})"
                 ) from error
         powers = [f"c{power}" for power in range(len(head) - len(_FIRST_COLUMNS))]
         if not powers or head != [*_FIRST_COLUMNS, *powers]:

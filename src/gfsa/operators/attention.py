@@ -9,21 +9,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gfsa.kernels import routes
-from gfsa.operators.autocast import autocast, no_autocast
 from gfsa.operators.base import PLAIN, Coefficients, Operator, value_of, worth_taking_apart
 from gfsa.operators.call import (
     AttentionCall,
     DecisionCache,
     DropoutPlace,
     Signature,
-    check_dropout_place,
-)
-from gfsa.operators.checks import (
+    autocast,
     check_call,
     check_coefficients,
+    check_dropout_place,
     check_kinds,
     check_options,
     in_full_precision,
+    no_autocast,
 )
 from gfsa.operators.dense import DenseOperator
 from gfsa.operators.sdpa import SDPAOperator
@@ -95,7 +94,7 @@ class AttentionOperator(Operator):
         decision = self._decision(like, v, exclusive is not None)
         if decision.route not in ("sdpa", "dense"):
             # autocast does not act on these kernels
-            return self._operator(decision).polynomial(coeffs, v)
+            return self._operator(decision).polynomial(coeffs, v, exclusive)
         with no_autocast(v.device):
             numbers = in_full_precision(value_of(coeffs))
             return self._operator(decision).polynomial(numbers, v, exclusive)
@@ -188,7 +187,7 @@ class AttentionOperator(Operator):
         if decision.route == "sdpa":
             return SDPAOperator(self.call)
         # triton is imported where its kernels run
-        from gfsa.kernels.operator import FusedOperator
+        from gfsa.kernels.op import FusedOperator
 
         return FusedOperator(self.call.with_key_mask(), decision)
 

@@ -86,7 +86,7 @@ def combine(
         total = (columns[0] - own_share(exclusive, powers[1], powers[0])) * powers[0]
     last = len(columns) - 1
     for place in range(1, last + 1):
-        # one kernel a term, and torch promotes: a float32 sum of bfloat16 tokens
+        # one kernel per term; torch promotes to a float32 sum of bfloat16 tokens
         out = torch.empty_like(powers[last]) if in_one_go and place == last else None
         total = torch.addcmul(total, columns[place], powers[place], out=out)
     return total.to(powers[-1].dtype)
@@ -139,12 +139,15 @@ class Operator(ABC):
     #: whether the tokens that come with it have been through a filter's ``mix_values`` already
     values_are_mixed = False
 
+    #: whether the operator holds its matrix, so that :meth:`dense` costs nothing
+    holds_matrix = False
+
     @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
         """``A·x`` for tokens ``x`` of shape ``(..., H, N, D)``."""
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        """``[v, A·v, …, A^degree·v]``: one pass a power."""
+        """``[v, A·v, …, A^degree·v]``, one pass per power."""
         tokens = [v]
         for _ in range(degree):
             tokens.append(self.apply(tokens[-1]))
@@ -180,6 +183,13 @@ class Operator(ABC):
         None if this operator cannot be split by head; every head then does every pass.
         """
         return None
+
+    def whole(self) -> Operator:
+        """The map of all tokens: of an operator that decodes with a cache, the one inside it.
+
+        It can be applied to other tokens, which do not enter the cache.
+        """
+        return self
 
     def visibility(self) -> Visibility | None:
         """Which keys each query may attend to, as the operator's masks say; None if unknown."""
@@ -226,8 +236,8 @@ def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -3)
 
 
-# below it a GPU waits for the calls that splitting by head costs; a guess
-# between what was seen to lose, 10⁸, and where those calls take as long as the work they save
+# below it the launches that splitting adds cost a GPU more than the work they save; a guess
+# between what was measured to lose, 10⁸, and where the launches take as long as that work
 _FLOPS_WORTH_A_CALL = 5e10
 
 

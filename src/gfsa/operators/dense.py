@@ -18,8 +18,7 @@ from gfsa.operators.base import (
     take_heads,
     value_of,
 )
-from gfsa.operators.call import AttentionCall, DropoutPlace, check_dropout_place
-from gfsa.operators.checks import check_kinds
+from gfsa.operators.call import AttentionCall, DropoutPlace, check_dropout_place, check_kinds
 
 
 class DenseOperator(Operator):
@@ -37,6 +36,8 @@ class DenseOperator(Operator):
             published BERT and GPT-2 code does); ``"filter"`` drops entries of H (as its vision and
             speech code does).
     """
+
+    holds_matrix = True
 
     def __init__(
         self,

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gfsa.operators.autocast import no_autocast
 from gfsa.operators.base import (
     PLAIN,
     Coefficients,
@@ -19,6 +18,7 @@ from gfsa.operators.base import (
     columns_of,
     value_of,
 )
+from gfsa.operators.call import no_autocast
 from gfsa.operators.visibility import Visibility
 
 

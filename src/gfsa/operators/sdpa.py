@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gfsa.operators.base import Operator, repeat_heads
-from gfsa.operators.by_rows import apply_by_rows, as_additive
+from gfsa.operators.blocked import apply_described, as_additive
 from gfsa.operators.call import AttentionCall
-from gfsa.operators.registered_rows import apply_registered, is_needed
 from gfsa.operators.visibility import Visibility
 
 
@@ -52,7 +51,7 @@ class SDPAOperator(Operator):
     def apply(self, x: Tensor) -> Tensor:
         call = self.call
         if call.visible is not None:
-            return _apply_described(call, call.visible, x)
+            return apply_described(call, call.visible, x)
         if call.attn_mask is not None and call.enable_gqa:
             # torch's grouped-query kernels accept no mask; keys are repeated once for all passes
             x = repeat_heads(x, call.q)
@@ -106,15 +105,6 @@ def powers_with_one_mask(apply: Callable[[Tensor], Tensor], v: Tensor, degree: i
             _set_generator_state(v.device, before)
         tokens.append(apply(tokens[-1]))
     return tokens
-
-
-def _apply_described(call: AttentionCall, visible: Visibility, x: Tensor) -> Tensor:
-    """``A·x`` where torch's kernels need a mask for what a query sees."""
-    q, k = call.q, call.k
-    in_blocks = call.reason_for_torch_alone() is None
-    if in_blocks and is_needed(visible, q, k, x, call.dropout_p):
-        return apply_registered(visible, q, k, x, call.scale)
-    return apply_by_rows(visible, q, k, x, call.dropout_p, call.scale, in_blocks)
 
 
 def _described(call: AttentionCall) -> AttentionCall:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gfsa.operators.base import at_least_float32, take_heads
+from gfsa.operators.base import take_heads
 from gfsa.operators.call import AttentionCall
-from gfsa.operators.running_sum import running_sum
 
 
 @dataclass(frozen=True)
@@ -214,46 +213,6 @@ class Visibility:
             return self.keys.any(-2)
         return None if self.pairs is None else self.pairs.any(-2).any(-2)
 
-    def mean(self, x: Tensor, queries: int) -> Tensor:
-        r""":math:`m_i = \frac{1}{|S_i|} \sum_{j \in S_i} x_j`, where query i sees the keys S_i.
-
-        Args:
-            x: ``(B, H, N, D)``.
-            queries: the number of queries, the newest tokens if there are fewer than N.
-
-        Returns:
-            ``(B, H, queries or 1, D)`` in float32 at least; zeros for a query that sees no key.
-        """
-        dtype = at_least_float32(x.dtype)
-        if self.pairs is not None:
-            # weights rather than a sum to divide, which could leave the range of float16
-            weights = self.pairs.to(dtype) / self.pairs.sum(-1, keepdim=True).clamp(min=1)
-            return (weights.to(x.dtype) @ x).to(dtype)
-        if self.window is not None or self.documents is not None:
-            weights = self.dense(x.shape[-2], x)[..., x.shape[-2] - queries :, :]
-            return (weights @ x).to(dtype)
-        if self.keys is not None:
-            x = x.masked_fill(~self.keys[..., None], 0.0)
-        if self.causal and torch.are_deterministic_algorithms_enabled():
-            # torch's cumsum is not deterministic on a GPU
-            weights = self.dense(x.shape[-2], x)[..., x.shape[-2] - queries :, :]
-            return (weights @ x).to(dtype)
-        if self.causal:
-            mean = running_sum(x, dtype) / self._counts_so_far(x)
-            return mean[..., x.shape[-2] - queries :, :]
-        if self.keys is not None:
-            count = self.keys[..., None].sum(-2, keepdim=True).clamp(min=1)
-            return x.sum(-2, keepdim=True, dtype=dtype) / count
-        return x.mean(-2, keepdim=True, dtype=dtype)
-
-    def dense(self, length: int, like: Tensor) -> Tensor:
-        """The matrix of :meth:`mean`, ``(B or 1, H or 1, N, N)``: row i has ``1/|S_i|`` on S_i."""
-        visible = self.rows(0, length, length, like.device)
-        visible = visible.expand(*visible.shape[:-2], length, length)
-        visible = visible[(None,) * (4 - visible.dim())]
-        dtype = at_least_float32(like.dtype)
-        return (visible.to(dtype) / visible.sum(-1, keepdim=True).clamp(min=1)).to(like.dtype)
-
     def signature(self) -> tuple[Any, ...]:
         """All of it that a choice of kernels depends on."""
         layouts = [
@@ -271,20 +230,6 @@ class Visibility:
             documents = take_heads(documents[..., None], heads)[..., 0]
         pairs = None if self.pairs is None else take_heads(self.pairs, heads)
         return Visibility(keys, pairs, self.causal, self.window, documents, self.in_order)
-
-    def for_tokens(self) -> Visibility:
-        """The visibility for tokens that are not split into heads: what some head sees."""
-        if self.mask is None or self.mask.shape[-3] == 1:
-            return self
-        keys = None if self.keys is None else self.keys.any(-2, keepdim=True)
-        pairs = None if self.pairs is None else self.pairs.any(-3, keepdim=True)
-        return Visibility(keys, pairs, self.causal, self.window, self.documents, self.in_order)
-
-    def _counts_so_far(self, x: Tensor) -> Tensor:
-        """``(..., N, 1)``, how many keys a query of a causal layer sees, and 1 where it is none."""
-        if self.keys is not None:
-            return running_sum(self.keys[..., None], torch.int64).clamp(min=1)
-        return torch.arange(1, x.shape[-2] + 1, device=x.device)[:, None]
 
 
 def refusal_of_spans(visible: Visibility) -> str | None:

@@ -1,13 +1,11 @@
 """Plugs: filters in models that already exist."""
 
 from gfsa.plugs.adapter import Adapter, SwapClass
-from gfsa.plugs.call_check import FilterNotCalledError
-from gfsa.plugs.filter_rate import FilterRate
-from gfsa.plugs.optim import parameter_groups
-from gfsa.plugs.plug import plug, unplug
+from gfsa.plugs.api import plug, unplug
+from gfsa.plugs.checks.called import FilterNotCalledError
+from gfsa.plugs.optim import FilterRate, parameter_groups
 from gfsa.plugs.registry import register_adapter
-from gfsa.plugs.report import PlugReport
-from gfsa.plugs.sites import Site, filters_of, sites
+from gfsa.plugs.sites import PlugReport, Site, filters_of, sites
 
 __all__ = [
     "Adapter",

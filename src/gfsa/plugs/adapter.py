@@ -14,13 +14,20 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from gfsa.plugs.cross_attention import Owners
-
 if TYPE_CHECKING:
+    from gfsa.plugs.checks.proof import Owners
     from gfsa.plugs.saving.renames import Renaming
 
 CHILD = "gfsa"
 """The name under which a filter becomes a child of its attention module."""
+
+# what gfsa writes into the __dict__ of a plugged module; an adapter may add keys of its own
+ADAPTER = "_gfsa_adapter"
+"""The adapter of the module."""
+CLASS = "_gfsa_class"
+"""The class that the module had, if plugging gave it another one."""
+NAME = "_gfsa_name"
+"""The module's name in its model, for errors of its forward."""
 
 HEADS = (
     "num_heads",
@@ -46,6 +53,12 @@ def heads_of(*holders: object) -> int | None:
                 if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
                     return heads
     return None
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, plugged or not, without its filter."""
+    kind: type[nn.Module] = module.__dict__.get(CLASS, type(module))
+    return kind
 
 
 class Adapter(ABC):
@@ -82,7 +95,7 @@ class Adapter(ABC):
     def remove(self, module: nn.Module) -> None:
         """Undo :meth:`install`; ``module.gfsa`` is still there and is deleted afterwards."""
 
-    def mark(self, model: nn.Module) -> None:  # noqa: B027  (most have nothing to mark)
+    def on_filters_changed(self, model: nn.Module) -> None:  # noqa: B027  (most need not know)
         """Called once per model after filters were plugged, unplugged or loaded."""
 
 
@@ -147,7 +160,7 @@ class SwapClass(Adapter):
         return self._refuses(name, module) if self._refuses else None
 
     def _refusal_of_subclass(self, cls: type[nn.Module]) -> str:
-        """Why a class that the filtered one is no subclass of cannot be swapped for it."""
+        """Why this class cannot be swapped for the filtered one, which does not inherit from it."""
         filtered = self.filtered.__name__
         if any(getattr(base, "forward", None) is cls.forward for base in self.filtered.__mro__[1:]):
             return (
@@ -161,18 +174,18 @@ class SwapClass(Adapter):
         )
 
     def install(self, module: nn.Module) -> None:
-        module.__dict__["_gfsa_class"] = type(module)
+        module.__dict__[CLASS] = type(module)
         module.__class__ = self.filtered
 
     def remove(self, module: nn.Module) -> None:
-        module.__class__ = module.__dict__.pop("_gfsa_class")
-        module.__dict__.pop("_gfsa_name", None)
+        module.__class__ = module.__dict__.pop(CLASS)
+        module.__dict__.pop(NAME, None)
 
-    def mark(self, model: nn.Module) -> None:
+    def on_filters_changed(self, model: nn.Module) -> None:
         # errors of a forward name the layer
         for name, module in model.named_modules():
-            if isinstance(module, self.filtered) and "_gfsa_class" in module.__dict__:
-                module.__dict__["_gfsa_name"] = name
+            if isinstance(module, self.filtered) and CLASS in module.__dict__:
+                module.__dict__[NAME] = name
 
 
 def refusal_of_own_forward(module: nn.Module) -> str | None:

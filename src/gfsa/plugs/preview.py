@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gfsa.plugs.adapters.transformers.config_files import read_config
-from gfsa.plugs.plug import plug
+from gfsa.plugs.api import plug
 from gfsa.plugs.registry import Unknown
-from gfsa.plugs.report import PlugReport
+from gfsa.plugs.saving.pretrained import has_filters, read_config
+from gfsa.plugs.sites import PlugReport
 
 
 def describe(name: str, unknown: Unknown = "refuse", **arguments: Any) -> PlugReport:
@@ -31,8 +31,6 @@ def is_saved_with_filters(name: str) -> bool:
     """Whether ``name`` is a folder that was saved from a plugged model."""
     if not Path(name).is_dir():
         return False
-    from gfsa.plugs.adapters.transformers.pretrained import has_filters
-
     try:
         return has_filters(name)
     except FileNotFoundError:
@@ -67,7 +65,7 @@ def build(name: str) -> nn.Module:
         )
     similar = difflib.get_close_matches(name, names, n=3)
     raise ValueError(
-        f"{name!r} is no timm architecture, transformers model type or local folder with a "
+        f"{name!r} is not a timm architecture, a transformers model type or a local folder with a "
         "config.json (nothing is downloaded)"
         + (f"; did you mean {', '.join(similar)}?" if similar else "")
     )

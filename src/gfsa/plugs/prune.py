@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,13 +12,14 @@ from torch.utils import _pytree as pytree
 
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters.spec import check_number
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.attach import attach, detach, notify_adapters, refuse_changed_since
-from gfsa.plugs.call_check import stop_checking, watch_forwards
-from gfsa.plugs.parallel import refuse_distributed
-from gfsa.plugs.rollback import all_or_nothing
+from gfsa.plugs.checks.called import stop_checking, watch_forwards
+from gfsa.plugs.distributed import refuse_distributed
+from gfsa.plugs.install import attach, detach, notify_adapters, refuse_changed_since
 from gfsa.plugs.running import call, evaluating
 from gfsa.plugs.sites import Site, filters_of, plugged_sites, refuse_sharded, refuse_wrapped
+from gfsa.plugs.transaction import all_or_nothing
 
 
 @dataclass
@@ -119,12 +119,11 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
         The passes before and after; ``report.undo()`` puts the old filters back.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``.
+        TypeError: if ``model`` is not an ``nn.Module``.
         ValueError: if the model has no filters, they are wrapped by another library or distributed
             over processes, or ``tolerance`` is not a finite number of at least zero.
     """
-    if not (isinstance(tolerance, (int, float)) and 0 <= tolerance <= sys.float_info.max):
-        raise ValueError(f"tolerance must be a finite number of at least 0, got {tolerance!r}")
+    check_number("tolerance", tolerance, least=0.0)
     plugged = plugged_sites(model)
     if not plugged:
         raise ValueError(f"{type(model).__name__} has no filters to prune; gfsa.plug(model) first")
@@ -235,7 +234,7 @@ def _outputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
 
 
 def _largest_difference(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
-    # a returned cache holds as many powers as the filter has: that is no change of an output
+    # a returned cache holds as many powers as the filter has: that does not change an output
     common = before.keys() & after.keys()
     pairs = [(before[key], after[key]) for key in common if before[key].shape == after[key].shape]
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())

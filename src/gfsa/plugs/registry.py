@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from typing import Literal
 
 from torch import Tensor, nn
 
 from gfsa.plugs.adapter import Adapter, SwapClass
-from gfsa.plugs.adapters import torch_mha
 from gfsa.plugs.tracing.adapter import (
     DOUBTFUL,
     TRACER,
@@ -37,8 +36,8 @@ def register_adapter(cls: type[nn.Module], adapter: Adapter) -> None:
             :class:`gfsa.plugs.Adapter`.
 
     Raises:
-        TypeError: if ``cls`` is no ``nn.Module`` class, ``adapter`` no adapter, or the class of a
-            ``SwapClass`` no subclass of ``cls``.
+        TypeError: if ``cls`` is not an ``nn.Module`` class, ``adapter`` is not an adapter, or the
+            class of a ``SwapClass`` is not a subclass of ``cls``.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"expected an nn.Module class, got {cls!r}")
@@ -70,11 +69,9 @@ def find_adapter(module: nn.Module, unknown: Unknown = "refuse") -> Adapter | No
     for cls in type(module).__mro__:
         if cls in _registered:
             return _registered[cls]
-    for library, find in _BUILT_IN.items():
-        if library in sys.modules:
-            adapter = find(module)
-            if adapter is not None:
-                return adapter
+    adapter = _find_built_in(module)
+    if adapter is not None:
+        return adapter
     if looks_like_attention(module):
         return TRACER if unknown == "trace" else UNKNOWN
     return DOUBTFUL if may_be_attention(module) else None
@@ -93,7 +90,7 @@ def example_inputs(model: nn.Module) -> Tensor | None:
     """A batch for a trial forward, if the model says what it takes: those of timm do."""
     if "timm.models" not in sys.modules:
         return None
-    from gfsa.plugs.adapters.timm import example_images
+    from gfsa.adapters.timm import example_images
 
     return example_images(model)
 
@@ -109,7 +106,7 @@ def _find_in_transformers(module: nn.Module) -> Adapter | None:
                 f"transformers {version} is installed: pip install -U 'transformers>={oldest}'"
             )
         return None
-    from gfsa.plugs.adapters.transformers.adapter import find
+    from gfsa.adapters.transformers.adapter import find
 
     return find(module)
 
@@ -120,51 +117,26 @@ def _is_of_transformers(kind: type[nn.Module]) -> bool:
     return not libraries.isdisjoint(("transformers", "transformers_modules"))
 
 
-def _find_in_timm(module: nn.Module) -> Adapter | None:
-    from gfsa.plugs.adapters.timm import find
-
-    return find(module)
-
-
-def _find_in_torchvision(module: nn.Module) -> Adapter | None:
-    from gfsa.plugs.adapters.torchvision import find
-
-    return find(module)
-
-
-def _find_in_torch_geometric(module: nn.Module) -> Adapter | None:
-    from gfsa.plugs.adapters.torch_geometric import find
-
-    return find(module)
-
-
-def _find_in_litgpt(module: nn.Module) -> Adapter | None:
-    from gfsa.plugs.adapters.litgpt import find
-
-    return find(module)
-
-
-def _find_in_speechbrain(module: nn.Module) -> Adapter | None:
-    from gfsa.plugs.adapters.speechbrain import find
-
-    return find(module)
-
-
-def _find_in_diffusers(module: nn.Module) -> Adapter | None:
-    from gfsa.plugs.adapters.diffusers import find
-
-    return find(module)
-
-
-# by the module that a library has loaded if a model of it exists; specific libraries come before
-# torch, whose attention classes they build on
-_BUILT_IN: dict[str, Callable[[nn.Module], Adapter | None]] = {
-    "transformers": _find_in_transformers,
-    "timm.models": _find_in_timm,
-    "torchvision.models": _find_in_torchvision,
-    "torch_geometric.nn": _find_in_torch_geometric,
-    "speechbrain.nnet.attention": _find_in_speechbrain,
-    "diffusers.models.attention_processor": _find_in_diffusers,
-    "litgpt.model": _find_in_litgpt,
-    "torch": torch_mha.find,
+# library → its adapter, which is imported when a model has a module of the library's own
+_OF_LIBRARY = {
+    "diffusers": "gfsa.adapters.diffusers",
+    "litgpt": "gfsa.adapters.litgpt",
+    "speechbrain": "gfsa.adapters.speechbrain",
+    "timm": "gfsa.adapters.timm",
+    "torch_geometric": "gfsa.adapters.torch_geometric",
+    "torchvision": "gfsa.adapters.torchvision",
 }
+
+
+def _find_built_in(module: nn.Module) -> Adapter | None:
+    """The library's adapter for a module; specific libraries come before torch."""
+    # a model of transformers may have attention classes of the user's own
+    found = _find_in_transformers(module) if "transformers" in sys.modules else None
+    library = type(module).__module__.partition(".")[0]
+    if found is None and library in _OF_LIBRARY:
+        found = import_module(_OF_LIBRARY[library]).find(module)
+    if found is None:
+        from gfsa.adapters.torch_mha import find
+
+        found = find(module)
+    return found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -16,17 +18,19 @@ def call(model: nn.Module, inputs: Any) -> Any:
     A cache among them is copied: it is the same in every call, and stays as it is.
     """
     if isinstance(inputs, Mapping):
-        return model(**{name: _own_copy(value) for name, value in inputs.items()})
+        return model(**{name: own_copy(value) for name, value in inputs.items()})
     if isinstance(inputs, tuple):
-        return model(*map(_own_copy, inputs))
+        return model(*map(own_copy, inputs))
     return model(inputs)
 
 
-def _own_copy(value: Any) -> Any:
-    # a forward adds its tokens to a key-value cache
-    if not hasattr(value, "get_seq_length"):
-        return value
-    # torch does not copy what a forward with gradients has computed; its values are enough here
+def own_copy(value: Any) -> Any:
+    """A copy of a key-value cache, to which a forward adds its tokens; anything else as it is."""
+    return copied(value) if hasattr(value, "get_seq_length") else value
+
+
+def copied(value: Any) -> Any:
+    """A deep copy, with the values of what a forward with gradients has computed."""
     computed = (x for x in _tensors_in(value, set()) if not x.is_leaf)
     return copy.deepcopy(value, {id(x): x.detach().clone() for x in computed})
 
@@ -59,3 +63,30 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+@contextmanager
+def same_random_numbers(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """The generators of torch, Python and numpy are afterwards as they were before.
+
+    Args:
+        tensors: those of a model; the generators of their devices count.
+    """
+    import numpy
+
+    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    kinds = {device.type for device in devices} or {"cuda"}
+    python, arrays = random.getstate(), numpy.random.get_state()
+    try:
+        with ExitStack() as stack:
+            for kind in kinds:
+                if kind == "mps":
+                    # one device, whose generator takes no number
+                    stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
+                    continue
+                numbers = sorted({d.index or 0 for d in devices if d.type == kind})
+                stack.enter_context(torch.random.fork_rng(numbers, device_type=kind))
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)

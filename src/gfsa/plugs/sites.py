@@ -1,22 +1,23 @@
-"""Sites: a model's attention modules, each with its adapter and its filter, or why it has none."""
+"""Sites: a model's attention modules, each with its adapter and its filter, or the refusal.
+
+Beside them, the report that lists them, and the selection of layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+import fnmatch
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from torch import nn
 
 from gfsa.filters import GraphFilter
-from gfsa.plugs.adapter import CHILD, Adapter
-from gfsa.plugs.cross_attention import Owners
-from gfsa.plugs.partitioned import is_partitioned
+from gfsa.plugs.adapter import ADAPTER, CHILD, Adapter
+from gfsa.plugs.checks.proof import Owners
+from gfsa.plugs.distributed import is_partitioned
 from gfsa.plugs.registry import Unknown, find_adapter
-from gfsa.plugs.report import IN_PLACE, PlugReport, listed_reasons
-
-ADAPTER = "_gfsa_adapter"
-"""The key in ``module.__dict__`` under which a plugged module keeps its adapter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,14 +70,14 @@ def sites(model: nn.Module, unknown: Unknown = "refuse") -> dict[str, Site]:
         Module name → :class:`Site`, those that cannot be plugged among them, with the reason.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``.
+        TypeError: if ``model`` is not an ``nn.Module``.
     """
     check_model(model)
     modules = dict(model.named_modules())
     found = {}
     for name, module in modules.items():
         if isinstance(module, GraphFilter):
-            # a filter has heads and may be named after attention, but is no site
+            # a filter has heads and may be named after attention, but is not a site
             continue
         adapter = module.__dict__.get(ADAPTER) or find_adapter(module, unknown)
         if adapter is None:
@@ -110,7 +111,7 @@ def filters_of(model: nn.Module) -> dict[str, GraphFilter]:
         Module name → filter; empty if the model is not plugged.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``.
+        TypeError: if ``model`` is not an ``nn.Module``.
     """
     return {name: site.filter for name, site in plugged_sites(model).items()}
 
@@ -180,3 +181,184 @@ def _active_copy_first(wrapper: nn.Module) -> Iterator[nn.Module]:
     elif isinstance(active, str) and isinstance(copies, nn.ModuleDict) and active in copies:
         yield copies[active]
     yield from wrapper.modules()
+
+
+ROOT = "(the model)"
+"""How reports call a model that is an attention module itself: its name is the empty string."""
+
+IN_PLACE = (
+    "gfsa.plug changes the model in place and returns a report: write gfsa.plug(model), not "
+    "model = gfsa.plug(model)"
+)
+
+
+@dataclass
+class PlugReport:
+    """What :func:`gfsa.plug` did, or would do."""
+
+    plugged: dict[str, int] = field(default_factory=dict)
+    """Module name → heads, in the model's order."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Module name → why it has no filter."""
+    parameters: int = 0
+    """How many learned numbers were added."""
+    how: dict[str, str] = field(default_factory=dict)
+    """Module name → how its forward calls the filter."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Module name → the number by which ``layers=`` takes it, of every layer that it can take."""
+    dry_run: bool = False
+    """Whether the model was left unchanged."""
+    note: str = ""
+    """How the filters change what the model computes before they learn; empty if they do not."""
+
+    def __getattr__(self, name: str) -> Any:
+        # after model = gfsa.plug(model), a report is asked for what a model has
+        raise AttributeError(f"PlugReport has no attribute {name!r}. {IN_PLACE}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"a PlugReport cannot be called. {IN_PLACE}")
+
+    def __str__(self) -> str:
+        verb = "would plug" if self.dry_run else "plugged"
+        numbers = self.numbers or {name: n for n, name in enumerate(self.plugged, start=1)}
+        text = report_text(
+            f"{verb} {counted(len(self.plugged), 'layer')}, "
+            f"{counted(self.parameters, 'learned number')}",
+            {
+                name: f"{counted(heads, 'head')}, {self.how[name]}"
+                for name, heads in self.plugged.items()
+            },
+            self.skipped,
+            numbers,
+        )
+        return f"{text}\n  {self.note}" if self.note else text
+
+
+def report_text(
+    headline: str,
+    changed: Mapping[str, str],
+    skipped: Mapping[str, str],
+    numbers: Mapping[str, int] | None = None,
+) -> str:
+    """A report as text: the layers that changed, by number, then the skipped ones.
+
+    Args:
+        headline: the first line.
+        changed: layer → what became of it.
+        skipped: layer → why nothing did; layers with one reason share a line.
+        numbers: layer → the number that ``layers=`` takes; counted from 1 if not given.
+    """
+    numbers = numbers or {name: number for number, name in enumerate(changed, start=1)}
+    lines = [f"{headline} ({len(skipped)} skipped)"]
+    lines += [f"  {numbers[name]:>3}  {name or ROOT}: {what}" for name, what in changed.items()]
+    for reason, names in _by_reason(skipped).items():
+        # one that was left out has a number, too
+        number = numbers.get(names[0], "-") if len(names) == 1 else "-"
+        lines.append(f"  {number:>3}  {_shortened(names)}: {reason}")
+    return "\n".join(lines)
+
+
+def grouped_reasons(refused: Mapping[str, str]) -> list[str]:
+    """A line for each reason, with the layers that have it."""
+    return [f"{_shortened(names)}: {reason}" for reason, names in _by_reason(refused).items()]
+
+
+def listed_reasons(refused: Mapping[str, str]) -> str:
+    """Refused layers for an error, a line for each reason."""
+    return "".join(f"\n  {line}" for line in grouped_reasons(refused))
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 layer``, ``2 layers``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _by_reason(skipped: Mapping[str, str]) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for name, reason in skipped.items():
+        # reasons that differ in the layer's own name alone are one
+        names.setdefault(reason.replace(name, "…") if len(name) > 3 else reason, []).append(name)
+    return {
+        reason if len(group) > 1 else skipped[group[0]]: group for reason, group in names.items()
+    }
+
+
+def _shortened(names: list[str]) -> str:
+    if len(names) < 3:
+        return ", ".join(name or ROOT for name in names)
+    return f"{names[0]} … {names[-1]} ({len(names)} layers)"
+
+
+Layers = str | Iterable[int | str] | Callable[[str, nn.Module], bool]
+
+NOT_SELECTED = "not among the selected layers"
+"""The reason in reports for a layer that ``layers`` leaves out."""
+
+_EXPECTED = (
+    "layers must be 'all', 'even', 'odd', 'lower', 'upper', numbers counted from 1, names or "
+    "patterns such as 'encoder.*', or a predicate (name, module)"
+)
+
+
+def select_layers(candidates: Mapping[str, nn.Module], layers: Layers) -> set[str]:
+    """The names among ``candidates`` that ``layers`` selects.
+
+    Args:
+        candidates: the model's self-attention modules by name, in the model's order. They are
+            counted from 1, over the whole model, as the paper counts.
+        layers: ``"all"``, ``"even"``, ``"odd"``, ``"upper"`` (the half next to the output; the
+            middle layer of an odd number belongs to it), ``"lower"`` (the other half), a name or a
+            pattern such as ``"encoder.*"``, an iterable of numbers, names and patterns, or a
+            predicate ``(name, module) -> bool``.
+
+    Raises:
+        ValueError: if there are candidates and none is selected, or ``layers`` is none of these.
+    """
+    names = list(candidates)
+    if callable(layers):
+        selected = {name for name, module in candidates.items() if layers(name, module)}
+    elif isinstance(layers, str):
+        halves = {
+            "all": names,
+            "odd": names[::2],
+            "even": names[1::2],
+            "lower": names[: len(names) // 2],
+            "upper": names[len(names) // 2 :],
+        }
+        selected = set(halves[layers] if layers in halves else _matching(layers, names))
+    else:
+        try:
+            chosen = list(layers)
+        except TypeError:
+            raise ValueError(f"{_EXPECTED}; got {layers!r}") from None
+        selected = set()
+        for one in chosen:
+            if isinstance(one, str):
+                selected.update(_matching(one, names))
+                continue
+            if isinstance(one, bool) or not hasattr(one, "__index__"):
+                raise ValueError(f"{_EXPECTED}; got {one!r} among them")
+            number = operator.index(one)
+            if not 1 <= number <= len(names):
+                raise ValueError(
+                    f"there is no layer {number}: the model has "
+                    f"{counted(len(names), 'self-attention layer')} that can be plugged, counted "
+                    "from 1"
+                )
+            selected.add(names[number - 1])
+    if names and not selected:
+        raise ValueError(
+            f"layers={layers!r} selects none of the model's "
+            f"{counted(len(names), 'self-attention layer')} (depths that share one module, as in "
+            "ALBERT, are one layer); select at least one"
+        )
+    return selected
+
+
+def _matching(pattern: str, names: list[str]) -> list[str]:
+    """The layers that a name or a pattern means; a name also means what is inside that module."""
+    found = fnmatch.filter(names, pattern) + fnmatch.filter(names, f"{pattern}.*")
+    if not found:
+        shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+        raise ValueError(f"{_EXPECTED}; got {pattern!r}, which matches none of {shown}")
+    return found

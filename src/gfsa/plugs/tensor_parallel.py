@@ -9,7 +9,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from gfsa.filters import GraphFilter
 from gfsa.filters.partial import PartialPolynomial
-from gfsa.filters.sharding import heads_of_process, keep_heads
 
 
 class ShardHeads(ParallelStyle):
@@ -42,13 +41,9 @@ class ShardHeads(ParallelStyle):
             raise ValueError(
                 "a pruned filter would give processes different work; shard the unpruned model"
             )
-        _shard(module, device_mesh, self.src_data_rank)
+        module.keep_heads(device_mesh.get_local_rank(), size, theta_is_cut=False)
+        theta, source = module.theta, self.src_data_rank
+        if theta is not None:
+            rows = distribute_tensor(theta.detach(), device_mesh, [Shard(0)], src_data_rank=source)
+            module.theta = nn.Parameter(rows, requires_grad=theta.requires_grad)
         return module
-
-
-def _shard(filter: GraphFilter, mesh: DeviceMesh, source: int | None) -> None:
-    own = heads_of_process(filter.num_heads, mesh.size(), mesh.get_local_rank())
-    keep_heads(filter, own, theta_is_cut=False)
-    if filter.theta is not None:
-        sharded = distribute_tensor(filter.theta.detach(), mesh, [Shard(0)], src_data_rank=source)
-        filter.theta = nn.Parameter(sharded, requires_grad=filter.theta.requires_grad)

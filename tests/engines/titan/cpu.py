@@ -4,11 +4,16 @@ torchtitan trains on accelerators only: its globals name one, its metrics ask fo
 one, gloo has no PREMUL_SUM, flex attention has no backward on a CPU, and varlen attention has no
 kernel. Its pipeline schedules take microbatches, as those of a newer torch do. What is replaced
 here is around the model; attention is replaced by SDPA, which is the same map.
+
+As a script it trains, ``torchrun cpu.py --module tiny --config llama …``, and writes the losses and
+gradient norms of its steps to ``$LOSSES-RANK.json``.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
+import os
 from typing import Any
 
 import torch
@@ -124,3 +129,34 @@ def _sdpa_of_documents(
         for document in documents
     ]
     return torch.cat(attended, dim=1).transpose(0, 1)
+
+
+def main() -> None:
+    use_cpu()
+    from torchtitan.config import ConfigManager
+    from torchtitan.tools.logging import init_logger
+
+    init_logger()
+    trainer: Any = ConfigManager().parse_args().build()
+    steps: list[dict[str, float]] = []
+    log = trainer.metrics_processor.log
+
+    def record(step: int, loss: float, largest: float, norm: float, **extra: Any) -> None:
+        steps.append({"step": step, "loss": loss, "norm": norm})
+        log(step, loss, largest, norm, **extra)
+
+    trainer.metrics_processor.log = record
+    groups = [
+        {"lr": group["lr"], "weight_decay": group["weight_decay"], "names": group["param_names"]}
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+    ]
+    trainer.train()
+    with open(f"{os.environ['LOSSES']}-{os.environ['RANK']}.json", "w", encoding="utf-8") as file:
+        json.dump({"steps": steps, "groups": groups}, file)
+    trainer.close()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

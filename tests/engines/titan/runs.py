@@ -45,7 +45,7 @@ def train(folder: Path, config: str, *arguments: str, processes: int = 1, steps:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
-        *(str(HERE / "train.py"), "--module", "tiny", "--config", config),
+        *(str(HERE / "cpu.py"), "--module", "tiny", "--config", config),
         *("--dump_folder", str(folder), "--training.steps", str(steps), *arguments),
     ]
     environment = os.environ | {

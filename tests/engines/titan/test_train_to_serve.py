@@ -17,8 +17,7 @@ from cpu import use_cpu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gfsa
-from engines.catalogue import ENGINES
-from engines.run import build
+from engines.run import ENGINES, build
 
 use_cpu()
 

@@ -1,17 +1,20 @@
-"""Greedy decoding in vLLM gives the tokens that transformers' generate gives.
-
-Every architecture in every mode: 16 requests of different lengths run at once, 40 tokens each, in
-float32; the log-probabilities of the generated tokens differ by rounding.
-"""
+"""vLLM gives the tokens of ``generate`` with every way of serving and every kind of filter."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from serving import Engine, Round, largest_difference
-from tiny_models import ARCHITECTURES, Checkpoint
+from tiny_models import ARCHITECTURES, NEW_TOKENS, Checkpoint
 
 TOLERANCE = 1e-5
 
@@ -106,3 +109,144 @@ def test_ngram_speculation(checkpoint: Checkpoint, check: Any) -> None:
 def test_two_processes(checkpoint: Checkpoint, check: Any) -> None:
     with Engine(checkpoint.folder, **EAGER, tensor_parallel_size=2) as engine:
         check("tensor parallel 2", engine.generate(checkpoint.prompts))
+
+
+NEW = 12
+
+
+KINDS = {
+    "learned": "K = 5 learned in part, exact K = 4, a layer without a filter",
+    "polynomials": "polynomials of degree 0 and 1, a pruned one of degree 3",
+    "fixed": "twicing, the Laplacian, PageRank of three hops",
+    "exclusive": "the exclusive term alone, beside K = 3, beside a polynomial of degree 0",
+    "soft cap": "capped attention scores (Gemma 2), K = 3 on all layers",
+    "experts": "a mixture of experts (Qwen3 MoE), filters on odd layers",
+}
+
+
+@pytest.mark.parametrize("recipe", KINDS)
+def test_every_kind(recipe: str, checkpoints: Any, record: Any) -> None:
+    checkpoint = checkpoints(recipe)
+    with Engine(checkpoint.folder, enforce_eager=True, max_num_batched_tokens=24) as engine:
+        found = engine.generate(checkpoint.prompts, NEW)
+    expected = [text.first(NEW) for text in checkpoint.texts]
+    difference = largest_difference(found.texts, expected)
+    assert difference < TOLERANCE
+    record(f"{KINDS[recipe]}: 16 requests", f"identical, log-probabilities within {difference:.0e}")
+
+
+def write_in_several_files(checkpoint: Checkpoint, folder: Path) -> None:
+    """The checkpoint as a trainer exports it that writes floating-point numbers only.
+
+    The weights and θ in two files, what the filters are in a third, and an index of all three.
+    """
+    tensors = load_file(checkpoint.folder / "model.safetensors")
+    described = [name for name in tensors if name.endswith("._extra_state")]
+    weights = [name for name in tensors if name not in described]
+    files = {
+        "model-00001-of-00002.safetensors": weights[::2],
+        "model-00002-of-00002.safetensors": weights[1::2],
+        "gfsa-descriptions.safetensors": described,
+    }
+    assert len(described) == 3
+    for file, names in files.items():
+        part = {name: tensors[name] for name in names}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": {name: file for file, names in files.items() for name in names},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copyfile(checkpoint.folder / "config.json", folder / "config.json")
+
+
+def test_a_checkpoint_in_several_files(checkpoints: Any, tmp_path: Path, record: Any) -> None:
+    checkpoint: Checkpoint = checkpoints("Llama")
+    write_in_several_files(checkpoint, tmp_path)
+    with Engine(tmp_path, enforce_eager=True) as engine:
+        found = engine.generate(checkpoint.prompts)
+    difference = largest_difference(found.texts, checkpoint.texts)
+    assert difference < TOLERANCE
+    record(
+        "Llama in two files of weights and `gfsa-descriptions.safetensors`, with their index",
+        f"16 requests of 40 tokens identical, log-probabilities within {difference:.0e}",
+    )
+
+
+def test_coefficients_are_float32_in_a_bfloat16_model(checkpoints: Any) -> None:
+    folder = checkpoints("bfloat16").folder
+    saved = load_file(folder / "model.safetensors")
+    with Engine(folder, enforce_eager=True, dtype="bfloat16") as engine:
+        found = engine.coefficients()
+    assert len(found) == 3
+    for layer, coefficients, dtype in found:
+        theta = saved[f"{layer}.gfsa.theta"]
+        assert dtype == str(theta.dtype) == "torch.float32"
+        # K = 3: c0 = w0, c1 = w1 − wK, c2 = 2·wK, where θ is the difference to (0, 1, 0)
+        w0, w1, wK = theta.unbind(-1)
+        expected = torch.stack([w0, 1 + w1 - wK, 2 * wK], dim=-1)
+        torch.testing.assert_close(torch.tensor(coefficients), expected, rtol=1e-6, atol=1e-7)
+
+
+ROUNDS = 5
+# key heads, query heads: two query heads a key head, or one
+HEADS = dict.fromkeys(ARCHITECTURES, (2, 4)) | {"GPT-2": (4, 4)}
+# vLLM groups layers with a window and layers without, and fills groups up: not in proportion
+MIXED = ("Gemma 3",)
+UNPLUGGED, BACKEND, PLUGGED = "unplugged", "unplugged in the Transformers backend", "plugged"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_cost(architecture: str, checkpoints: Any, record: Any) -> None:
+    checkpoint = checkpoints(architecture)
+    served: dict[str, tuple[Any, dict[str, str]]] = {
+        UNPLUGGED: (checkpoint.plain, {}),
+        PLUGGED: (checkpoint.folder, {}),
+    }
+    if architecture == "Llama":
+        # a plugged Llama runs in the Transformers backend, which has a cost of its own; an
+        # unplugged one in vLLM's own class
+        served[BACKEND] = (checkpoint.plain, {"model_impl": "transformers"})
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(
+                Engine(folder, enforce_eager=True, enable_prefix_caching=False, **options)
+            )
+            for name, (folder, options) in served.items()
+        }
+        capacity = {name: engine.counters().capacity for name, engine in engines.items()}
+        for engine in engines.values():
+            # the first requests start what is started once
+            engine.generate(checkpoint.prompts, 2)
+        # in turns: what slows the machine for a while slows all of them
+        rounds = [
+            {name: engine.generate(checkpoint.prompts).seconds for name, engine in engines.items()}
+            for _ in range(ROUNDS)
+        ]
+    keys, queries = HEADS[architecture]
+    fewer = capacity[UNPLUGGED] / capacity[PLUGGED]
+    # degree 2: one more layer, with a key head for each query head
+    expected = (keys + queries) / keys
+    assert fewer == pytest.approx(expected, rel=0.05 if architecture in MIXED else 0.01)
+    record(
+        f"{architecture}: tokens that fit into 1 GiB of cache",
+        f"{capacity[PLUGGED]:,} plugged, {capacity[UNPLUGGED]:,} unplugged: 1/{fewer:.2f}",
+    )
+    tokens = NEW_TOKENS * len(checkpoint.prompts)
+    speed = {name: median(tokens / seconds[name] for seconds in rounds) for name in engines}
+    slower = {
+        name: median(seconds[PLUGGED] / seconds[name] for seconds in rounds) for name in engines
+    }
+    record(
+        f"{architecture}: tokens/s of 16 requests, eager, one core",
+        f"{speed[PLUGGED]:.0f} plugged, "
+        + ", ".join(
+            f"{speed[name]:.0f} {name} ({slower[name]:.2f} times the time)"
+            for name in engines
+            if name != PLUGGED
+        ),
+    )
+    if architecture in ("Llama", "GPT-2"):
+        kind = f"{architecture}, {queries} query heads, {keys} key heads"
+        record("memory", f"{fewer:.1f} times the cache a token ({kind})")
+        record("time", f"{slower[UNPLUGGED]:.2f} times a token ({architecture}, eager)")

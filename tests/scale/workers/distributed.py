@@ -35,13 +35,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental._context_parallel import _attention as cp_ring
+
 import gfsa
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.plugs.tensor_parallel import ShardHeads
-from support.random_filters import randomise
-from support.ring_on_cpu import use_ring_on_cpu
 from support.subjects import HEADS, SUBJECTS, TERMS, Op, filters_of, first
-from support.zoo import VOCABULARY, ZOO
+from support.zoo import VOCABULARY, ZOO, randomise
 
 KEY_HEADS = 2
 """Heads of Llama's keys: a head cannot be split."""
@@ -305,6 +306,42 @@ def tensor_parallel_refusals(mesh: DeviceMesh) -> None:
             assert message in str(error), error  # noqa: PT017
         else:
             raise AssertionError(f"not refused: {message}")
+
+
+_OPTIONS = ("dropout_p", "is_causal")
+
+
+def use_ring_on_cpu(load_balance: bool) -> None:
+    """From now on, ``context_parallel`` works on CPU tensors; sums are kept in their dtype.
+
+    Torch's ring attention is written for any kernel that returns a logsumexp, but handed to the
+    CUDA kernels only; this passes it to the CPU's, with torch's own loops over the ring.
+    """
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    cp_ring.custom_ops[attend.default] = _ring_forward
+    cp_ring.custom_ops[differentiate.default] = _ring_backward
+    cp_ring._cp_options.enable_load_balance = load_balance
+    cp_ring._cp_options.convert_to_f32 = False
+
+
+def _ring_forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+    mesh = args[0].device_mesh
+    q, k, v = (tensor._local_tensor for tensor in args[:3])
+    options = {**dict(zip(_OPTIONS, args[3:], strict=False)), **kwargs}
+    results = cp_ring._templated_ring_attention(mesh.get_group(), 2, op, q, k, v, **options)
+    return tuple(DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in results)
+
+
+def _ring_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+    mesh = args[0].device_mesh
+    names = ("grad_out", "query", "key", "value", "out", "logsumexp")
+    tensors = {name: tensor._local_tensor for name, tensor in zip(names, args, strict=False)}
+    options = {**dict(zip(_OPTIONS, args[len(names) :], strict=False)), **kwargs}
+    results = cp_ring._templated_ring_attention_backward(
+        mesh.get_group(), 2, op, grad_out_name="grad_out", **tensors, **options
+    )
+    return tuple(DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in results)
 
 
 def ring(name: str, mesh: DeviceMesh, causal: bool, load_balance: bool) -> float:

@@ -10,13 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.plugs.attach import install, uninstall
-from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
-from gfsa.plugs.parallel import refuse_distributed
-from gfsa.plugs.plug import plan_filters
-from gfsa.plugs.report import report_text
-from gfsa.plugs.rollback import all_or_nothing
-from gfsa.plugs.sites import check_model, plugged_sites, refuse_wrapped, sites
+from gfsa.plugs.api import plan_filters
+from gfsa.plugs.distributed import refuse_distributed
+from gfsa.plugs.install import install, uninstall
+from gfsa.plugs.sites import (
+    NOT_SELECTED,
+    Layers,
+    check_model,
+    plugged_sites,
+    refuse_wrapped,
+    report_text,
+    select_layers,
+    sites,
+)
+from gfsa.plugs.transaction import all_or_nothing
 from gfsa_experiments.baselines.blocks import (
     FAMILIES,
     Anatomy,
@@ -27,6 +34,7 @@ from gfsa_experiments.baselines.blocks import (
     width_of,
 )
 from gfsa_experiments.baselines.masks import Reader
+from gfsa_experiments.baselines.means import seen_by_tokens
 from gfsa_experiments.baselines.methods import (
     AttnScale,
     BaselineFilter,
@@ -384,7 +392,7 @@ class AtPlace(Hook):
         self.scope.visit()
         if not self.method.needs_visibility:
             return self.method(x, None)
-        seen = self.scope.visible.for_tokens()
+        seen = seen_by_tokens(self.scope.visible)
         self.scope.check_tokens(x)
         return over_tokens(x, self.sequence_first, lambda tokens: self.method(tokens, seen))
 

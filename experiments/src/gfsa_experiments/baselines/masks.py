@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gfsa.operators import Operator
 from gfsa.operators.visibility import Visibility
-from gfsa.plugs.cross_attention import has_no_values
+from gfsa.plugs.checks.proof import has_no_values
 from gfsa_experiments.models.attention import SoftmaxAttention
 
 # by library: the arguments that its reader below reads, and those of cross-attention

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from gfsa.filters import GraphFilter, Polynomial
-from gfsa.filters.checks import check_number
+from gfsa.filters.spec import check_number
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.operators.base import at_least_float32, repeat_heads
 from gfsa.operators.visibility import Visibility
 from gfsa_experiments.baselines.masks import Kind, kind_of, refusal_of_reading
+from gfsa_experiments.baselines.means import mean_matrix, mean_of_visible
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -192,14 +193,14 @@ class AttnScale(BaselineFilter):
         if self.compared is not None and not torch.compiler.is_compiling():
             self._compare(visible, operator, v)
         _, mixed = operator.powers(v, 1)
-        mean = repeat_heads(visible.mean(v, mixed.shape[-2]), mixed)
+        mean = repeat_heads(mean_of_visible(visible, v, mixed.shape[-2]), mixed)
         y = mixed + self._lambda() * (mixed - mean)
         return y.to(mixed.dtype)
 
     def map(self, operator: DenseOperator, v: Tensor | None = None) -> Tensor:
         matrix = operator.dense()
         return matrix + self._lambda() * (
-            matrix - self._visibility(operator).dense(matrix.shape[-1], matrix)
+            matrix - mean_matrix(self._visibility(operator), matrix.shape[-1], matrix)
         )
 
     def config(self) -> dict[str, Any]:
@@ -405,7 +406,7 @@ class FeatScale(TokenMethod):
         self.rest_scale = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor, seen: Visibility) -> Tensor:
-        mean = seen.mean(x[:, None], x.shape[1])[:, 0]
+        mean = mean_of_visible(seen, x[:, None], x.shape[1])[:, 0]
         return (x + self.mean_scale * mean + self.rest_scale * (x - mean)).to(x.dtype)
 
 

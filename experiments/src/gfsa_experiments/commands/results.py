@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gfsa_experiments.results.families import Judged
     from gfsa_experiments.results.tables import ResultTable, Runs
 
-PARTS = ("verdicts", "domains", "costs", "tables", "tuning", "forest")
+PARTS = ("verdicts", "domains", "costs", "tables", "tuning", "forest", "scores")
 FOREST = "forest.svg"
 # a generated part of a page: the command whose output stands between two marks
 _PART = re.compile(r"<!-- gfsa results(?P<words>[^>]*?) -->(?P<old>.*?)<!-- end -->", re.DOTALL)
@@ -223,6 +223,8 @@ def blocks_of(found: Folder, asked: Asked) -> list[str]:
         return [block for judged in families for block in report.family_section(*judged)]
     if asked.show == "verdicts":
         return report.verdicts(found.families(asked))
+    if asked.show == "scores":
+        return report.score_blocks(found.families(asked))
     if asked.show == "domains":
         return report.domain_blocks(found.chosen(asked))
     if asked.show == "costs":

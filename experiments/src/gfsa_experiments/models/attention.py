@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, LinearOperator, Operator
-from gfsa.operators.autocast import autocast, no_autocast
-from gfsa.operators.call import DropoutPlace
+from gfsa.operators.call import DropoutPlace, autocast, no_autocast
 from gfsa.plugs import Adapter, register_adapter
 
 

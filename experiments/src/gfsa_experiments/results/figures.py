@@ -43,7 +43,8 @@ def marks(tables: Sequence[ResultTable], judged: Sequence[Judged] = ()) -> list[
             if outcome.contrast is not None and outcome.contrast.reduction is not None:
                 # what it compares stands below
                 group = f"{family.title.partition(':')[0]} ({outcome.contrast.reduced})"
-                label, reduction = named(outcome.comparison.name), outcome.contrast.reduction
+                label = named(outcome.comparison.name, family.name)
+                reduction = outcome.contrast.reduction
                 found.append(Mark(label, "", reduction, (), outcome.verdict, group))
     for domain in domains(tables):
         for method, contrasts in domain.to_plain.items():
@@ -103,7 +104,11 @@ def draw(drawn: Sequence[Mark]) -> Any:
     for method, (colour, shape) in looks.items():
         if any(mark.method == method for mark in drawn):
             label = f"{method}, exploratory" if method else "confirmatory"
-            look = {"color": colour, "marker": shape, "mfc": "white" if method else colour}
+            look: dict[str, Any] = {
+                "color": colour,
+                "marker": shape,
+                "mfc": "white" if method else colour,
+            }
             handles.append(Line2D([], [], label=label, **look))
     if any(len(mark.tasks) > 1 for mark in drawn):
         look = {"color": "#777777", "marker": "|", "linestyle": "none"}

@@ -48,7 +48,8 @@ NAMES = FILTERS | {
     "gated": "gated heads",
     "longer": "longer plain",
     "residual": "value residual",
-    "both": "degree 1 on gated heads",
+    "pretrain-epoch-best/both": "degree 1 on gated heads",
+    "pretrain-lasting/both": "exclusive + depth",
     "featscale": "FeatScale",
     "w0": "identity term",
 }
@@ -163,9 +164,10 @@ def _bullets(items: Sequence[str]) -> list[str]:
     return ["\n".join(f"- {item}" for item in items)] if items else []
 
 
-def named(comparison: str) -> str:
-    """``gfsa − plain`` in the words of pages, ``GFSA − plain``."""
-    return " − ".join(NAMES.get(line, line) for line in comparison.split(" − "))
+def named(comparison: str, family: str = "") -> str:
+    """``gfsa − plain`` in the words of pages, ``GFSA − plain``; a family may have its own."""
+    lines = comparison.split(" − ")
+    return " − ".join(NAMES.get(f"{family}/{line}", NAMES.get(line, line)) for line in lines)
 
 
 def verdicts(judged: Sequence[Judged]) -> list[str]:
@@ -179,7 +181,7 @@ def verdicts(judged: Sequence[Judged]) -> list[str]:
             cells = contrast_cells(outcome.contrast)
             row = {
                 "setting": "" if first else f"{_link(family)}: {family.title}",
-                "comparison": named(outcome.comparison.name),
+                "comparison": named(outcome.comparison.name, family.name),
                 "pairs": str(outcome.pairs),
                 **{name: cells[name] for name in ("difference", "error reduction")},
                 "p (Holm)": _p(outcome.p_holm),
@@ -187,6 +189,42 @@ def verdicts(judged: Sequence[Judged]) -> list[str]:
             }
             rows.append(row)
     return [*grid(rows, ("setting", "comparison", "verdict")), *_bullets(said)]
+
+
+def score_blocks(judged: Sequence[Judged]) -> list[str]:
+    """One row per complete family, for a first page: both scores, and the answer at equal time.
+
+    The row is about the line that is compared with one named ``longer …``, plain for as long as the
+    other trained, or else about the first line that is compared with plain.
+    """
+    rows = []
+    for family, outcomes in judged:
+        lines = dict(_lines_of(outcomes))
+        longer = [o for o in outcomes if o.comparison.b.startswith("longer") and o.contrast]
+        leads = [*longer, *(o for o in outcomes if o.comparison.b == PLAIN[0] and o.contrast)]
+        if not leads or PLAIN[0] not in lines:
+            continue
+        name, metric = leads[0].comparison.a, leads[0].comparison.metric
+        own, plain = lines[name], lines[PLAIN[0]]
+        registered = [o for o in leads if (o.comparison.a, o.comparison.b) == (name, PLAIN[0])]
+        verdict = registered[0].verdict if registered else "exploratory"
+        decimals = _decimals_of_lines([own, plain])
+        row = {
+            "setting": f"[{family.title.partition(':')[0]}](families/{family.path.name}), {metric}",
+            "plain": number(plain.mean, decimals),
+            "filtered": f"{number(own.mean, decimals)} ({named(name, family.name)})",
+            "difference": _short(contrast(own.rows, plain.rows), verdict),
+            "seeds": str(len(own.rows)),
+            "at equal time": _short(longer[0].contrast, longer[0].verdict) if longer else "not run",
+        }
+        rows.append(row)
+    return grid(rows, ("setting", "difference", "at equal time"))
+
+
+def _short(found: Contrast | None, verdict: str) -> str:
+    """``−1.49, better``"""
+    mean = None if found is None else found.test.mean
+    return f"{number(mean, _decimals_of_contrast(found), '+')}, {verdict}"
 
 
 def summary(family: Family, outcomes: Sequence[Outcome]) -> str:

@@ -41,7 +41,7 @@ class ServedFilter(nn.Module):
 
     def __init__(self, filter: GraphFilter, heads: tuple[int, int], layer: str) -> None:
         super().__init__()
-        # not a child: its numbers are no parameters of vLLM's model
+        # not a child: its numbers are not parameters of vLLM's model
         self.__dict__["filter"] = filter
         self.heads = heads
         self.layer = layer
@@ -109,7 +109,7 @@ class FilteredAttention(nn.Module):
     """Takes the place of a vLLM attention layer, and returns the filtered tokens.
 
     Args:
-        passes: the layer itself, then one for each further power, with a key head a query head.
+        passes: the layer itself, then one for each further power, with a key head per query head.
         filter: of the layer's heads.
     """
 
@@ -135,7 +135,7 @@ class FilteredAttention(nn.Module):
             for further in self.passes[1:]:
                 powers.append(further(query, key, powers[-1]))
         tokens = query.shape[0]
-        # one token a row: the heads are the last but two axes, as in every operator
+        # one token per row: the heads are the last but two axes, as in every operator
         powers = [u.view(tokens, self.num_heads, 1, -1) for u in powers]
         y = combine(coefficients, powers, exclusive=self.filter.share)
         return y.view(tokens, -1)

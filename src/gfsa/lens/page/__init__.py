@@ -9,9 +9,8 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from gfsa.lens.colours import series_of
-from gfsa.lens.findings import USUAL_SIMILARITY
-from gfsa.lens.readings import ModelReading
-from gfsa.plugs.report import grouped_reasons
+from gfsa.lens.readings import USUAL_SIMILARITY, ModelReading
+from gfsa.plugs.sites import grouped_reasons
 
 if TYPE_CHECKING:
     from gfsa.lens.report import LensReport

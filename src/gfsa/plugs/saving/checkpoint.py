@@ -15,13 +15,10 @@ from gfsa._version import __version__
 from gfsa.filters import GraphFilter
 from gfsa.filters.spec import KINDS, MOST_DEGREE, build, kind_of, numbers_of
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.attach import device_of, dtype_for, install, notify_adapters
-from gfsa.plugs.hub.download import filter_folder
-from gfsa.plugs.parallel import refuse_distributed
-from gfsa.plugs.partitioned import gathered
-from gfsa.plugs.report import PlugReport
-from gfsa.plugs.rollback import all_or_nothing
+from gfsa.plugs.distributed import gathered, refuse_distributed
+from gfsa.plugs.install import device_of, dtype_for, install, notify_adapters
 from gfsa.plugs.saving import files
+from gfsa.plugs.saving.files import filter_folder
 from gfsa.plugs.saving.identity import (
     canonical_name,
     check_depths,
@@ -32,8 +29,17 @@ from gfsa.plugs.saving.identity import (
     weights_of,
 )
 from gfsa.plugs.saving.renames import in_installed_names, warn_of_other_names
-from gfsa.plugs.sites import Site, check_model, is_sharded, plugged_sites, refuse_sharded, sites
+from gfsa.plugs.sites import (
+    PlugReport,
+    Site,
+    check_model,
+    is_sharded,
+    plugged_sites,
+    refuse_sharded,
+    sites,
+)
 from gfsa.plugs.tracing.adapter import TracerAdapter
+from gfsa.plugs.transaction import all_or_nothing
 
 FORMAT = 1
 
@@ -67,7 +73,7 @@ def save(model: nn.Module, path: str | Path) -> None:
         UserWarning: if the backbone has parameters that require gradients.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``.
+        TypeError: if ``model`` is not an ``nn.Module``.
         ValueError: if the model has no filters, a filter is of a class that :func:`load` cannot
             build, or a value is not finite or has been offloaded.
 
@@ -169,7 +175,7 @@ def load(
         UserWarning: if the layers have other weights than those the filters were saved with.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``.
+        TypeError: if ``model`` is not an ``nn.Module``.
         FileNotFoundError: if there are no filters at ``path``.
         ValueError: if the files are damaged, or the filters do not fit the model.
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.partitioned import is_partitioned, shape_of
+from gfsa.plugs.adapter import CHILD, plain_class
+from gfsa.plugs.distributed import is_partitioned, shape_of
 
 _WRAPPERS_ANYWHERE = (
     "_orig_mod",
@@ -56,8 +56,7 @@ def fingerprint(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, s
 
 def kind_of_layer(module: nn.Module) -> str:
     """The name of a layer's class, plugged or not."""
-    kind: type[nn.Module] = module.__dict__.get("_gfsa_class", type(module))
-    return kind.__name__
+    return plain_class(module).__name__
 
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gfsa.plugs.adapter import CHILD, HEADS, Adapter, heads_of, refusal_of_own_forward
-from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design
+from gfsa.operators.call import check_kinds
+from gfsa.plugs.adapter import (
+    ADAPTER,
+    CLASS,
+    HEADS,
+    NAME,
+    Adapter,
+    heads_of,
+    refusal_of_own_forward,
+)
+from gfsa.plugs.checks.proof import (
+    OTHER_SEQUENCE,
+    REASON,
+    Owners,
+    can_be_differentiated,
+    crosses_by_design,
+    require_same_tokens,
+)
 from gfsa.plugs.tracing.candidates import (
     looks_like_attention,
     may_be_attention,
     refusal_by_class_name,
     refusal_by_code,
 )
-from gfsa.plugs.tracing.memory import Call, TraceMemory
-from gfsa.plugs.tracing.refusals import TraceError
-from gfsa.plugs.tracing.trace import Trace
-from gfsa.plugs.tracing.verification import NewPathError
+from gfsa.plugs.tracing.capture import Proven, Trace, prove
+from gfsa.plugs.tracing.product import Memory, TraceError, Verified
 
 __all__ = [
     "DOUBTFUL",
@@ -34,61 +48,76 @@ __all__ = [
 ]
 
 
+# arguments of known classes that may hold the tokens of another sequence
+_MAY_BE_OTHER_TOKENS = (*OTHER_SEQUENCE, "key", "memory", "q_global")
+
+
 class Traced(nn.Module):
     """Mixed into the class of a traced module: its forward runs under a :class:`Trace`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        memory: TraceMemory = self.__dict__["_gfsa_memory"]
+        memory: Memory = self.__dict__["_gfsa_memory"]
         given = {**dict(zip(self.__dict__["_gfsa_inputs"], args, strict=False)), **kwargs}
-        if torch.compiler.is_compiling() and not (memory.known or memory.has_begun(given)):
-            from gfsa.plugs.tracing.uncompiled import follow
-
-            return follow(self, given, args, kwargs)
+        check_kinds(**{k: v for k, v in given.items() if isinstance(v, torch.fx.Proxy)})
+        inputs = inputs_of(given)
+        verified: Verified | str | None = None
         if memory.known:
-            return self.run_traced(given, False, args, kwargs)
-        if not torch.compiler.is_compiling() and (
-            self._changes_state(given) or memory.expects_new_path(Call.of(given, self.training))
-        ):
-            return self.run_traced(given, True, args, kwargs)
-        try:
-            return self.run_traced(given, False, args, kwargs)
-        except NewPathError:
-            # a path is known only after the forward has taken it, so a forward on a new path runs
-            # again, followed; after a graph break this is reached in compiled code, too
-            return self.run_traced(given, True, args, kwargs)
+            self._require_same_tokens(given, inputs)
+        elif torch.compiler.is_compiling():
+            verified = memory.for_any_batch.get(_kind(inputs, given))
+            if verified is None:
+                from gfsa.plugs.tracing.uncompiled import run
 
-    def _changes_state(self, given: Mapping[str, Any]) -> bool:
-        """Whether running the forward twice would change state twice.
-
-        A forward on a new path is interrupted and run again, now followed. If the first attempt
-        has already updated a cache, or the running statistics of batch norm, the second would
-        update them again. Such forwards are followed from the start: those that are given an object
-        which is no plain data, and training forwards of modules with buffers. Following costs
-        Python time for each operation of the forward. State in other attributes of the module is
-        not seen, and a forward on a new path changes it twice.
-        """
-        if self.training and _has_buffers(self):
-            return True
-        return not all(map(_is_plain, given.values()))
-
-    def run_traced(self, given: Any, follow: bool, args: Any, kwargs: Any) -> Any:
-        """The module's own forward under a trace, which follows its inputs or relies on memory."""
-        name = self.__dict__.get("_gfsa_name") or type(self).__name__
-        adapter: TracerAdapter = self.__dict__["_gfsa_adapter"]
-        wants_maps = adapter.wants_maps(self, given)
-        trace = Trace(self, name, self.__dict__["_gfsa_memory"], given, follow, wants_maps)
-        trace.begin()
+                return run(self, args, kwargs)
+        else:
+            verified = self._verified(inputs, given, args, kwargs)
+        if isinstance(verified, Verified):
+            for first, second in verified.equal_inputs:
+                require_same_tokens(self, inputs[first], inputs[second])
+        wants_maps = self.__dict__[ADAPTER].wants_maps(self, given)
+        trace = Trace(self, _name(self), memory, verified, wants_maps)
         with trace:
             result = super().forward(*args, **kwargs)
-        result = trace.end(result)
-        if follow:
-            trace.memory.note(Call.of(given, self.training), trace.recorder.path())
-        return result
+        return trace.end(result)
+
+    def run_untraced(self, own: Any, args: Any, kwargs: Any) -> Any:
+        """The forward of the module's own class, on a copy of the module."""
+        return super(Traced, own).forward(*args, **kwargs)
+
+    def _verified(
+        self, inputs: Mapping[str, Tensor], given: Mapping[str, Any], args: Any, kwargs: Any
+    ) -> Verified | str:
+        """What is proven of this call: now, or by an earlier one with the same signature."""
+        memory: Memory = self.__dict__["_gfsa_memory"]
+        kind = _kind(inputs, given)
+        signature = (kind, *map(_described, given.values()), _state(self))
+        verified = memory.verified.get(signature)
+        if verified is not None:
+            return verified
+        if not all(map(can_be_differentiated, inputs.values())):
+            return memory.for_any_batch.get(kind, _UNREADABLE)
+        heads = self.gfsa.num_heads  # type: ignore[union-attr]
+        proven = prove(self, _name(self), heads, inputs, args, kwargs)
+        if not isinstance(proven, Proven):
+            return proven
+        any_batch = None
+        if not any(x.is_meta for x in inputs.values()):
+            any_batch = proven.verified.layout.for_any_batch(proven.scores, heads)
+        memory.keep(signature, kind, proven.verified, any_batch)
+        return proven.verified
+
+    def _require_same_tokens(self, given: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> None:
+        """Refuse another sequence by the name of its argument, where nothing is proven."""
+        tokens = next(iter(inputs.values()), None)
+        for name in _MAY_BE_OTHER_TOKENS:
+            other = given.get(name)
+            if isinstance(other, Tensor) and tokens is not None:
+                require_same_tokens(self, tokens, other)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # the class is created at run time, so copies and pickles refer to the original class
         reduced: Any = super().__reduce_ex__(2)
-        return _new, (self.__dict__["_gfsa_class"],), *reduced[2:]
+        return _new, (self.__dict__[CLASS],), *reduced[2:]
 
 
 def _refusal_of_switched(owner: nn.Module) -> str | None:
@@ -103,17 +132,68 @@ def _refusal_of_switched(owner: nn.Module) -> str | None:
     )
 
 
-def _has_buffers(module: nn.Module) -> bool:
-    """Whether a module has buffers beside those of its filter."""
-    return any(not name.startswith(f"{CHILD}.") for name, _ in module.named_buffers())
+def _name(module: nn.Module) -> str:
+    name: str = module.__dict__.get(NAME) or type(module).__name__
+    return name
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a value is data that a forward reads, and no object that it may change."""
+def inputs_of(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a forward's arguments that may hold tokens, by name."""
+    return {name: x for key, value in given.items() for name, x in _named_tokens(key, value)}
+
+
+def _named_tokens(name: str, value: Any) -> list[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        return [(name, value)] if value.is_floating_point() and value.dim() >= 2 else []
     if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    plain = (torch.Tensor, str, int, float, torch.dtype, torch.device)
-    return value is None or isinstance(value, plain)
+        return [found for i, x in enumerate(value) for found in _named_tokens(f"{name}[{i}]", x)]
+    return []
+
+
+def _kind(inputs: Mapping[str, Tensor], given: Mapping[str, Any]) -> Hashable:
+    """What a call is without its sizes: its inputs, and the flags that the caller set."""
+    kind = []
+    for name, x in inputs.items():
+        # a tensor may be two inputs
+        first = next(first for first, other in inputs.items() if other is x)
+        kind.append(f"{name}:{x.dim()}={first}")
+    for name, value in given.items():
+        # a flag that is off is as one that is not given
+        if isinstance(value, (bool, str)) and value:
+            kind.append(f"{name}={value}")
+    return tuple(kind)
+
+
+def _described(value: Any) -> Hashable:
+    """An argument as a part of the signature of its call."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device.type
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return type(value).__name__
+
+
+def _state(module: nn.Module) -> Hashable:
+    """What a module keeps and may choose a path through its forward by; numbers may be counters."""
+    state = []
+    for name, value in vars(module).items():
+        if name.startswith("_gfsa"):
+            continue
+        if isinstance(value, Tensor) and not value.is_floating_point():
+            # an index, say
+            state.append((name, id(value)))
+        else:
+            state.append((name, value if isinstance(value, (bool, str)) else type(value)))
+    return tuple(state)
+
+
+_UNREADABLE = (
+    "whether queries and keys are the same tokens has not been verified for these inputs, which "
+    "takes values of tensors, and they cannot be read now. Run one forward without graph capture "
+    "first"
+)
 
 
 @functools.cache
@@ -150,8 +230,8 @@ class TracerAdapter(Adapter):
         if refusal is None and not counts and heads_of(module) is None:
             return (
                 f"{type(module).__name__} has no attribute with its number of heads "
-                f"({', '.join(HEADS)}); set one, or gfsa.register_adapter a TracerAdapter whose "
-                "num_heads returns it"
+                f"({', '.join(HEADS)}); set module.num_heads = <its number of heads>, or "
+                "gfsa.register_adapter a TracerAdapter whose num_heads returns it"
             )
         return refusal or (None if self.known else refusal_by_code(module))
 
@@ -167,23 +247,23 @@ class TracerAdapter(Adapter):
         return True
 
     def install(self, module: nn.Module) -> None:
-        module.__dict__["_gfsa_class"] = type(module)
+        module.__dict__[CLASS] = type(module)
         traced = _traced(type(module))  # type: ignore[arg-type]
         module.__class__ = traced
-        module.__dict__["_gfsa_memory"] = TraceMemory(self.known)
+        module.__dict__["_gfsa_memory"] = Memory(self.known)
         # looked up here, not in a forward that may be compiled
-        inputs = inspect.signature(module.__dict__["_gfsa_class"].forward).parameters
+        inputs = inspect.signature(module.__dict__[CLASS].forward).parameters
         module.__dict__["_gfsa_inputs"] = tuple(inputs)[1:]
 
     def remove(self, module: nn.Module) -> None:
-        module.__class__ = module.__dict__.pop("_gfsa_class")
+        module.__class__ = module.__dict__.pop(CLASS)
         del module.__dict__["_gfsa_memory"], module.__dict__["_gfsa_inputs"]
-        module.__dict__.pop("_gfsa_name", None)
+        module.__dict__.pop(NAME, None)
 
-    def mark(self, model: nn.Module) -> None:
+    def on_filters_changed(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
             if isinstance(module, Traced):
-                module.__dict__["_gfsa_name"] = name
+                module.__dict__[NAME] = name
 
 
 class UnknownAdapter(TracerAdapter):

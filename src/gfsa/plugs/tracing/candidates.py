@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gfsa.plugs.adapter import heads_of
-from gfsa.plugs.cross_attention import REASON
+from gfsa.plugs.checks.proof import REASON
 
 _NAMED = re.compile(r"att(entio)?n|mha\b|[ms]h?sa\b|gpsa\b|xca\b", re.IGNORECASE)
 _PROJECTIONS = {

@@ -8,8 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gfsa.plugs.tracing.operations import MOVES, name_of
+_TRANSPOSES = [vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH")]
 
+# operations that give every entry another place and change none
+_MOVES = {
+    "view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze",
+    "ravel", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "adjoint",
+}  # fmt: skip
 # operations on single entries that a map goes through on its way to the product; the product's map
 # has been through them
 _ON_THE_WAY = {
@@ -46,7 +51,9 @@ class Step:
 
     @property
     def name(self) -> str:
-        return name_of(self.func)
+        if getattr(self.func, "__name__", "") == "__get__" and self.func in _TRANSPOSES:
+            return "transpose"
+        return str(getattr(self.func, "__name__", self.func))
 
     def redo(self, other: Tensor) -> Tensor:
         """The operation again, with another tensor in place of the parent's."""
@@ -114,7 +121,7 @@ class MapHistory:
                 return None
             new = undone
         for step in reversed(forth[: forth.index(common)]):
-            if common is not at and step.is_map and step.name not in MOVES:
+            if common is not at and step.is_map and step.name not in _MOVES:
                 if step.name not in _ON_THE_WAY:
                     return None
                 continue
@@ -128,7 +135,7 @@ def _undo(step: Step, new: Tensor) -> Tensor | None:
     before = step.parent.tensor
     if step.name in _ON_THE_WAY and before.shape == new.shape:
         return new
-    if step.name not in MOVES:
+    if step.name not in _MOVES:
         return None
     places = torch.arange(before.numel(), device=before.device).view(before.shape)
     moved = step.redo(places).reshape(-1)

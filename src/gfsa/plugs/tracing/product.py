@@ -1,4 +1,4 @@
-"""The attention product of one traced forward: verify its map, and filter it.
+"""The attention product of one traced forward: where its heads are, and the filter in its place.
 
 A forward has exactly one, ``A·v`` with a map that it computed or a call of torch's own attention.
 The filter's ``H·v`` takes its place.
@@ -6,20 +6,188 @@ The filter's ``H·v`` takes its place.
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
-from gfsa.plugs.tracing.layout import HeadLayout
+from gfsa.plugs.adapter import plain_class
 from gfsa.plugs.tracing.maps import MapHistory, Step
-from gfsa.plugs.tracing.refusals import Refusals
-from gfsa.plugs.tracing.sides import Side, sides_of_map, sides_of_tokens
-from gfsa.plugs.tracing.verification import NewPathError, Verifier
+
+
+class TraceError(RuntimeError):
+    """A traced module's forward is not the self-attention that a filter needs."""
+
+
+class Refusals:
+    """Raises the errors of one forward, and keeps the last: the module may catch it.
+
+    Args:
+        module: the attention module.
+        name: its name in errors.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        # the class of a traced module is created at run time; users know the original one
+        self.kind = plain_class(module).__name__
+        self.name = name
+        self.error: BaseException | None = None
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raise a :class:`TraceError` with a reason."""
+        self.error = TraceError(
+            f"cannot filter {self.name} ({self.kind}) by tracing: {why}. "
+            "gfsa.unplug(model), then plug(..., inputs=batch), which leaves out the layers that it "
+            "cannot filter, or plug(..., layers=...) without this one; or teach gfsa its class "
+            "with gfsa.register_adapter"
+        )
+        raise self.error
+
+
+class HeadLayout(NamedTuple):
+    """The place of the heads among the axes of a map ``(..., N, N)``.
+
+    Args:
+        rank: how many axes the map has.
+        axis: the axis of the heads, counted from the end.
+        before, after: how many entries are merged into this axis before and after the heads; None
+            if it depends on the batch.
+    """
+
+    rank: int
+    axis: int
+    before: int | None = 1
+    after: int | None = 1
+
+    def split(self, x: Tensor, heads: int) -> Tensor:
+        """``x`` with its heads as the third axis from the end."""
+        if heads == 1:
+            return x.unsqueeze(-3)
+        axis = self.axis + x.dim()
+        if (self.before, self.after) == (1, 1):
+            return x.movedim(axis, -3)
+        before, after = (-1 if size is None else size for size in (self.before, self.after))
+        # a mask may be the same for all heads
+        x = x.unflatten(axis, (1, 1, 1) if x.shape[axis] == 1 else (before, heads, after))
+        return x.movedim(axis + 1, -3)
+
+    def join(self, y: Tensor, heads: int, shape: Sequence[int]) -> Tensor:
+        """The inverse of :meth:`split`: ``y`` in the leading sizes of ``shape``."""
+        if heads > 1:
+            merged = (self.before, self.after) != (1, 1)
+            y = y.movedim(-3, self.axis + self.rank + 1 if merged else self.axis)
+        return y.reshape(*shape[:-1], y.shape[-1])
+
+    def fits(self, scores: Sequence[int], heads: int) -> bool:
+        """Whether a map of this shape can have this layout."""
+        if heads == 1:
+            return True
+        if len(scores) != self.rank:
+            return False
+        size = scores[self.axis]
+        if self.before is None or self.after is None:
+            return size % (heads * (self.before or self.after or 1)) == 0
+        return size == heads * self.before * self.after
+
+    def for_any_batch(self, scores: Sequence[int], heads: int) -> HeadLayout | None:
+        """The layout for batches of other sizes, or None if this one does not show it.
+
+        A batch of one sample, or of as many samples as there are heads or tokens, does not: the
+        sizes that the module's code reads could then belong to another axis.
+        """
+        if heads == 1:
+            return self
+        samples, tokens = math.prod(scores[:-2]) // heads, scores[-1]
+        if len({samples, heads, tokens, 1}) < 4:
+            return None
+        if (self.before, self.after) == (1, 1):
+            return self
+        if self.after == 1:
+            return self._replace(before=None)
+        if self.before == 1:
+            return self._replace(after=None)
+        # which of the two grows with the batch is unknown
+        return None
+
+
+def possible_layouts(scores: Sequence[int], heads: int) -> list[HeadLayout]:
+    """The layouts that a map of shape ``scores`` may have, judging by its sizes alone."""
+    rank = len(scores)
+    if heads == 1:
+        return [HeadLayout(rank, -3)]
+    found = []
+    for place, size in enumerate(scores[:-2]):
+        if size == 0:
+            # an empty batch; any place of the heads will do
+            found.append(HeadLayout(rank, place - rank, 0))
+        elif size % heads == 0:
+            rest = size // heads
+            befores = [before for before in range(1, rest + 1) if rest % before == 0]
+            found += [HeadLayout(rank, place - rank, b, rest // b) for b in befores]
+    # heads with an axis of their own come first
+    return sorted(found, key=lambda layout: (layout.before, layout.after) != (1, 1))
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What the proof has shown of one call of a module."""
+
+    layout: HeadLayout
+    equal_inputs: tuple[tuple[str, str], ...] = ()
+    """Pairs of inputs that must hold the same tokens."""
+
+
+# a module that is called with ever new sizes is proven again for some of them
+_CALLS_KEPT = 256
+
+
+@dataclass
+class Memory:
+    """What the proofs of one traced module have shown."""
+
+    known: bool = False
+    """Whether tests have verified the module's class: heads are the third axis from the end."""
+    verified: dict[Hashable, Verified] = field(default_factory=dict)
+    """By the signature of the call."""
+    for_any_batch: dict[Hashable, Verified] = field(default_factory=dict)
+    """By the kind of the call, without sizes: for graphs that are compiled."""
+    rows_checked: bool = False
+
+    def keep(self, signature: Hashable, kind: Hashable, proven: Verified, any_batch: Any) -> None:
+        """Remember a proof; ``any_batch`` is its layout for other batches, or None."""
+        if len(self.verified) >= _CALLS_KEPT:
+            self.verified.clear()
+        self.verified[signature] = proven
+        if any_batch is None:
+            return
+        general = replace(proven, layout=any_batch)
+        if self.for_any_batch.setdefault(kind, general) != general:
+            # two paths through the forward: which of them a compiled graph takes is unknown
+            self.for_any_batch[kind] = Verified(HeadLayout(0, 0))
+
+
+def attention_lead(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> torch.Size:
+    """The leading sizes of torch's attention, which broadcasts (multi-query attention)."""
+    if enable_gqa:
+        return query.shape[:-2]
+    return torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+
+
+NOT_SQUARE = (
+    "its map is {}×{}, not square: cross-attention, pooling with a few queries, or decoding with a "
+    "cache (pass use_cache=False in transformers; an adapter of your own can keep A·v beside the "
+    "cache: docs/adapters.md) has no powers"
+)
+
+
+def no_heads(scores: Sequence[int], heads: int) -> str:
+    return f"its map has shape {tuple(scores)}, with no axis for its {heads} heads"
 
 
 class FilteredProduct:
@@ -27,29 +195,29 @@ class FilteredProduct:
 
     Args:
         filter: the module's filter.
-        inputs: the module's inputs by name.
-        verifier: refuses a map that is not tokens × tokens, and finds its axis of heads.
+        verified: where the heads are, or the reason why that is unknown.
         history: the maps of this forward.
         refusals: raises what is refused.
         wants_maps: whether attention weights that the module returns are looked at.
+        memory: whether the rows of the module's map have been checked.
     """
 
     def __init__(
         self,
         filter: GraphFilter,
-        inputs: Mapping[str, Tensor],
-        verifier: Verifier,
+        verified: HeadLayout | str | None,
         history: MapHistory,
         refusals: Refusals,
         wants_maps: bool,
+        memory: Memory,
     ) -> None:
         self.filter = filter
-        self.inputs = inputs
-        self.verifier = verifier
+        self.verified = verified
         self.history = history
         self.refusals = refusals
         self.wants_maps = wants_maps
-        self.memory = verifier.memory
+        self.memory = memory
+        self.compiling = torch.compiler.is_compiling()
         # how many products the forward has had so far
         self.count = 0
         self.undropped: Tensor | None = None
@@ -78,13 +246,9 @@ class FilteredProduct:
         enable_gqa: bool = False,
     ) -> Tensor:
         """``H·v`` in place of a call of torch's own attention, with its arguments."""
-        lead = query.shape[:-2]
-        if not enable_gqa:
-            # torch broadcasts here: multi-query attention has one head of keys and values
-            lead = torch.broadcast_shapes(lead, key.shape[:-2], value.shape[:-2])
-        rows, columns = (sides_of_tokens(self._origins(x)) for x in (query, key))
-        scores = (*lead, query.shape[-2], key.shape[-2])
-        layout, heads = self._verify(scores, rows, columns, value), self.filter.num_heads
+        lead = attention_lead(query, key, value, enable_gqa)
+        layout = self._verify((*lead, query.shape[-2], key.shape[-2]))
+        heads = self.filter.num_heads
         if not enable_gqa:
             query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
         dims, shape = query.dim(), query.shape
@@ -105,10 +269,9 @@ class FilteredProduct:
 
     def of_map(self, step: Step, matrix: Tensor, values: Tensor) -> Tensor:
         """``H·v`` in place of ``matrix @ values``; ``step`` is the map that ``matrix`` is of."""
-        rows, columns = sides_of_map(self._origins(matrix))
         # a product broadcasts: multi-query attention has one head of values
         lead = torch.broadcast_shapes(matrix.shape[:-2], values.shape[:-2])
-        layout = self._verify((*lead, *matrix.shape[-2:]), rows, columns, values)
+        layout = self._verify((*lead, *matrix.shape[-2:]))
         heads = self.filter.num_heads
         if not self.memory.rows_checked:
             self._check_rows(matrix if self.undropped is None else self.undropped)
@@ -148,24 +311,26 @@ class FilteredProduct:
         y: Tensor = self.filter(operator, values)
         return y
 
-    def _origins(self, x: Tensor) -> Any:
-        follower = self.verifier.follower
-        return follower.of(x) if follower is not None else ()
-
-    def _verify(
-        self, scores: Sequence[int], rows: list[Side], columns: list[Side], values: Tensor
-    ) -> HeadLayout:
-        """Refuse a map that is not tokens × tokens, and find its axis of heads."""
+    def _verify(self, scores: Sequence[int]) -> HeadLayout:
+        """The place of the heads in a map of this shape; raises if that is unknown."""
+        if torch.compiler.is_compiling() is not self.compiling:
+            self.refusals.refuse(
+                "torch.compile breaks the graph inside of its forward, and the parts that it "
+                "compiles on their own cannot be followed"
+            )
         self.count += 1
         if self.count > 1:
             self.refusals.refuse("its forward has more than one attention product")
-        try:
-            layout = self.verifier.layout(scores, rows, columns, values, self.inputs)
-        except (NewPathError, ValueError) as error:
-            self.refusals.error = error
-            raise
-        if isinstance(layout, str):
+        if scores[-2] != scores[-1]:
+            self.refusals.refuse(NOT_SQUARE.format(*scores[-2:]))
+        layout, heads = self.verified, self.filter.num_heads
+        if layout is None:
+            # a class that tests have verified
+            layout = HeadLayout(len(scores), -3)
+        elif isinstance(layout, str):
             self.refusals.refuse(layout)
+        if not layout.fits(scores, heads):
+            self.refusals.refuse(no_heads(scores, heads))
         self.layout = layout
         return layout
 

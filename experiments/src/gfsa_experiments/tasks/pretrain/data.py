@@ -392,7 +392,7 @@ def within_documents(ids: Tensor, end: int) -> Tensor:
 
 def describe_documents(ids: Tensor, end: int) -> Any:
     """What :func:`within_documents` says, described: of one shape whatever the documents are."""
-    from gfsa.plugs.adapters.transformers.masks import DescribedMask
+    from gfsa.adapters.transformers.masks import DescribedMask
 
     visible = Visibility(causal=True, documents=_numbers(ids, end), in_order=True)
     rows, tokens = ids.shape

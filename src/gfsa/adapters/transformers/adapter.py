@@ -1,0 +1,517 @@
+"""Hugging Face Transformers: models that look their attention function up in its registry.
+
+Such a model looks up ``config._attn_implementation``. A plugged attention module gets a view of its
+config that returns ``gfsa|sdpa`` where the config has ``sdpa``; the function registered under that
+name passes an operator for A to the module's filter. The model itself and its other layers see the
+real config, so the implementation can still be switched; for its masks see ``mask_hooks.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector
+
+from gfsa.adapters.transformers.functions import (
+    NO_POWERS,
+    OperatorMaker,
+    eager_function,
+    eager_function_of,
+    forget_check,
+    functions_of,
+    is_trusted,
+    operator_maker,
+    refusal_by_trial,
+)
+from gfsa.adapters.transformers.mask_hooks import PLUGGED, ConfigView, set_mask_hooks
+from gfsa.adapters.transformers.past import (
+    HeldRows,
+    LayerPast,
+    layer_in,
+    mix_into,
+    refuse_other_rows,
+)
+from gfsa.adapters.transformers.refusals import (
+    OTHER_TOKENS,
+    QUERY_AND_KEY,
+    name_of,
+    refusal_by_owner,
+    refusal_of_interface,
+    refusal_of_traced,
+    renamings_of,
+)
+from gfsa.operators import AttentionOperator, Coefficients, DenseOperator, Operator
+from gfsa.operators.base import repeat_heads, value_of
+from gfsa.operators.call import no_autocast
+from gfsa.operators.past import CachedOperator
+from gfsa.plugs.adapter import CHILD, HEADS, NAME, Adapter, heads_of
+from gfsa.plugs.checks.proof import (
+    REASON,
+    Owners,
+    crosses_by_design,
+    require_same_tokens,
+)
+from gfsa.plugs.saving.identity import kind_of_layer
+from gfsa.plugs.saving.renames import Renaming
+from gfsa.plugs.tracing.adapter import TracerAdapter
+from gfsa.plugs.tracing.candidates import computes_softmax, looks_like_attention
+
+PREFIX = "gfsa|"
+
+
+class InterfaceAdapter(Adapter):
+    """Plugs attention modules that use transformers' attention interface."""
+
+    how = "attention interface"
+
+    def num_heads(self, module: Any) -> int:
+        heads = heads_of(module, module.config)
+        if heads is not None:
+            return heads
+        raise ValueError(
+            f"cannot tell how many heads {type(module).__name__} has: neither it nor its config "
+            f"has one of {', '.join(HEADS)}; gfsa.register_adapter an adapter for this class"
+        )
+
+    def refusal(self, name: str, module: Any) -> str | None:
+        refusal = refusal_of_interface(module)
+        if refusal is not None:
+            return refusal
+        if not hasattr(module, "config"):
+            return f"{type(module).__name__} keeps no config, so its attention cannot be redirected"
+        if getattr(module, "reorder_and_upcast_attn", False):
+            return "reorder_and_upcast_attn computes attention outside the interface"
+        heads = heads_of(module, module.config)
+        implementation = module.config._attn_implementation or "eager"
+        is_eager = implementation == "eager"
+        function: Any = eager_function_of(module)
+        if not is_eager:
+            function = functions_of(type(module)).get(implementation)
+        if not (heads and function) or (not is_eager and is_trusted(function)):
+            return None
+        return refusal_by_trial(module, function, heads, is_eager)
+
+    def refusal_inside(self, owners: Owners) -> str | None:
+        if crosses_by_design(owners):
+            return REASON
+        return refusal_by_owner(owners[0][0]) if owners else None
+
+    def renamings(self, module: nn.Module) -> Sequence[Renaming]:
+        return renamings_of(kind_of_layer(module))
+
+    def install(self, module: Any) -> None:
+        module.config = _ConfigView(module.config)
+        module.__dict__[_ARGUMENTS] = _Arguments.of(type(module))
+        handle = module.register_forward_pre_hook(_look_at_inputs, with_kwargs=True)
+        module.__dict__[PLUGGED] = handle
+        # looked up and registered here, not in a forward that may be compiled: a side effect in a
+        # compiled call would make the next call compile again
+        module.__dict__["_gfsa_eager"] = eager_function(type(module))
+        functions_of(type(module))
+        _filtered_name(module.config.real._attn_implementation)
+
+    def remove(self, module: Any) -> None:
+        module.__dict__.pop(PLUGGED).remove()
+        del module.__dict__["_gfsa_eager"], module.__dict__[_ARGUMENTS]
+        module.__dict__.pop(NAME, None)
+        forget_check(module)
+        module.config = module.config.real
+
+    def on_filters_changed(self, model: nn.Module) -> None:
+        views: dict[int, Any] = {}
+        module: Any
+        for name, module in model.named_modules():
+            if PLUGGED in module.__dict__:
+                module.__dict__[NAME] = name
+                # one view for all layers, as they have one config: a compiled call checks what it
+                # reads of it once, not once a layer
+                module.config = views.setdefault(id(module.config.real), module.config)
+        set_mask_hooks(model)
+        _set_batching_entries(model)
+
+
+INTERFACE = InterfaceAdapter()
+
+
+class ModelTracerAdapter(TracerAdapter):
+    """Traces modules of transformers outside the interface, except where there is no map."""
+
+    def refusal(self, name: str, module: nn.Module) -> str | None:
+        return refusal_of_traced(module) or super().refusal(name, module)
+
+    def on_filters_changed(self, model: nn.Module) -> None:
+        super().on_filters_changed(model)
+        _set_batching_entries(model)
+
+    def wants_maps(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
+        if _wants_maps(module, getattr(module, "config", None), given):
+            return True
+        if "output_attentions" in given or torch.compiler.is_compiling():
+            return False
+        # neither the caller nor a recorder decides: the block around the module does (MPT)
+        return _active_collector.get() is None
+
+
+TRACED = ModelTracerAdapter()
+
+
+def find(module: nn.Module) -> Adapter | None:
+    """The adapter for ``module`` if it is a transformers attention module.
+
+    Classes that compute their attention outside the interface (DeBERTa-v2, GPT-Neo, Swin-V2 …)
+    are traced.
+    """
+    if _uses_interface(type(module)):
+        return INTERFACE
+    if not type(module).__module__.startswith("transformers."):
+        return None
+    inside = any(_uses_interface(type(inner)) for inner in module.modules())
+    if inside or not looks_like_attention(module) or not computes_softmax(module):
+        return None
+    return TRACED
+
+
+def _uses_interface(kind: type[nn.Module]) -> bool:
+    forward = inspect.unwrap(kind.forward)
+    code = getattr(forward, "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+_ARGUMENTS = "_gfsa_arguments"
+"""The attribute of a plugged module that holds its :class:`_Arguments`."""
+
+_CACHE = "gfsa_cache"
+"""The keyword by which the attention function gets the cache and the index of its layer."""
+
+_CACHES = ("past_key_values", "layer_past")
+# arguments that say which layer of the cache is meant, where a module serves several of them
+_CACHE_INDEX = ("layer_idx", "cycle_offset")
+
+
+class _Arguments(NamedTuple):
+    """What the forward of a class of attention modules takes.
+
+    A tuple of names and numbers, and a function as the hook that reads it: torch.compile then
+    skips its checks of a module whose attributes are the same objects as in the last call. With an
+    object of another class among them it makes all checks in every call, for every token.
+    """
+
+    positional: tuple[str, ...]
+    """Its arguments in order, without ``self``."""
+    pair: tuple[str, str] | None
+    """The names of queries and keys, if it takes both."""
+    cache_index: tuple[str, ...]
+    """Arguments that say which layer of the cache is meant."""
+    others_first: int
+    """How many positional arguments come before the first that the hook looks for."""
+
+    @classmethod
+    def of(cls, kind: type[nn.Module]) -> _Arguments:
+        positional = tuple(inspect.signature(kind.forward).parameters)[1:]
+        names = set(positional)
+        pair = next((pair for pair in QUERY_AND_KEY if names.issuperset(pair)), None)
+        index = tuple(name for name in _CACHE_INDEX if name in names)
+        wanted = OTHER_TOKENS.union(_CACHES, pair or (), index).intersection(names)
+        others_first = min(map(positional.index, wanted), default=len(positional))
+        return cls(positional, pair, index, others_first)
+
+
+def _look_at_inputs(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The hook that looks at the arguments of a plugged module before its forward.
+
+    It raises if the keys are those of another sequence, and adds the cache, with the index of its
+    layer, to the keywords, which transformers passes on to the attention function.
+    """
+    arguments: _Arguments = module._gfsa_arguments
+    given = kwargs
+    if len(args) > arguments.others_first:
+        given = {**dict(zip(arguments.positional, args, strict=False)), **kwargs}
+    for name in OTHER_TOKENS.intersection(given):
+        if given[name] is not None:
+            raise ValueError(
+                f"{name_of(module)} was plugged as self-attention but is given {name}: "
+                "cross-attention has no powers. Leave it out with plug(..., layers=...)"
+            )
+    if arguments.pair is not None:
+        query, key = (given.get(name) for name in arguments.pair)
+        if isinstance(query, Tensor) and isinstance(key, Tensor):
+            require_same_tokens(module, query, key)
+    for name in _CACHES:
+        cache = given.get(name)
+        if cache is not None:
+            index: int | None = getattr(module, "layer_idx", None)
+            if arguments.cache_index:
+                index = given.get("layer_idx", index)
+                index = None if index is None else index + given.get("cycle_offset", 0)
+            if module.gfsa.first_values is not None:
+                mix_into(cache, index, module)
+            # a compiled call would check all that is read here, for every token
+            if index is not None and not torch.compiler.is_compiling():
+                try:
+                    layer = getattr(cache, "self_attention_cache", cache).layers[index]
+                except (AttributeError, IndexError):
+                    pass
+                else:
+                    refuse_other_rows(layer)
+            return args, {**kwargs, _CACHE: (cache, index)}
+    return None
+
+
+class _BatchingEntry:
+    """``init_continuous_batching`` of one plugged model, which refuses what it cannot do.
+
+    ``generate_batch``, ``continuous_batching_context_manager`` and ``transformers serve`` call it.
+    An error in a forward would be raised in transformers' own thread, which returns results without
+    tokens; this one is raised before anything starts.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self.model
+        refusal = refusal_of_batching(model)
+        if refusal is not None:
+            raise NotImplementedError(refusal)
+        manager = type(model).init_continuous_batching(model, *args, **kwargs)
+        for module in model.modules():
+            if PLUGGED in module.__dict__:
+                # the paged implementation is registered now, not in a compiled forward
+                _filtered_name(module.config.real._attn_implementation)
+        return manager
+
+
+def refusal_of_batching(model: nn.Module) -> str | None:
+    """Why a plugged model cannot run with continuous batching, or None if it can."""
+    for name, module in model.named_modules():
+        if CHILD not in module._modules:
+            continue
+        where = f"{name} ({type(module).__name__}) cannot run with continuous batching"
+        if PLUGGED not in module.__dict__:
+            return f"{where}: it is plugged by tracing, which cannot use a cache. Use generate()"
+        if (degree := cast(Any, module).gfsa.degree) > 1:
+            return f"{where}: its filter has degree {degree}, and {NO_POWERS}"
+    return None
+
+
+# what generate_batch and the context manager call, and the manager that transformers keeps between
+# calls if it is asked to
+_ENTRY = "init_continuous_batching"
+_KEPT = "_cached_continuous_batching_manager"
+
+
+def _set_batching_entries(model: nn.Module) -> None:
+    """Give an entry to every model in ``model`` that has filters, and to no other.
+
+    Called after filters were plugged, loaded or removed: a manager that transformers kept has a
+    cache that was filled by other filters, so it is dropped.
+    """
+    module: Any
+    for module in model.modules():
+        if not hasattr(type(module), _ENTRY):
+            continue
+        if _KEPT in module.__dict__:
+            module.destroy_cached_continuous_batching_manager()
+        if any(CHILD in inner._modules for inner in module.modules()):
+            module.__dict__[_ENTRY] = _BatchingEntry(module)
+        elif isinstance(module.__dict__.get(_ENTRY), _BatchingEntry):
+            del module.__dict__[_ENTRY]
+
+
+class _ConfigView(ConfigView):
+    """A module's config, except that its attention implementation calls the filter."""
+
+    @property
+    def _attn_implementation(self) -> str:
+        implementation = self.real._attn_implementation
+        # as _filtered_name does: every layer of every forward comes here
+        return _NAMES.get(implementation) or _register(implementation)
+
+
+# implementation → the name under which its filtered attention is registered; a dict because every
+# layer looks it up in every forward
+_NAMES: dict[str | None, str] = {}
+
+
+def _filtered_name(implementation: str | None) -> str:
+    return _NAMES.get(implementation) or _register(implementation)
+
+
+def _register(implementation: str | None) -> str:
+    name = f"{PREFIX}{implementation or 'eager'}"
+    function = functools.partial(_filtered_attention, operator_maker(implementation or "eager"))
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
+    _NAMES[implementation] = name
+    return name
+
+
+def _filtered_attention(
+    operator_for: OperatorMaker,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function that a plugged module calls in place of the implementation's own."""
+    # one lookup: those of a module are slow
+    filter, cache = module.gfsa, kwargs.pop(_CACHE, None)
+    operator, value = operator_for(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+    operator = _with_past(module, filter, operator, query, value, dropout, cache)
+    weights: Tensor | None = None
+    if cache is not None and filter.first_values is not None:
+        # the cache holds V + r·V⁰
+        operator.values_are_mixed = True
+    # not by getattr: to ask whether there is a config costs a compiled call checks in each layer
+    if _wants_maps(module, module.config.real, kwargs):
+        y, weights = _filter_with_map(module, operator, value)
+    else:
+        y = filter(operator, value)
+    return y.transpose(1, 2).contiguous(), weights
+
+
+def _with_past(
+    module: Any,
+    filter: Any,
+    operator: Operator,
+    query: Tensor,
+    value: Tensor,
+    dropout: float,
+    cache: Any,
+) -> Operator:
+    """Give the operator the powers of past tokens, if there is a cache that keeps them."""
+    new, keys = query.shape[2], value.shape[2]
+    if cache is None:
+        if new != keys:
+            raise ValueError(
+                f"{new} queries of {name_of(module)} attend to {keys} keys without a "
+                "cache: that is cross-attention or a prefix, which has no powers. Leave it out "
+                "with plug(..., layers=...)"
+            )
+        return operator
+    # models fill a cache in training, too, but nothing is decoded from it
+    if new == keys and module.training and (torch.is_grad_enabled() or dropout):
+        return operator
+    if dropout and (filter.degree > 1 or filter.dropout_after == "filter"):
+        raise ValueError(
+            f"{name_of(module)} has attention dropout, which cannot be combined with a cache and "
+            f"a filter of degree {filter.degree} with dropout_after="
+            f"{filter.dropout_after!r}: the past was computed under another dropout mask (or "
+            "is the prefix of prefix tuning, which has keys but no queries). Call model.eval(), "
+            "pass use_cache=False, or let the trainer switch dropout off (TRL's GRPOConfig: "
+            "disable_dropout=True); K=None decodes under dropout"
+        )
+    held, index = cache
+    layer = layer_in(held, index, module)
+    if filter.degree > 1 and not torch.compiler.is_compiling():
+        layer.gfsa_rows = HeldRows(layer)
+    return CachedOperator(operator, LayerPast(layer, index, new), query.shape[1], keys)
+
+
+def _wants_maps(module: Any, config: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the caller asked for attention maps: by keyword, by config, or by a recorder."""
+    if kwargs.get("output_attentions"):
+        return True
+    compiling = torch.compiler.is_compiling()
+    known: dict[str, Any] = {}
+    if not compiling and isinstance(config, PreTrainedConfig):
+        # without the config's own lookup, which is slow: the attribute behind the property
+        known = object.__getattribute__(config, "__dict__")
+    if "_output_attentions" in known:
+        if known["_output_attentions"]:
+            return True
+    elif getattr(config, "output_attentions", False):
+        return True
+    if compiling:
+        # the collector cannot be read while a graph is traced; transformers' recording hooks are
+        # installed from the first call that asked for maps
+        hooks = module._forward_hooks.values()
+        return any(hook.__module__ == _active_collector.__module__ for hook in hooks)
+    recorded = _active_collector.get()
+    return bool(recorded) and any("attentions" in name for name in recorded)
+
+
+def _filter_with_map(module: Any, operator: Operator, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The filtered tokens and the map ``H`` that a plugged module returns."""
+    filter = module.gfsa
+    cached = operator if isinstance(operator, CachedOperator) else None
+    matrix: Any
+    if cached is None or cached.past.new == cached.keys:
+        matrix = _as_matrix(operator if cached is None else cached.rows)
+    elif filter.is_polynomial and filter.degree < 2:
+        matrix = cached
+    else:
+        raise ValueError(
+            f"output_attentions is not supported while {name_of(module)} decodes with a cache and "
+            f"a {type(filter).__name__} of degree {filter.degree}: the rows of H need the whole "
+            "map of the past, which the cache does not keep. Pass use_cache=False, or plug with "
+            "K=None, whose H = w0·I + w1·A needs none of it"
+        )
+    if not filter.is_polynomial:
+        # a baseline adds what is no part of its map
+        return filter(operator, value), filter.map(matrix).to(value.dtype)
+    if cached is not None and filter.degree > 1:
+        # for the powers that the cache keeps
+        filter(cached, value)
+    keeper = _MapKeeper(matrix)
+    keeper.values_are_mixed = operator.values_are_mixed
+    y = filter(keeper, value)
+    return y, filter.map(matrix, value).to(value.dtype) if keeper.map is None else keeper.map
+
+
+class _MapKeeper(Operator):
+    """Multiplies tokens by ``H`` and keeps it, so that gradients flow through the returned map.
+
+    Args:
+        matrix: a :class:`DenseOperator`, or a :class:`CachedOperator` with the rows of new tokens.
+    """
+
+    def __init__(self, matrix: Any) -> None:
+        self.matrix = matrix
+        self.map: Tensor | None = None
+
+    def apply(self, x: Tensor) -> Tensor:
+        y: Tensor = self.matrix.apply(x)
+        return y
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        powers: list[Tensor] = self.matrix.powers(v, degree)
+        return powers
+
+    def polynomial(
+        self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
+    ) -> Tensor:
+        self.map = self.matrix.filter(value_of(coeffs), exclusive, v).to(v.dtype)
+        dropout_p = self.matrix.dropout_p
+        dropped = F.dropout(self.map, dropout_p) if dropout_p else self.map
+        return dropped @ repeat_heads(v, self.map)
+
+
+def _as_matrix(operator: Operator) -> DenseOperator:
+    """The map of an operator, with the dropout of the call."""
+    if isinstance(operator, DenseOperator):
+        return operator
+    if isinstance(operator, AttentionOperator):
+        with no_autocast(operator.call.q.device):
+            return DenseOperator.from_call(operator.call)
+    return DenseOperator(operator.dense())
+
+
+# registered at import for plugged models that are unpickled or switch their implementation
+for _implementation in ("sdpa", "eager"):
+    _register(_implementation)

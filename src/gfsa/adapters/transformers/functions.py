@@ -1,0 +1,557 @@
+r"""The attention functions of transformers as operators, one maker per implementation.
+
+A maker takes what transformers passes to an attention function. It returns the operator for A, and
+the values in the layout that the operator expects.
+
+A filter needs a function that multiplies the values by a map. An eager function returns the map's
+weights, so its product must be :math:`A\,v`: one that scales its output afterwards (attention sinks
+as a factor), or reorders tokens, returns another map than the one it used. A function that a user
+registered returns no weights and is called once per power, so it must be linear in v. ``plug``
+tries the function on a few random tokens. The first forward of each layer checks it again, because
+the function may need arguments that only the model has, or may have been replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from gfsa.adapters.transformers.masks import DescribedMask, written_out
+from gfsa.adapters.transformers.refusals import name_of
+from gfsa.operators import (
+    AttentionCall,
+    AttentionOperator,
+    DenseOperator,
+    FunctionOperator,
+    Operator,
+    SDPAOperator,
+)
+from gfsa.operators.base import repeat_heads, take_heads
+from gfsa.operators.call import DropoutPlace
+from gfsa.operators.sdpa import powers_with_one_mask
+from gfsa.plugs.checks.proof import has_no_values
+
+OperatorMaker = Callable[..., tuple[Operator, Tensor]]
+
+# since 5.18 transformers' sdpa raises for softcapped scores; before, it left the cap out
+_REFUSES_SOFTCAP = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 18)
+
+_REGISTRIES: dict[type, AttentionInterface] = {}
+"""Attention class → the registry in which it looks its function up."""
+
+
+def functions_of(kind: type[nn.Module]) -> AttentionInterface:
+    """The registry in which a class looks its attention function up.
+
+    A model file may have a registry of its own, which overrides entries of the common one.
+    """
+    registry = _REGISTRIES.get(kind)
+    if registry is None:
+        if torch.compiler.is_compiling():
+            return ALL_ATTENTION_FUNCTIONS
+        found = inspect.unwrap(kind.forward).__globals__.get("ALL_ATTENTION_FUNCTIONS")
+        registry = found if isinstance(found, AttentionInterface) else ALL_ATTENTION_FUNCTIONS
+        _REGISTRIES[kind] = registry
+    return registry
+
+
+def eager_function_of(module: Any) -> Callable[..., Any] | None:
+    """The function that a module calls for eager attention: a registered one, or its own."""
+    registered: Callable[..., Any] | None = functions_of(type(module)).get("eager")
+    if registered is not None:
+        return registered
+    # looked up once, when the module is plugged
+    known = module.__dict__
+    return known["_gfsa_eager"] if "_gfsa_eager" in known else eager_function(type(module))
+
+
+def eager_function(kind: type[nn.Module]) -> Callable[..., Any] | None:
+    """The eager attention function that a class's forward names, from the forward's globals."""
+    forward = inspect.unwrap(kind.forward)
+    names = [name for name in forward.__code__.co_names if name.startswith("eager")]
+    if len(names) != 1:
+        return None
+    function: Callable[..., Any] | None = forward.__globals__.get(names[0])
+    return function
+
+
+def operator_maker(implementation: str) -> OperatorMaker:
+    """The function that returns ``(operator, value)`` for the map that ``implementation`` uses."""
+    if implementation == "sdpa":
+        return _sdpa_operator
+    if implementation == "eager":
+        return _eager_operator
+    return functools.partial(_any_operator, implementation)
+
+
+def _sdpa_operator(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Operator, Tensor]:
+    """The map of transformers' own sdpa function; gfsa chooses the kernel."""
+    paged = "cache" in kwargs and _is_paged(kwargs["cache"])
+    if not (paged or _CHOICES.isdisjoint(kwargs)):
+        attention_mask = _with_chosen_keys(module, query, key, attention_mask, kwargs)
+    if _REFUSES_SOFTCAP and kwargs.get("softcap") is not None:
+        raise ValueError(
+            f"{name_of(module)} caps its scores (softcap={kwargs['softcap']}), which sdpa cannot. "
+            "Use model.set_attn_implementation('eager')"
+        )
+    registry = _REGISTRIES.get(type(module))
+    registered = (functions_of(type(module)) if registry is None else registry)["sdpa"]
+    if paged or registered is not sdpa_attention_forward:
+        # the paged cache is filled by the function itself; a function that the user registered
+        # under this name is what the unplugged model would call
+        optional = {"position_bias": position_bias, "is_causal": is_causal}
+        kwargs |= {name: argument for name, argument in optional.items() if argument is not None}
+        return _any_operator(
+            *("sdpa", module, query, key, value, attention_mask),
+            dropout=dropout,
+            scaling=scaling,
+            **kwargs,
+        )
+    if isinstance(attention_mask, DescribedMask):
+        if position_bias is None and attention_mask.fits(query, key):
+            if key.shape[2] != query.shape[2]:
+                # the prompt in a static cache: the rows after it are empty
+                key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+            return AttentionOperator(
+                *(query, key, None, dropout, False, scaling, _grouped(query, key)),
+                dropout_after=_dropout_place(module, dropout),
+                visible=attention_mask.visible,
+            ), value
+        attention_mask = attention_mask.tensor()
+    return _masked_sdpa_operator(
+        module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias
+    )
+
+
+def _dropout_place(module: Any, dropout: float) -> DropoutPlace:
+    """Where the dropout of a call acts; without dropout its place does not matter."""
+    place: DropoutPlace = module.gfsa.dropout_after if dropout else "attention"
+    return place
+
+
+def _masked_sdpa_operator(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    bias: Tensor | None,
+) -> tuple[Operator, Tensor]:
+    """transformers' sdpa with a mask that is a tensor, or none."""
+    new = query.shape[2]
+    causal = False
+    if new > 1 and mask is None:
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if causal and key.shape[2] > new:
+        # the prefill of a static cache: the rows after the prompt are empty
+        key, value = key[:, :, :new], value[:, :, :new]
+        bias = None if bias is None else bias[..., :new]
+    if bias is not None:
+        mask, causal = _biased_mask(bias, mask, causal, query), False
+    if new != key.shape[2]:
+        call = AttentionCall(query, key, mask, dropout, False, scaling, _grouped(query, key))
+        return SDPAOperator(call), value
+    if mask is not None:
+        mask = _one_row(mask)
+        # torch's grouped-query kernels accept no mask
+        key, value = repeat_heads(key, query), repeat_heads(value, query)
+    operator = AttentionOperator(
+        *(query, key, mask, dropout, causal, scaling, _grouped(query, key)),
+        dropout_after=_dropout_place(module, dropout),
+    )
+    return operator, value
+
+
+def _grouped(query: Tensor, key: Tensor) -> bool:
+    """Whether several query heads share a key head."""
+    # while torch.jit traces, sizes are tensors
+    return bool(key.shape[1] != query.shape[1])
+
+
+def _one_row(mask: Tensor) -> Tensor:
+    """A mask that was expanded to all queries as its single row, which torch would copy."""
+    if mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0:
+        return mask[:, :, :1]
+    return mask
+
+
+def _biased_mask(
+    position_bias: Tensor, attention_mask: Tensor | None, causal: bool, query: Tensor
+) -> Tensor:
+    """A learned bias (T5) and a mask as one additive mask."""
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        return position_bias + attention_mask
+    if causal:
+        rows = torch.arange(query.shape[2], device=query.device)
+        attention_mask = rows[:, None] >= rows[None, :]
+    if attention_mask is None:
+        return position_bias
+    return torch.where(attention_mask, position_bias, torch.finfo(query.dtype).min)
+
+
+def _eager_operator(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> tuple[Operator, Tensor]:
+    """The map that the model's own eager code computes, including its dropout."""
+    attention_mask = written_out(_with_chosen_keys(module, query, key, attention_mask, kwargs))
+    later = dropout if module.gfsa.dropout_after == "filter" else 0.0
+    function = eager_function_of(module)
+    if function is None:
+        raise ValueError(
+            f"cannot find the eager attention of {type(module).__name__}; "
+            "use attn_implementation='sdpa'"
+        )
+
+    def attend(dropout: float) -> tuple[Tensor, Tensor]:
+        product, weights = function(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return product, weights
+
+    dropout = 0.0 if later else dropout
+    product, weights = attend(dropout)
+    if weights is None:
+        raise ValueError(
+            f"the eager attention of {type(module).__name__} returns no attention map; "
+            "use attn_implementation='sdpa'"
+        )
+    if _needs_check(module, function, product):
+        with torch.no_grad():
+            found = _gap(product, weights, value)
+            if found[0] is not None and dropout:
+                # the function may return the weights before their dropout
+                found = _gap(*attend(0.0), value)
+        _conclude(module, function, *found)
+    if later:
+        return DenseOperator(weights, later, "filter"), value
+    return _EagerOperator(weights, value, product.transpose(1, 2)), value
+
+
+class _EagerOperator(Operator):
+    """A map computed by the model itself, together with its product with the values."""
+
+    holds_matrix = True
+
+    def __init__(self, weights: Tensor, value: Tensor, product: Tensor) -> None:
+        self.weights = weights
+        self.value = value
+        self.product = product
+
+    def apply(self, x: Tensor) -> Tensor:
+        if x is self.value:
+            # bit-identical to the unplugged model
+            return self.product
+        return self.weights.to(x.dtype) @ repeat_heads(x, self.weights)
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        first, *others = super().powers(v, degree)
+        return [repeat_heads(first, self.weights), *others]
+
+    def second_pass(self, heads: Sequence[int]) -> Operator:
+        return FunctionOperator(lambda x: take_heads(self.weights, heads).to(x.dtype) @ x)
+
+    def dense(self) -> Tensor:
+        return self.weights
+
+
+def _any_operator(
+    implementation: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[Operator, Tensor]:
+    """Flash, flex or any other registered attention function, called once per pass."""
+    function = functions_of(type(module))[implementation]
+    if "cache" in kwargs and _is_paged(kwargs["cache"]):
+        return _PagedRows(function, module, query, key, attention_mask, kwargs), value
+    mask = written_out(attention_mask)
+    if module.gfsa.dropout_after == "filter" and kwargs["dropout"]:
+        raise ValueError(
+            f"dropout_after='filter' drops entries of H, which {implementation} never builds; "
+            "use attn_implementation 'sdpa' or 'eager' for training"
+        )
+    if not is_trusted(function) and _needs_check(module, function, value):
+        undropped = _FunctionRows(function, module, query, key, mask, {**kwargs, "dropout": 0.0})
+        with torch.no_grad():
+            _conclude(module, function, *_nonlinearity(undropped.apply, value))
+    return _FunctionRows(function, module, query, key, mask, kwargs), value
+
+
+class _FunctionRows(Operator):
+    """``A·x`` as one call of an attention function of transformers."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        attention_mask: Any,
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.function = function
+        self.module = module
+        self.query = query
+        self.key = key
+        self.attention_mask = attention_mask
+        self.kwargs = kwargs
+
+    def apply(self, x: Tensor) -> Tensor:
+        key = repeat_heads(self.key, x)
+        module = _ModuleView(self.module, groups=self.query.shape[1] // key.shape[1])
+        out: Tensor = self.function(module, self.query, key, x, self.attention_mask, **self.kwargs)[
+            0
+        ]
+        # flash has no axis for the batch where the cache is paged
+        return (out[None] if out.dim() == 3 else out).transpose(1, 2)
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        if self.kwargs["dropout"] and degree > 1:
+            tokens = powers_with_one_mask(self.apply, repeat_heads(v, self.query), degree)
+        else:
+            tokens = super().powers(v, degree)
+        return [repeat_heads(tokens[0], self.query), *tokens[1:]]
+
+
+class _ModuleView:
+    """An attention module as its attention function expects it: real config, given groups."""
+
+    def __init__(self, module: Any, groups: int) -> None:
+        self._module = module
+        self.config = module.config.real
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _is_paged(cache: Any) -> bool:
+    """Whether an attention function's argument ``cache`` is the cache of continuous batching."""
+    # by its name: versions of transformers have it in different places
+    return type(cache).__name__ == "PagedAttentionCache"
+
+
+class _PagedRows(_FunctionRows):
+    """The rows of A for the new tokens of every request, with a paged cache (continuous batching).
+
+    The function fills the cache with keys and values and attends to all of a request's tokens. That
+    is all that a filter of degree 1 needs.
+    """
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        if degree > 1:
+            raise ValueError(f"{name_of(self.module)} has a filter of degree {degree}: {NO_POWERS}")
+        if any(self.kwargs.get(choice) is not None for choice in _CHOICES):
+            raise ValueError(
+                f"{name_of(self.module)} chooses its keys by an indexer, which knows nothing of a "
+                "paged cache (continuous batching). Use generate()"
+            )
+        return super().powers(v, degree)
+
+    def dense(self) -> Tensor:
+        raise ValueError(
+            "output_attentions is not supported with a paged cache (continuous batching): the rows "
+            "of H need the whole map of the past. Use generate() with use_cache=False"
+        )
+
+
+NO_POWERS = (
+    "the paged cache of transformers' continuous batching holds keys and values, not the powers "
+    "A·v of past tokens. Use generate(), or vLLM with gfsa's plugin (degree 2), or plug filters of "
+    "degree 1 (K=None, gfsa.Exclusive), which need no powers"
+)
+
+_INDICES = "indices"
+_BLOCKS = "block_indices"
+# the arguments by which a module passes on the keys that its indexer has chosen
+_CHOICES = frozenset((_INDICES, _BLOCKS))
+
+
+def _with_chosen_keys(
+    module: Any, query: Tensor, key: Tensor, attention_mask: Any, kwargs: dict[str, Any]
+) -> Any:
+    """The mask with the keys that an indexer chose (DeepSeek-V3.2, MiniMax-M3).
+
+    Such a module looks at the name of its attention implementation. For ``eager`` and ``sdpa`` it
+    adds the choice to the mask; a plugged module has another name and passes the indices on.
+
+    Args:
+        module: the attention module.
+        query: ``(B, H, N, D)``.
+        key: ``(B, H, T, D)``.
+        attention_mask: as the module passed it on.
+        kwargs: the other arguments of the attention function; the choice is removed from them.
+    """
+    indices, blocks = kwargs.pop(_INDICES, None), kwargs.pop(_BLOCKS, None)
+    keys = key.shape[2]
+    if blocks is not None:
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            # the queries are the last tokens
+            positions = torch.arange(keys - query.shape[2], keys, device=query.device)
+        positions = positions if positions.dim() > 1 else positions[None]
+        positions = positions.expand(query.shape[0], -1)
+        build = module.indexer.build_block_mask
+        return build(blocks, attention_mask, keys, query.dtype, query.device, positions)
+    if indices is None:
+        return attention_mask
+    # (B, 1, N, T), True where the indexer has not chosen a key
+    left_out = indices.new_ones((*indices.shape[:2], keys), dtype=torch.bool)
+    left_out = left_out.scatter(-1, indices.long(), False)[:, None]
+    if attention_mask is None:
+        raise ValueError(
+            f"{type(module).__name__} chooses keys by an indexer, but passes no mask on; expected "
+            "one that hides later tokens and padding. Leave it out with plug(..., layers=...)"
+        )
+    # a described mask is a bool one, and & writes it out
+    if attention_mask.dtype == torch.bool:
+        return attention_mask & ~left_out
+    return attention_mask.masked_fill(left_out, torch.finfo(query.dtype).min)
+
+
+_CHECKED = "_gfsa_checked"
+
+
+def refusal_by_trial(
+    module: Any, function: Callable[..., Any], heads: int, is_eager: bool
+) -> str | None:
+    """Why a function's map cannot be filtered, or None if a trial does not show it."""
+    weight = next(module.parameters(), None)
+    if weight is None or weight.is_meta or not weight.is_floating_point():
+        return None
+    dim, groups = getattr(module, "head_dim", None), getattr(module, "num_key_value_groups", 1)
+    if not isinstance(dim, int) or not isinstance(groups, int) or heads % groups:
+        return None
+    # a generator of its own: plug must not change what the model draws next
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, count, 4, dim, generator=generator).to(weight)
+        for count in (heads, heads // groups, heads // groups)
+    )
+    mask = torch.zeros(1, 1, 4, 4).to(weight)
+
+    def attend(x: Tensor) -> Any:
+        return function(module, query, key, x, mask, dropout=0.0, scaling=dim**-0.5)
+
+    try:
+        with torch.no_grad():
+            if is_eager:
+                product, weights = attend(value)
+                gap, _ = _gap(product, weights, value)
+            else:
+                gap, _ = _nonlinearity(lambda x: attend(x)[0].transpose(1, 2), value)
+    except Exception:
+        # it needs arguments that only the model passes, so a forward has to show it
+        return None
+    return None if gap is None else _reason(function, gap)
+
+
+def is_trusted(function: Callable[..., Any]) -> bool:
+    """Whether a registered function is one of transformers itself, which are linear in v."""
+    return str(getattr(function, "__module__", "")).startswith("transformers.")
+
+
+def forget_check(module: Any) -> None:
+    """Delete what the check has stored on a module that is unplugged."""
+    module.__dict__.pop(_CHECKED, None)
+
+
+def _reason(function: Callable[..., Any], gap: str) -> str:
+    return f"its attention function {getattr(function, '__name__', repr(function))} {gap}"
+
+
+def _needs_check(module: Any, function: Callable[..., Any], x: Tensor) -> bool:
+    """Whether this layer's function has not been checked yet, and ``x`` can be read."""
+    # by id: a function that a user registered may be one that cannot be pickled with the model
+    if torch.compiler.is_compiling() or module.__dict__.get(_CHECKED) == id(function):
+        return False
+    return not (x.is_meta or has_no_values(x))
+
+
+def _conclude(module: Any, function: Callable[..., Any], gap: str | None, decided: bool) -> None:
+    if gap is not None:
+        raise ValueError(
+            f"{name_of(module)} cannot be filtered with attn_implementation="
+            f"{module.config.real._attn_implementation or 'eager'!r}: {_reason(function, gap)}. "
+            "gfsa.unplug(model), and leave the layer out with plug(..., layers=...)"
+        )
+    if decided:
+        module.__dict__[_CHECKED] = id(function)
+
+
+def _gap(product: Tensor, weights: Tensor, value: Tensor) -> tuple[str | None, bool]:
+    """How the product differs from weights @ value, or None; and whether that was decisive."""
+    product = product.transpose(1, 2)
+    shape = (*product.shape[:3], value.shape[-2])
+    if weights.shape != shape:
+        return f"{_OTHER_MAP} (A has shape {tuple(weights.shape)}, expected {shape})", True
+    value = repeat_heads(value, weights)
+    return _difference(product, weights.to(value.dtype) @ value, value, _OTHER_MAP)
+
+
+def _nonlinearity(apply: Callable[[Tensor], Tensor], value: Tensor) -> tuple[str | None, bool]:
+    """How a function of the values differs from a product with a map, as in :func:`_gap`."""
+    # other values for each token, of other features: A·(v - 2·w) = A·v - 2·A·w
+    other = value.flip(-2)
+    together = value - 2 * other.roll(1, -1)
+    product = apply(together)
+    expected = apply(value) - 2 * apply(other).roll(1, -1)
+    return _difference(product, expected, repeat_heads(together, product), _NOT_LINEAR)
+
+
+_OTHER_MAP = (
+    "returns weights A that are not what it multiplied with the values, so their powers are those "
+    "of another map"
+)
+_NOT_LINEAR = "is not linear in the values: it multiplies them by no map that has powers"
+
+
+def _difference(
+    product: Tensor, expected: Tensor, value: Tensor, fault: str
+) -> tuple[str | None, bool]:
+    difference = (product - expected).abs().float()
+    scale = value.abs().amax(-2, keepdim=True).float()
+    # rows that see no key are NaN, and so are all rows of a diverged model: neither is compared
+    known = difference.isfinite() & scale.isfinite()
+    off = known & (difference > _TOLERANCE.get(product.dtype, 1e-2) * scale)
+    if bool(off.any()):
+        worst = torch.where(off, difference / scale, 0.0).max().item()
+        return f"{fault} (by up to {worst:.2g} of the largest value)", True
+    # one token, or values of zero, look the same under any map
+    return None, value.shape[-2] > 1 and bool((known & (scale > 0)).any())
+
+
+# both products are rounded in their dtype, and summed in another order
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}

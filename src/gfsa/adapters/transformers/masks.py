@@ -1,0 +1,375 @@
+r"""Masks that are described instead of written out, for plugged models with ``sdpa``.
+
+A model of transformers asks its implementation's mask function for a mask of all queries and keys.
+The function here returns what the mask says: which keys are padding, causality, a window, the
+boundaries of packed documents. That is O(N) numbers instead of N², also while a graph is traced,
+where transformers cannot look whether anything is hidden and would write out the triangle.
+
+Masks that are no such thing (chunks, images that see themselves, a user's own function), and those
+of new tokens after others in a cache, are transformers' own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from transformers import masking_utils
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    packed_sequence_mask_function,
+    sdpa_mask,
+    sliding_window_bidirectional_overlay,
+    sliding_window_overlay,
+)
+
+from gfsa.operators import Visibility
+from gfsa.operators.blocked import apply_by_rows
+from gfsa.operators.call import TORCH_ATTENTION, is_exporting
+
+NAME = "gfsa|sdpa"
+"""The name under which the mask function is registered, that of the filtered attention."""
+
+
+class DescribedMask:
+    """What a bool mask ``(B, 1, N, M)`` says, True where a query sees a key.
+
+    A plugged attention layer reads :attr:`visible`, and torch's attention takes it in eager mode.
+    Any other code may treat it as the tensor: what it asks for is answered by the mask, which is
+    then written out, once for all layers.
+
+    Args:
+        visible: what the N queries see of the first N keys.
+        keys: M, N by default; a static cache has rows after its tokens, which no query sees.
+    """
+
+    ndim = 4
+    dtype = torch.bool
+
+    def __init__(
+        self,
+        visible: Visibility,
+        batch: int,
+        length: int,
+        device: torch.device | str,
+        keys: int | None = None,
+    ) -> None:
+        self.visible = visible
+        self.shape = torch.Size((batch, 1, length, length if keys is None else keys))
+        self.device = torch.device(device)
+
+    def tensor(self) -> Tensor:
+        """The mask, written out."""
+        batch, _, length, keys = self.shape
+        mask = self.visible.whole(length, self.device).expand(batch, 1, length, length)
+        return mask if keys == length else torch.nn.functional.pad(mask, (0, keys - length))
+
+    def fits(self, query: Tensor, key: Tensor) -> bool:
+        """Whether a layer's queries and keys, ``(B, H, N or M, D)``, are those of the mask."""
+        return query.shape[-2] == self.shape[-2] and key.shape[-2] == self.shape[-1]
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> Any:
+        """Itself, which has no layout; transformers 5.22 asks for it in ``generate``."""
+        return self.tensor().contiguous(*args, **kwargs) if args or kwargs else self
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """On another device it is still a description; in another dtype it is a tensor."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], (str, int, torch.device)):
+            return self._on(torch.device(args[0]))
+        if not args and kwargs.keys() <= {"device", "non_blocking"} and "device" in kwargs:
+            return self._on(torch.device(kwargs["device"]))
+        return self.tensor().to(*args, **kwargs)
+
+    def _on(self, device: torch.device) -> DescribedMask:
+        if device == self.device:
+            return self
+        old = self.visible
+        keys = None if old.keys is None else old.keys.to(device)
+        documents = None if old.documents is None else old.documents.to(device)
+        visible = Visibility(keys, None, old.causal, old.window, documents, old.in_order)
+        return DescribedMask(visible, self.shape[0], self.shape[-2], device, self.shape[-1])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("visible", "shape", "device"):
+            # asked for while it is copied or unpickled, before it has them
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor()[index]
+
+    def __and__(self, other: Any) -> Tensor:
+        return self.tensor() & written_out(other)
+
+    def __or__(self, other: Any) -> Tensor:
+        return self.tensor() | written_out(other)
+
+    def __invert__(self) -> Tensor:
+        return ~self.tensor()
+
+    # without these two, python would compare the objects and answer with one bool
+    def __eq__(self, other: Any) -> Any:
+        return self.tensor() == written_out(other)
+
+    def __ne__(self, other: Any) -> Any:
+        return self.tensor() != written_out(other)
+
+    __hash__ = object.__hash__
+    __rand__ = __and__
+    __ror__ = __or__
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is TORCH_ATTENTION and isinstance(kwargs.get("attn_mask"), cls):
+            y = _attend(*args, **kwargs)
+            if y is not None:
+                return y
+        args, kwargs = tree_map(written_out, (args, kwargs))
+        return function(*args, **kwargs)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: DescribedMask,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Torch's attention under a description; None if it is not of these queries and keys."""
+    if is_causal or not attn_mask.fits(query, key):
+        return None
+    tokens = query.shape[-2]
+    key, value = key[..., :tokens, :], value[..., :tokens, :]
+    return apply_by_rows(attn_mask.visible, query, key, value, dropout_p, scale)
+
+
+def written_out(mask: Any) -> Any:
+    """A described mask as a tensor; anything else as it is."""
+    return mask.tensor() if isinstance(mask, DescribedMask) else mask
+
+
+def describe_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Any = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """The mask function of plugged models: None, a tensor, or a :class:`DescribedMask`.
+
+    The arguments are those of transformers' ``sdpa_mask``.
+    """
+    if isinstance(attention_mask, DescribedMask):
+        # an outer model has made it
+        return attention_mask
+    causal = allow_is_bidirectional_skip is None
+    visible = None
+    if (
+        not use_vmap
+        and not torch.jit.is_tracing()
+        and _is_of_first_tokens(q_length, kv_length, q_offset, kv_offset, attention_mask, causal)
+    ):
+        padding = None if attention_mask is None else attention_mask[:, :q_length]
+        visible = _describe(
+            *(batch_size, q_length, mask_function, padding, local_size, config, device),
+            causal=causal,
+        )
+    if visible is not None and not visible.needs_rows():
+        if visible.keys is not None:
+            # one row for all queries: expanded, it has the shape that transformers makes
+            return visible.keys[:, :, None].expand(batch_size, 1, q_length, q_length)
+        skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
+        if skip and not (causal and torch.compiler.is_compiling()):
+            # the attention layers are causal, or not, by themselves
+            return None
+        if not skip and mask_function.__name__ != _TOGETHER:
+            # the model asked for the mask itself; packed documents ask for it, too
+            visible = None
+    if visible is not None:
+        return DescribedMask(visible, batch_size, q_length, device, kv_length)
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=bool(allow_is_bidirectional_skip),
+        use_vmap=use_vmap,
+        device=device,
+        config=config,
+        **kwargs,
+    )
+
+
+def _is_of_first_tokens(
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    padding: Tensor | None,
+    causal: bool,
+) -> bool:
+    """Whether queries are the first tokens, and see no other keys than theirs."""
+    if kv_offset != 0:
+        return False
+    if q_length != kv_length and not (causal and 1 < q_length < kv_length):
+        # more keys than queries are a prompt in a static cache; a decoded token is never the first
+        return False
+    if isinstance(q_offset, Tensor):
+        # of a static cache, on the device: for a decoded token it is not read, which would wait
+        if masking_utils.is_tracing(q_offset) or bool(q_offset != 0):
+            return False
+    elif q_offset != 0:
+        return False
+    if padding is None or padding.shape[-1] == kv_length:
+        return True
+    # transformers hides what the mask does not reach, and a prompt's mask ends with the prompt
+    return bool(q_length < kv_length and q_length <= padding.shape[-1])
+
+
+def _describe(
+    batch_size: int,
+    length: int,
+    mask_function: Callable[..., Any],
+    padding: Tensor | None,
+    local_size: int | None,
+    config: Any,
+    device: torch.device | str,
+    causal: bool,
+) -> Visibility | None:
+    """What a mask function says, or None if it says something else than the parts known here."""
+    if not _is_known(mask_function, local_size, config, causal):
+        return None
+    if padding is not None and not masking_utils.is_tracing(padding) and bool(padding.all()):
+        padding = None
+    keys = None if padding is None else padding[:, None, :]
+    window = local_size
+    if window is not None and not causal:
+        # transformers' window to both sides includes its last token
+        window = window + 1
+    if window is not None and _may_compare_length(padding) and window >= length:
+        window = None
+    documents = None
+    if causal and padding is None and _may_be_packed(mask_function, config):
+        documents = _documents(mask_function, batch_size, length, device)
+    return Visibility(keys, None, causal, window, documents, in_order=documents is not None)
+
+
+def _may_compare_length(padding: Tensor | None) -> bool:
+    """Whether the result may depend on the length, as whether a window hides anything does."""
+    if torch.compiler.is_compiling():
+        # a compiled graph is compiled once more beyond the window; an exported program has to serve
+        # all lengths
+        return not is_exporting()
+    return not masking_utils.is_tracing(padding)
+
+
+def _may_be_packed(mask_function: Any, config: Any) -> bool:
+    """Whether several documents may share a row."""
+    if mask_function.__name__ != _TOGETHER:
+        return False
+    if masking_utils.is_tracing():
+        # transformers cannot look at positions there; those that a model makes are of one document
+        return bool(getattr(config, "positions_given", True))
+    return any(part.__code__ is _PACKED.__code__ for part in _parts(mask_function))
+
+
+_CAUSAL = causal_mask_function.__name__
+_TO_BOTH_SIDES = bidirectional_mask_function.__name__
+_TOGETHER = and_masks().__name__
+_WINDOWS = (sliding_window_overlay(2), sliding_window_bidirectional_overlay(2))
+# five tokens, the last three of a second document
+_PACKED = packed_sequence_mask_function({(0, token): token > 1 for token in range(5)})
+
+
+def _known_codes() -> set[CodeType]:
+    """The code of those parts of masks that do in this version what a description says."""
+    meant: dict[Any, Callable[[int, int], bool]] = {
+        causal_mask_function: lambda query, key: key <= query,
+        bidirectional_mask_function: lambda query, key: True,
+        _WINDOWS[0]: lambda query, key: key > query - 2,
+        _WINDOWS[1]: lambda query, key: abs(query - key) <= 2,
+        _PACKED: lambda query, key: (query > 1) == (key > 1),
+    }
+    pairs = list(itertools.product(range(5), repeat=2))
+    return {
+        part.__code__
+        for part, says in meant.items()
+        if all(part(0, 0, *pair) == says(*pair) for pair in pairs)
+    }
+
+
+_KNOWN = _known_codes()
+
+
+def _is_known(function: Any, local_size: int | None, config: Any, causal: bool) -> bool:
+    """Whether a mask function consists of causality, a window and documents alone."""
+    if torch.compiler.is_compiling():
+        # the compiler cannot look into a closure. Chunks are the only other conjunction that
+        # transformers makes without use_vmap
+        if function.__name__ != _TOGETHER:
+            return bool(function.__name__ == (_CAUSAL if causal else _TO_BOTH_SIDES))
+        return local_size is None or getattr(config, "attention_chunk_size", None) is None
+    windows = {window.__code__ for window in _WINDOWS}
+    for part in _parts(function):
+        if getattr(part, "__code__", None) not in _KNOWN:
+            return False
+        if part.__code__ in windows and part.__closure__[0].cell_contents != local_size:
+            return False
+    expected = causal_mask_function if causal else bidirectional_mask_function
+    return any(part is expected for part in _parts(function))
+
+
+def _parts(function: Any) -> Iterator[Any]:
+    """The functions of a conjunction, and of the conjunctions in it."""
+    if getattr(function, "__code__", None) is not and_masks().__code__:
+        yield function
+        return
+    for cell in function.__closure__ or ():
+        for part in cell.cell_contents:
+            yield from _parts(part)
+
+
+def _documents(
+    mask_function: Callable[..., Any], batch_size: int, length: int, device: torch.device | str
+) -> Tensor:
+    """``(B, 1, N)``, numbers of documents: a token that does not see the one before begins one."""
+    batch = torch.arange(batch_size, device=device)[:, None]
+    token = torch.arange(1, length, device=device)[None]
+    head = torch.zeros((), dtype=torch.long, device=device)
+    begins = ~mask_function(batch, head, token, token - 1)
+    documents = torch.nn.functional.pad(begins.cumsum(-1), (1, 0))
+    return documents.expand(batch_size, length)[:, None]
+
+
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, describe_mask)

@@ -1,0 +1,166 @@
+"""Attention classes of transformers that are known by name: without a map, or renamed.
+
+Some have no square map over their own tokens. That is decided from a module's class, signature and
+settings, so that the report of ``plug`` has the reason before any forward runs.
+
+Some have other names in transformers 5.17 (the older version) than in 5.22. Saved filters have the
+names of the version that they were saved with, and load with both.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+from torch import nn
+
+from gfsa.plugs.adapter import NAME
+from gfsa.plugs.checks.proof import OTHER_SEQUENCE, REASON
+from gfsa.plugs.saving.renames import Renaming
+from gfsa.plugs.tracing.candidates import refusal_of_pooling
+
+OTHER_TOKENS = frozenset((*OTHER_SEQUENCE, "context_hidden_states"))
+"""Arguments of an attention module's forward that hold the tokens of another sequence."""
+
+QUERY_AND_KEY = (
+    ("query", "key"),
+    ("queries", "keys"),
+    ("query_tensor", "key_tensor"),
+    ("q", "k"),
+)
+"""Arguments that hold the tokens of queries and of keys where a forward takes them apart."""
+
+REDUCED = "its keys are a shorter summary of its tokens: the map is not square"
+_POOLED_QUERIES = "its queries are pooled: the map is not square"
+
+# class names of attention outside the interface; the tracer has a table for those of any library
+_WITHOUT_MAP = {
+    r"gemma\d\w*audio|^localselfattention$": "its map is kept in bands or blocks, not as a square",
+    r"nystrom": "its map is a product of three maps to and from landmarks",
+    r"lilt": "its text and its layout attend with a map each",
+    r"sequencecompressor": REASON,
+    r"invariantpoint": "one map multiplies values, points and pairs",
+}
+
+
+def refusal_of_interface(module: Any) -> str | None:
+    """Why a module that uses the attention interface cannot be filtered, or None."""
+    kind = type(module).__name__.lower()
+    if "crossattention" in kind or getattr(module, "is_cross_attention", False) is True:
+        return REASON
+    if (pooling := refusal_of_pooling(module)) is not None:
+        return pooling
+    if "channel" in kind:
+        return "its attention is over channels, not tokens"
+    if hasattr(module, "sequence_reduction"):
+        return REDUCED
+    if getattr(module, "query_stride", None):
+        return _POOLED_QUERIES
+    if getattr(module, "compressor", None) is not None:
+        return "its keys are its tokens and compressed ones: the map is not square"
+    if _requires_other_tokens(type(module)) or hasattr(module, "append_to_cache"):
+        return f"{REASON} (or some of them are)"
+    return None
+
+
+def refusal_of_traced(module: Any) -> str | None:
+    """Why a module outside the interface cannot be filtered by tracing, or None."""
+    kind = type(module).__name__
+    for pattern, why in _WITHOUT_MAP.items():
+        if re.search(pattern, kind.lower()):
+            return why
+    if kind == "PvtV2SelfAttention" and module.linear_attention:
+        return REDUCED
+    if kind == "CvtSelfAttention" and _strides(module.convolution_projection_key):
+        return REDUCED
+    return None
+
+
+def refusal_by_owner(owner: nn.Module | None) -> str | None:
+    """Why the module directly inside ``owner`` cannot be filtered, or None."""
+    if "aggregatedattention" in type(owner).__name__.lower():
+        return "its queries and keys are pooled in different ways, to different tokens"
+    return None
+
+
+def _requires_other_tokens(kind: type[nn.Module]) -> bool:
+    """Whether the forward cannot be called without the tokens of another sequence."""
+    parameters = inspect.signature(kind.forward).parameters
+    return any(
+        name in OTHER_TOKENS and parameter.default is inspect.Parameter.empty
+        for name, parameter in parameters.items()
+    )
+
+
+def _strides(projection: nn.Module) -> bool:
+    """Whether a projection by convolution or pooling leaves tokens out."""
+    strides = (getattr(m, "stride", 1) for m in projection.modules())
+    return any((max(s) if isinstance(s, tuple) else s) > 1 for s in strides)
+
+
+def name_of(module: Any) -> str:
+    """A plugged module in an error: its name in the model and its class."""
+    name = module.__dict__.get(NAME)
+    kind = type(module).__name__
+    return f"{name} ({kind})" if name else kind
+
+
+def _joined(family: str) -> Renaming:
+    """Attention and its output projection were two modules of one around them; now they are one."""
+    return Renaming(
+        kind=f"{family}SelfAttention",
+        other_kind=f"{family}Attention",
+        inside="attention",
+        parameters=(
+            ("attention.query", "q_proj"),
+            ("attention.key", "k_proj"),
+            ("attention.value", "v_proj"),
+            ("output.dense", "o_proj"),
+        ),
+    )
+
+
+def _moved(kind: str, *paths: tuple[str, str]) -> Renaming:
+    """The layer is the same, in another place of the model."""
+    return Renaming(kind=kind, other_kind=kind, paths=paths)
+
+
+_RENAMINGS = (
+    *map(_joined, ("Dinov2", "Dinov2WithRegisters", "Radio", "RfDetrDinov2", "Tipsv2Vision")),
+    _moved(
+        "MimiAttention",
+        ("encoder_transformer", "encoder.encoder_transformer"),
+        ("decoder_transformer", "decoder.decoder_transformer"),
+    ),
+    # a whole model has the thinker beside the talker; a thinker of its own has no such prefix
+    *(
+        renaming
+        for family in ("Qwen2_5Omni", "Qwen3OmniMoe")
+        for renaming in (
+            _moved(f"{family}AudioAttention", ("thinker.audio_tower", "thinker.model.audio_tower")),
+            _moved(f"{family}VisionAttention", ("thinker.visual", "thinker.model.visual")),
+        )
+    ),
+    _moved(
+        "Qwen2_5OmniAttention",
+        ("thinker.model.layers", "thinker.model.language_model.layers"),
+        ("model.layers", "language_model.layers"),
+    ),
+    _moved(
+        "Qwen3OmniMoeThinkerTextAttention",
+        ("thinker.model.layers", "thinker.model.language_model.layers"),
+        ("model.layers", "language_model.layers"),
+    ),
+    # a bias of keys adds the same to all scores of a query, which the softmax leaves out
+    Renaming(
+        kind="VideoMAESelfAttention",
+        other_kind="VideoMAESelfAttention",
+        only_here={"key.bias": "query.bias"},
+    ),
+)
+
+
+def renamings_of(kind: str) -> tuple[Renaming, ...]:
+    """What is known of other names of an attention class, whichever version has it."""
+    return tuple(known for known in _RENAMINGS if kind in (known.kind, known.other_kind))

@@ -1,0 +1,603 @@
+"""Backward kernels for Hopper GPUs in Gluon, with the formulas of ``two_pass.py``.
+
+Each number is written by one program, so repeated runs give the same bits; dQ of long sequences of
+wide heads, which is added up in any order (``grad_keys``), is the exception. What makes them faster
+than those is when a product is waited for, which Triton's compiler decides by itself and Gluon
+leaves to the kernel: exponentials are computed while the next products run. No product is in flight
+at the end of a step, since the assembler runs all of them one by one where one is. Registers and
+shared memory are small enough for three programs on a multiprocessor at head dims up to 64 (four of
+the first kernel), which fill each other's gaps.
+
+Tokens, logsumexps and δ come by the copy engine, one step ahead; loads begin while products run,
+since all warps wait for each other between them. Rows beyond the last token read as zeros: a query
+among them adds nothing, since its g, dU and δ are zero.
+"""
+
+# ruff: noqa: RET505, SIM102 - Gluon compiles a subset of Python
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gfsa.kernels import launching
+from gfsa.kernels.gluon_short import LOG2E, product_layout
+
+KEY_MASK = gl.constexpr(launching.KEY_MASK)
+SPANS = gl.constexpr(launching.SPANS)
+# tiles and vectors as products and threads read them, whatever the copy engine's shape
+FLAT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+# compiled code must not depend on these numbers, nor on the alignment of these tensors
+JIT_OPTIONS = {
+    "do_not_specialize": ["heads", "mask_b", "mask_h", "mask_j"],
+    "do_not_specialize_on_alignment": ["coeffs", "dc_out", "mask", "sums"],
+}
+
+
+@gluon.jit
+def tile_of(room, ROWS: gl.constexpr, D: gl.constexpr):
+    """Shared memory of one tile as a matrix."""
+    return room._reinterpret(room.dtype, [ROWS, D], FLAT)
+
+
+@gluon.jit
+def vector_of(room, LENGTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """A number for each column of a product."""
+    return room._reinterpret(gl.float32, [LENGTH], VECTOR).load(gl.SliceLayout(0, LAYOUT))
+
+
+@gluon.jit
+def scores(x, y, total, ADD: gl.constexpr, D: gl.constexpr, USED: gl.constexpr):
+    """Begin ``x·yᵀ``, added to ``total`` or not, over the first USED of D features.
+
+    That is one product, or two if not all features are used.
+    """
+    if USED == D:
+        return warpgroup_mma(x, y.permute((1, 0)), total, use_acc=ADD, is_async=True)
+    else:
+        REST: gl.constexpr = USED - 64
+        low = y.slice(0, 64, dim=1).permute((1, 0))
+        high = y.slice(64, REST, dim=1).permute((1, 0))
+        total = warpgroup_mma(x.slice(0, 64, dim=1), low, total, use_acc=ADD, is_async=True)
+        return warpgroup_mma(x.slice(64, REST, dim=1), high, total, is_async=True)
+
+
+@gluon.jit
+def place():
+    """``(block, blocks, head, heads)`` of a program, heads counted over all sequences.
+
+    The grid is (heads of a group, blocks, groups): a block of all heads of the group, then the next
+    one. Rows end with short loops, and so does the launch, where whole heads one after another
+    would leave the last one's long loops alone at the end.
+    """
+    together = gl.num_programs(0)
+    head = gl.program_id(2) * together + gl.program_id(0)
+    return gl.program_id(1), gl.num_programs(1), head, gl.num_programs(2) * together
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for x in gl.static_range(COUNT):
+        mbarrier.init(bars.index(x), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    return bars
+
+
+@gluon.jit
+def queries_of_keys(
+    mask, b, row, n, mask_b, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+):  # fmt: skip
+    """Which queries see the BM keys from ``row`` on.
+
+    Returns:
+        The first of them, the number of steps of BN that reach the last one, the last query of the
+        first key, and the mask of this sequence.
+    """
+    start = 0
+    if CAUSAL:
+        start = row
+    end = n
+    earliest = n
+    if MASK == SPANS:
+        mask += b.to(gl.int64) * mask_b
+        earliest = gl.load(mask + n + row)
+        end = gl.load(mask + n + gl.minimum(row + BM, n) - 1) + 1
+    return start, gl.cdiv(end - start, BN), earliest, mask
+
+
+@gluon.jit
+def shown_keys(mask, b, h, j, n, mask_b, mask_h, mask_j):
+    """Which of the keys ``j`` take part; keys beyond the last one do not."""
+    mask += b.to(gl.int64) * mask_b + h.to(gl.int64) * mask_h
+    # the stride is the caller's: the last key may lie 2³¹ or more behind the first
+    return gl.load(mask + j.to(gl.int64) * mask_j, mask=j < n, other=0) != 0
+
+
+@gluon.jit
+def hide_queries(p, row, col, spans, earliest, n, CAUSAL: gl.constexpr, MASK: gl.constexpr):
+    """``Aᵀ`` of keys from ``row`` on and queries from ``col`` on, zero where a key is not seen.
+
+    Args:
+        spans: first keys of all queries, then last queries of all keys; neither decreases.
+        earliest: the last query of the first key, which is the least of these keys' last queries.
+    """
+    LAYOUT: gl.constexpr = p.type.layout
+    BM: gl.constexpr = p.shape[0]
+    BN: gl.constexpr = p.shape[1]
+    if MASK == SPANS:
+        if col + BN - 1 > earliest:
+            i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+            j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
+            # loaded here, for few tiles: registers are short
+            last = gl.load(spans + n + j, mask=j < n, other=-1)
+            p = gl.where(i[None, :] <= last[:, None], p, 0.0)
+    if CAUSAL:
+        if col < row + BM:
+            i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+            j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
+            p = gl.where(j[:, None] <= i[None, :], p, 0.0)
+    return p
+
+
+# four numbers of a thread, which lie next to each other
+_ADD = gl.constexpr("""{
+.reg .u64 at;
+mul.wide.u32 at, $5, 4;
+add.u64 at, at, $9;
+red.relaxed.gpu.global.add.v4.f32 [at], {$1, $2, $3, $4};
+mov.u32 $0, 0;
+}""")
+_GET = gl.constexpr("""{
+.reg .u64 at;
+mul.wide.u32 at, $4, 4;
+add.u64 at, at, $8;
+ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [at];
+}""")
+
+
+@gluon.constexpr_function
+def query_layout(warps, features):
+    """The layout of a tile of dQ of 64 queries: each warpgroup has a part of the features."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, warps // 4], instr_shape=[16, features * 4 // warps, 16]
+    )
+
+
+@gluon.jit
+def places(ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where the numbers of a tile lie: four of a thread next to each other, then the next thread's.
+
+    That is the order in which a product leaves them in registers, so that they do not go through
+    shared memory, and an instruction adds four of them: of two rows, eight apart, and of two
+    features. The four have one place, that of the first.
+    """
+    i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    return (i // 16 * 128 + i % 8 * 16)[:, None] + (d // 8 * (8 * ROWS) + d % 8 // 2 * 4)[None, :]
+
+
+@gluon.jit
+def add(x, at, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Add a tile to the one that begins at ``at``."""
+    gl.inline_asm_elementwise(
+        _ADD, "=r,f,f,f,f,r,r,r,r,l,l,l,l", [x, places(ROWS, D, LAYOUT), at.to(gl.int64)],
+        dtype=gl.int8, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def get(at, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """The tile that begins at ``at``."""
+    return gl.inline_asm_elementwise(
+        _GET, "=f,=f,=f,=f,r,r,r,r,l,l,l,l", [places(ROWS, D, LAYOUT), at.to(gl.int64)],
+        dtype=gl.float32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["heads"])
+def finish_queries(dq_cols, sums, heads, scale, D: gl.constexpr, BN: gl.constexpr):
+    """``dQ = sum·scale`` in 16 bits, for BN queries of one head."""
+    LAYOUT: gl.constexpr = query_layout(gl.num_warps(), D)
+    tile = gl.program_id(0)
+    bh = gl.program_id(1)
+    at = sums + (bh.to(gl.int64) * gl.num_programs(0) + tile) * (BN * D)
+    dq = get(at, BN, D, LAYOUT) * scale
+    stage = gl.allocate_shared_memory(dq_cols.dtype, [1, 1, BN, D], dq_cols.layout)
+    tile_of(stage, BN, D).store(dq.to(dq_cols.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(dq_cols, [bh // heads, bh % heads, tile * BN, 0], stage)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_first(
+    q_cols, g_cols, lse_cols, qs, gs, lss, bars, b, h, col, step, pred,
+    D: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Begin to load what step number ``step`` of ``grad_first_pass`` takes."""
+    now = step % 2
+    bar = bars.index(now)
+    mbarrier.expect(bar, 2 * BN * D * 2 + BN * 4, pred=pred)
+    tma.async_copy_global_to_shared(q_cols, [b, h, col, 0], bar, qs.index(now), pred=pred)
+    tma.async_copy_global_to_shared(lse_cols, [b, h, 0, col], bar, lss.index(now), pred=pred)
+    tma.async_copy_global_to_shared(g_cols, [b, h, col, 0], bar, gs.index(step % 3), pred=pred)
+
+
+@gluon.jit(**JIT_OPTIONS)
+def grad_first_pass(
+    q_cols, g_cols, lse_cols, k_rows, g_rows, v_rows, u_rows, out_rows, du_rows,
+    delta_out, dc_out, coeffs, mask,
+    heads, group, n, scale, mask_b, mask_h, mask_j,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
+    USED: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """``z = Aᵀ·g`` for BM keys, then dU, δ and the coefficients' gradients of these rows."""
+    W: gl.constexpr = gl.num_warps()
+    dt: gl.constexpr = q_cols.dtype
+    SL: gl.constexpr = product_layout(W, BN)
+    AL: gl.constexpr = product_layout(W, D)
+    PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
+    gl.static_assert(BM == BN or BM == 2 * BN)
+    ks = gl.allocate_shared_memory(dt, [1, 1, BM, D], k_rows.layout)
+    qs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], q_cols.layout)
+    # three are in use at a time
+    gs = gl.allocate_shared_memory(dt, [3 if BM == BN else 4, 1, 1, BN, D], g_cols.layout)
+    lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
+    bars = barriers(3)
+    block, blocks, bh, total = place()
+    b = bh // heads
+    h = bh % heads
+    row = block * BM
+    start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
+    mbarrier.expect(bars.index(2), BM * D * 2)
+    tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
+    _load_first(q_cols, g_cols, lse_cols, qs, gs, lss, bars, b, h, start, 0, True, D, BN)
+    k = tile_of(ks, BM, D)
+    # the first step has no step before it: zeros times zeros
+    tile_of(gs.index(2), BN, D).store(gl.full([BN, D], 0.0, dt, AL))
+    operand = gl.convert_layout(gl.full([BM, BN], 0.0, dt, SL), PL)
+    fence_async_shared()
+    mbarrier.wait(bars.index(2), 0)
+    gl.thread_barrier()
+    z = gl.full([BM, D], 0.0, gl.float32, AL)
+    zero = gl.full([BM, BN], 0.0, gl.float32, SL)
+    for step in range(steps):
+        now = step % 2
+        col = start + step * BN
+        q = tile_of(qs.index(now), BN, D)
+        former_g = tile_of(gs.index((step + 2) % 3), BN, D)
+        mbarrier.wait(bars.index(now), (step // 2) & 1)
+        s = scores(k, q, zero, False, D, USED)
+        z = warpgroup_mma(operand, former_g, z, is_async=True)
+        # all warps are done with the step before; loads begin while products run
+        gl.thread_barrier()
+        _load_first(
+            q_cols, g_cols, lse_cols, qs, gs, lss, bars, b, h, col + BN, step + 1,
+            step + 1 < steps, D, BN,
+        )  # fmt: skip
+        # here, or the compiler puts one at the next step's start, where nothing runs beside it
+        gl.thread_barrier()
+        s = warpgroup_mma_wait(1, deps=[s])
+        lse = vector_of(lss.index(now), BN, SL) * LOG2E
+        p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
+        p = hide_queries(p, row, col, mask, earliest, n, CAUSAL, MASK)
+        z = warpgroup_mma_wait(0, deps=[z])
+        operand = gl.convert_layout(p.to(dt), PL)
+    z = warpgroup_mma(operand, tile_of(gs.index((steps - 1) % 3), BN, D), z, is_async=True)
+    z = warpgroup_mma_wait(0, deps=[z])
+    gl.thread_barrier()
+    # rows of g, U, V and the output go where keys, queries and their gradients were
+    if BM == BN:
+        us = qs.index(0)
+        vs = qs.index(1)
+        outs = gs.index(0)
+    else:
+        us = qs._reinterpret(dt, [1, 1, BM, D], u_rows.layout)
+        vs = gs._reinterpret(dt, [2, 1, 1, BM, D], v_rows.layout).index(0)
+        outs = gs._reinterpret(dt, [2, 1, 1, BM, D], out_rows.layout).index(1)
+    mbarrier.expect(bars.index(2), 4 * BM * D * 2)
+    tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), ks)
+    tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), us)
+    tma.async_copy_global_to_shared(v_rows, [b, h // group, row, 0], bars.index(2), vs)
+    tma.async_copy_global_to_shared(out_rows, [b, h, row, 0], bars.index(2), outs)
+    c0 = gl.load(coeffs + h * 3)
+    c1 = gl.load(coeffs + h * 3 + 1)
+    c2 = gl.load(coeffs + h * 3 + 2)
+    rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
+    # rows of keys that take no part hold arbitrary numbers, infinities included
+    shown = rows < n
+    if MASK == KEY_MASK:
+        shown = shown_keys(mask, b, h, rows, n, mask_b, mask_h, mask_j)
+    z = gl.where(shown[:, None], z, 0.0)
+    mbarrier.wait(bars.index(2), 1)
+    u = tile_of(us, BM, D).load(AL).to(gl.float32)
+    g = k.load(AL).to(gl.float32)
+    zu = gl.sum(z * u, 1)
+    gu = gl.sum(g * u, 1)
+    gv = gl.sum(g * tile_of(vs, BM, D).load(AL).to(gl.float32), 1)
+    go = gl.sum(g * tile_of(outs, BM, D).load(AL).to(gl.float32), 1)
+    k.store((c1 * g + c2 * z).to(dt))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(du_rows, [b, h, row, 0], ks)
+    gl.store(delta_out + bh.to(gl.int64) * n + rows, go - c0 * gv + c2 * zu, mask=rows < n)
+    # (H, 3, B·blocks): what is added up is contiguous
+    parts = total // heads * blocks
+    dc = dc_out + h * 3 * parts + b * blocks + block
+    gl.store(dc, gl.sum(gv, 0))
+    gl.store(dc + parts, gl.sum(gu, 0))
+    gl.store(dc + 2 * parts, gl.sum(zu, 0))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_queries_of_keys(
+    q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h, col, step,
+    pred, D: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Begin to load what step number ``step`` of ``grad_keys`` takes."""
+    now = step % 2
+    bar = bars.index(now)
+    mbarrier.expect(bar, 3 * BN * D * 2 + 2 * BN * 4, pred=pred)
+    tma.async_copy_global_to_shared(q_cols, [b, h, col, 0], bar, qs.index(now), pred=pred)
+    tma.async_copy_global_to_shared(lse_cols, [b, h, 0, col], bar, lss.index(now), pred=pred)
+    tma.async_copy_global_to_shared(g_cols, [b, h, col, 0], bar, gs.index(now), pred=pred)
+    tma.async_copy_global_to_shared(du_cols, [b, h, col, 0], bar, dus.index(now), pred=pred)
+    tma.async_copy_global_to_shared(delta_cols, [b, h, 0, col], bar, dls.index(now), pred=pred)
+
+
+@gluon.jit(**JIT_OPTIONS)
+def grad_keys(
+    q_cols, g_cols, du_cols, lse_cols, delta_cols, k_rows, v_rows, u_rows, g_rows, dk_rows,
+    dv_rows, coeffs, mask, sums,
+    heads, group, n, scale, mask_b, mask_h, mask_j,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
+    USED: gl.constexpr, MASK: gl.constexpr, WITH_QUERIES: gl.constexpr,
+):  # fmt: skip
+    """``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU`` for BM keys of one query head.
+
+    Args:
+        sums: dQ/scale of all heads, tile by tile, zeros before the launch.
+        WITH_QUERIES: whether dQ is added up in them. Then all keys of a block take part, but for
+            those that a causal mask hides.
+    """
+    W: gl.constexpr = gl.num_warps()
+    dt: gl.constexpr = q_cols.dtype
+    SL: gl.constexpr = product_layout(W, BN)
+    AL: gl.constexpr = product_layout(W, D)
+    PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
+    ks = gl.allocate_shared_memory(dt, [1, 1, BM, D], k_rows.layout)
+    vs = gl.allocate_shared_memory(dt, [1, 1, BM, D], v_rows.layout)
+    us = gl.allocate_shared_memory(dt, [1, 1, BM, D], u_rows.layout)
+    qs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], q_cols.layout)
+    gs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], g_cols.layout)
+    dus = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], du_cols.layout)
+    lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
+    dls = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], delta_cols.layout)
+    if WITH_QUERIES:
+        QL: gl.constexpr = query_layout(W, D)
+        dss = gl.allocate_shared_memory(dt, [BM, BN], FLAT)
+        zero_q = gl.full([BN, D], 0.0, gl.float32, QL)
+    bars = barriers(3)
+    block, _, bh, _ = place()
+    b = bh // heads
+    h = bh % heads
+    row = block * BM
+    sums += bh.to(gl.int64) * gl.cdiv(n, BN) * (BN * D)
+    start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
+    mbarrier.expect(bars.index(2), 3 * BM * D * 2)
+    tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
+    tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), us)
+    tma.async_copy_global_to_shared(v_rows, [b, h // group, row, 0], bars.index(2), vs)
+    _load_queries_of_keys(
+        q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h, start, 0,
+        True, D, BN,
+    )  # fmt: skip
+    c2 = gl.load(coeffs + h * 3 + 2)
+    k = tile_of(ks, BM, D)
+    v = tile_of(vs, BM, D)
+    u = tile_of(us, BM, D)
+    mbarrier.wait(bars.index(2), 0)
+    u.store((u.load(AL).to(gl.float32) * c2).to(dt))
+    fence_async_shared()
+    gl.thread_barrier()
+    dk = gl.full([BM, D], 0.0, gl.float32, AL)
+    dv = gl.full([BM, D], 0.0, gl.float32, AL)
+    zero = gl.full([BM, BN], 0.0, gl.float32, SL)
+    for step in range(steps):
+        now = step % 2
+        col = start + step * BN
+        q = tile_of(qs.index(now), BN, D)
+        g = tile_of(gs.index(now), BN, D)
+        du = tile_of(dus.index(now), BN, D)
+        mbarrier.wait(bars.index(now), (step // 2) & 1)
+        s = scores(k, q, zero, False, D, USED)
+        da = scores(u, g, zero, False, D, USED)
+        da = scores(v, du, da, True, D, USED)
+        # all warps are done with the step before; loads begin while products run
+        gl.thread_barrier()
+        _load_queries_of_keys(
+            q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h,
+            col + BN, step + 1, step + 1 < steps, D, BN,
+        )  # fmt: skip
+        # here, or the compiler puts one at the next step's start, where nothing runs beside it
+        gl.thread_barrier()
+        s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
+        lse = vector_of(lss.index(now), BN, SL) * LOG2E
+        p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
+        p = hide_queries(p, row, col, mask, earliest, n, CAUSAL, MASK)
+        operand = gl.convert_layout(p.to(dt), PL)
+        dv = warpgroup_mma(operand, du, dv, is_async=True)
+        da = warpgroup_mma_wait(1, deps=[da])
+        ds = (p * (da - vector_of(dls.index(now), BN, SL)[None, :])).to(dt)
+        if WITH_QUERIES:
+            dss.store(ds)
+            fence_async_shared()
+            gl.thread_barrier()
+            dq = warpgroup_mma(dss.permute((1, 0)), k, zero_q, use_acc=False, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, PL), q, dk, is_async=True)
+        if WITH_QUERIES:
+            dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+            add(dq, sums + col // BN * (BN * D), BN, D, QL)
+            dk = warpgroup_mma_wait(0, deps=[dk])
+        else:
+            dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+    gl.thread_barrier()
+    if MASK == KEY_MASK:
+        rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
+        shown = shown_keys(mask, b, h, rows, n, mask_b, mask_h, mask_j)
+        dk = gl.where(shown[:, None], dk, 0.0)
+        dv = gl.where(shown[:, None], dv, 0.0)
+    # keys, values and U have been used: their room takes g and the results
+    mbarrier.expect(bars.index(2), BM * D * 2)
+    tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), us)
+    k.store((dk * scale).to(dt))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(dk_rows, [b, h, row, 0], ks)
+    c0 = gl.load(coeffs + h * 3)
+    mbarrier.wait(bars.index(2), 1)
+    v.store((dv + c0 * u.load(AL).to(gl.float32)).to(dt))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(dv_rows, [b, h, row, 0], vs)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_keys_of_queries(
+    k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col, step, pred,
+    D: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Begin to load what step number ``step`` of ``grad_queries`` takes."""
+    now = step % 2
+    bar = bars.index(now)
+    mbarrier.expect(bar, 3 * BN * D * 2, pred=pred)
+    key = h // group
+    tma.async_copy_global_to_shared(k_cols, [b, key, col, 0], bar, ks.index(now), pred=pred)
+    tma.async_copy_global_to_shared(u_cols, [b, h, col, 0], bar, us.index(now), pred=pred)
+    tma.async_copy_global_to_shared(v_cols, [b, key, col, 0], bar, vs.index(now), pred=pred)
+
+
+@gluon.jit(**JIT_OPTIONS)
+def grad_queries(
+    k_cols, v_cols, u_cols, q_rows, g_rows, du_rows, dq_rows,
+    delta_in, lse_in, coeffs, mask,
+    heads, group, n, scale, mask_b, mask_h, mask_j,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
+    USED: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """``dQ = dS·K·scale`` for BM queries."""
+    W: gl.constexpr = gl.num_warps()
+    dt: gl.constexpr = q_rows.dtype
+    SL: gl.constexpr = product_layout(W, BN)
+    AL: gl.constexpr = product_layout(W, D)
+    PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SL)
+    qs = gl.allocate_shared_memory(dt, [1, 1, BM, D], q_rows.layout)
+    gs = gl.allocate_shared_memory(dt, [1, 1, BM, D], g_rows.layout)
+    dus = gl.allocate_shared_memory(dt, [1, 1, BM, D], du_rows.layout)
+    ks = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], k_cols.layout)
+    vs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], v_cols.layout)
+    us = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], u_cols.layout)
+    bars = barriers(3)
+    block, blocks, bh, _ = place()
+    if CAUSAL:
+        # the longest ones first
+        block = blocks - 1 - block
+    b = bh // heads
+    h = bh % heads
+    row = block * BM
+    end = n
+    if CAUSAL:
+        end = gl.minimum(row + BM, n)
+    start = 0
+    i = row + gl.arange(0, BM, layout=ROWS)
+    if MASK == SPANS:
+        # first keys of the block's queries, and the latest of them
+        mask += b.to(gl.int64) * mask_b
+        first = gl.load(mask + i, mask=i < n, other=0)
+        latest = gl.load(mask + end - 1)
+        start = gl.load(mask + row) // BN * BN
+    steps = gl.cdiv(end - start, BN)
+    mbarrier.expect(bars.index(2), 3 * BM * D * 2)
+    tma.async_copy_global_to_shared(q_rows, [b, h, row, 0], bars.index(2), qs)
+    tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), gs)
+    tma.async_copy_global_to_shared(du_rows, [b, h, row, 0], bars.index(2), dus)
+    _load_keys_of_queries(
+        k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, start, 0, True, D, BN
+    )  # fmt: skip
+    c2 = gl.load(coeffs + h * 3 + 2)
+    at = bh.to(gl.int64) * n + i
+    lse = gl.load(lse_in + at, mask=i < n, other=float("inf")) * LOG2E
+    delta = gl.load(delta_in + at, mask=i < n, other=0.0)
+    q = tile_of(qs, BM, D)
+    g = tile_of(gs, BM, D)
+    du = tile_of(dus, BM, D)
+    mbarrier.wait(bars.index(2), 0)
+    g.store((g.load(AL).to(gl.float32) * c2).to(dt))
+    fence_async_shared()
+    gl.thread_barrier()
+    dq = gl.full([BM, D], 0.0, gl.float32, AL)
+    zero = gl.full([BM, BN], 0.0, gl.float32, SL)
+    for step in range(steps):
+        now = step % 2
+        col = start + step * BN
+        k = tile_of(ks.index(now), BN, D)
+        v = tile_of(vs.index(now), BN, D)
+        u = tile_of(us.index(now), BN, D)
+        if MASK == KEY_MASK:
+            j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+            shown = shown_keys(mask, b, h, j, n, mask_b, mask_h, mask_j)
+        mbarrier.wait(bars.index(now), (step // 2) & 1)
+        s = scores(q, k, zero, False, D, USED)
+        da = scores(g, u, zero, False, D, USED)
+        da = scores(du, v, da, True, D, USED)
+        # all warps are done with the step before; loads begin while products run
+        gl.thread_barrier()
+        _load_keys_of_queries(
+            k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col + BN, step + 1,
+            step + 1 < steps, D, BN,
+        )  # fmt: skip
+        # here, or the compiler puts one at the next step's start, where nothing runs beside it
+        gl.thread_barrier()
+        s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
+        p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
+        if MASK == SPANS:
+            if col < latest:
+                j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+                p = gl.where(j[None, :] >= first[:, None], p, 0.0)
+        if CAUSAL:
+            if col + BN > row:
+                j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+                p = gl.where(j[None, :] <= i[:, None], p, 0.0)
+        # keys that take no part, and zeros beyond the last one: the exponential may be infinite
+        if MASK == KEY_MASK:
+            p = gl.where(shown[None, :], p, 0.0)
+        elif not CAUSAL:
+            if col + BN > n:
+                j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+                p = gl.where((j < n)[None, :], p, 0.0)
+        da = warpgroup_mma_wait(0, deps=[da])
+        ds = p * (da - delta[:, None])
+        dq = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), k, dq, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+    gl.thread_barrier()
+    q.store((dq * scale).to(dt))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(dq_rows, [b, h, row, 0], qs)
+    tma.store_wait(0)

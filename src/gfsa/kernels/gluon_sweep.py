@@ -1,0 +1,764 @@
+r"""``U = A·V`` and ``out = c0·V + c1·U + c2·A·U`` in one sweep under a causal mask.
+
+.. math::
+    P = \exp(S_{ij} - m), \qquad O_1 \leftarrow O_1 + P V_j, \qquad
+    O_2 \leftarrow O_2 + P U_j \quad (j < i), \\
+    U_i = O_1 / l, \qquad O_2 \leftarrow O_2 + P_{ii} U_i, \qquad
+    out_i = c_0 V_i + c_1 U_i + c_2 O_2 / l .
+
+Three products a tile, where two passes take four. Query block i needs U of the blocks before it
+alone, and its own at the end. A program has two warpgroups of 64 queries each; the products of one
+run while the other is at its softmax, and each begins the next tile's scores and this one's sums
+before its softmax. Three more warps move tiles.
+
+With spans (documents, windows) rows are cut into blocks by a plan (``sweep.py``), and a block
+begins at the first tile that its first query sees. Of the tiles before the diagonal those are
+masked in which the keys of a query begin. In the others a query sees all keys or, if its document
+begins on the diagonal, none: what it has summed up is dropped there.
+
+**Order.** An item is a block of ROWS queries of one head. Its program needs the U of the earlier
+blocks of the head that its queries see, which other programs make. Programs draw items in the order
+of their numbers, so all lower items are finished or belong to programs that run, and waiting for
+lower items alone never deadlocks, however few programs the GPU holds at a time.
+
+With spans, an item is a slot of a row's plan, which has up to two blocks: see ``sweep.py``. The
+warp that draws items also reads the plan, and tells the others.
+"""
+
+# ruff: noqa: SIM102 - Gluon compiles a subset of Python
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gfsa.kernels import launching
+from gfsa.kernels import sweep as plan
+from gfsa.kernels.gluon_short import LOG2E, product_layout
+
+SPANS = gl.constexpr(launching.SPANS)
+# queries an item, and queries a warpgroup: the flags count by warpgroups
+ROWS = gl.constexpr(128)
+HALF = gl.constexpr(64)
+# flags that are looked at together; after the last head's flags are as many numbers, the first of
+# which counts the items that were drawn
+LOOKED_AT = gl.constexpr(32)
+
+# items that are drawn and not finished
+DRAWN = gl.constexpr(3)
+# what is told of a block with spans, after its item's number: what is planned for it, its sequence
+# and its head
+PLANNED = gl.constexpr(1)
+ORIGIN = gl.constexpr(1 + plan.ORIGIN.value)
+BLOCK = gl.constexpr(1 + plan.BLOCK.value)
+END = gl.constexpr(1 + plan.END.value)
+FIRST_TILE = gl.constexpr(1 + plan.FIRST_TILE.value)
+MASKED_UNTIL = gl.constexpr(1 + plan.MASKED_UNTIL.value)
+LATEST = gl.constexpr(1 + plan.LATEST.value)
+NUMBERS = gl.constexpr(plan.NUMBERS.value)
+SEQUENCE = gl.constexpr(1 + plan.NUMBERS.value)
+HEAD = gl.constexpr(2 + plan.NUMBERS.value)
+TOLD = gl.constexpr(3 + plan.NUMBERS.value)
+
+
+@gluon.jit
+def place(item, total, blocks, span):
+    """``(head of all sequences, block)``: ``span`` heads at a time, their low rows first.
+
+    Few heads at a time keep keys, values and U in the GPU's cache; many keep programs from waiting
+    for each other.
+    """
+    group = item // (span * blocks)
+    rest = item - group * span * blocks
+    size = gl.minimum(span, total - group * span)
+    block = rest // size
+    return group * span + rest - block * size, block
+
+
+@gluon.jit
+def slots_of(blocks, MASK: gl.constexpr):
+    """How many items a head has: its blocks or, with spans, the slots of its plan."""
+    return blocks + (1 if MASK == SPANS else 0)
+
+
+@gluon.jit
+def following(slot, phase, SLOTS: gl.constexpr):
+    """The next slot of a ring, and the phase of its barriers."""
+    slot = slot + 1
+    wraps = slot == SLOTS
+    return gl.where(wraps, 0, slot), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def draw(counter):
+    """The next item's number; for one warp."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.b32 $0, 0;
+        @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+        shfl.sync.idx.b32 $0, $0, 0, 31, -1;
+        }""", "=&r,l", [counter], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def wait_for_room(items, slot, phase):
+    _, _, empty = items
+    mbarrier.wait(empty.index(slot), phase)
+
+
+@gluon.jit
+def give(items, item, slot, phase):
+    """Tell the other warps of the program the item that was drawn."""
+    numbers, full, _ = items
+    wait_for_room(items, slot, phase)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    numbers.index(slot).store(gl.full([1], item, gl.int32, layout))
+    # one thread arrives, for all that have written
+    gl.thread_barrier()
+    mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def tell(items, slot, WHICH: gl.constexpr, number):
+    """A number beside the item that is given next, where there is room: :func:`wait_for_room`."""
+    numbers, _, _ = items
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    numbers.index(WHICH * DRAWN + slot).store(gl.full([1], number, gl.int32, layout))
+
+
+@gluon.jit
+def told(items, slot, WHICH: gl.constexpr):
+    """The number that :func:`tell` left beside the item that was taken."""
+    numbers, _, _ = items
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(numbers.index(WHICH * DRAWN + slot).load(layout), 0)
+
+
+@gluon.jit
+def told_place(items, slot, heads):
+    """``(head of all sequences, sequence, head, block, origin)`` of a block with spans."""
+    b = told(items, slot, SEQUENCE)
+    h = told(items, slot, HEAD)
+    return b * heads + h, b, h, told(items, slot, BLOCK), told(items, slot, ORIGIN)
+
+
+@gluon.jit
+def place_of(item, total, heads, blocks, span):
+    """As :func:`told_place` without spans."""
+    bh, block = place(item, total, blocks, span)
+    return bh, bh // heads, bh % heads, block, 0
+
+
+@gluon.jit
+def take(items, slot, phase):
+    """The item that was given; :func:`done_with` when it is finished."""
+    numbers, full, _ = items
+    mbarrier.wait(full.index(slot), phase)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(numbers.index(slot).load(layout), 0)
+
+
+@gluon.jit
+def done_with(items, slot):
+    """Leave the item's slot to the next one, after all that :func:`take` and :func:`told` read."""
+    _, _, empty = items
+    # One thread arrives on behalf of all warps of the partition, so all of them must have read the
+    # slot first. compute-sanitizer's racecheck reports a race between these reads and the next
+    # item's writes all the same, as it does for any kernel whose warps hand over by such barriers.
+    gl.thread_barrier()
+    mbarrier.arrive(empty.index(slot), count=1)
+
+
+@gluon.jit
+def first_missing(flags, known):
+    """The first half block from ``known`` on whose U is not there; earlier ones can be loaded.
+
+    At most LOOKED_AT are looked at. For one warp.
+    """
+    at = known + gl.arange(0, LOOKED_AT, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    flag = gl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [flags + at],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    first = gl.min(gl.where(flag == 0, at, known + LOOKED_AT), 0)
+    # the copy engine, which loads U, sees memory through a proxy of its own
+    return gl.inline_asm_elementwise(
+        "fence.acq_rel.gpu; fence.proxy.async; mov.b32 $0, $1;", "=r,r", [first],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def publish(flag):
+    """Set a flag after all that the copy engine was told to store is stored; for one warp."""
+    one = gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, $1;", "=r,r",
+        [gl.to_tensor(1)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    gl.thread_barrier()
+    gl.atomic_xchg(flag, one, sem="release")
+
+
+@gluon.jit
+def _load(tensor, b, h, row, barrier, room, slot, PARTS: gl.constexpr, D: gl.constexpr):
+    """PARTS times HALF tokens from ``row`` on."""
+    mbarrier.expect(barrier, PARTS * HALF * D * 2)
+    for part in gl.static_range(PARTS):
+        tma.async_copy_global_to_shared(
+            tensor, [b, h, row + part * HALF, 0], barrier, room.index(PARTS * slot + part)
+        )
+
+
+@gluon.jit
+def load_tokens(
+    q_in, k_in, v_in, queries, keys, values, items, counter, plan,
+    total, heads, group, blocks, span,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """Draw items, and load their queries and the keys and values that they see."""
+    ring = (0, 1, 1)
+    islot = 0
+    iphase = 1
+    item = 0
+    slots = slots_of(blocks, MASK)
+    while item < total * slots:
+        item = draw(counter)
+        if MASK == SPANS:
+            bh, slot = place(gl.minimum(item, total * slots - 1), total, slots, span)
+            blocks_of_slot = plan + (bh // heads * slots + slot) * 2 * NUMBERS
+            # a number that is too high is given once
+            for which in range(gl.where(item < total * slots, 0, 1), 2):
+                planned = blocks_of_slot + which * NUMBERS - PLANNED
+                if (gl.load(planned + END) > 0) | (item >= total * slots):
+                    wait_for_room(items, islot, iphase)
+                    for number in gl.static_range(PLANNED, PLANNED + NUMBERS):
+                        tell(items, islot, number, gl.load(planned + number))
+                    tell(items, islot, SEQUENCE, bh // heads)
+                    tell(items, islot, HEAD, bh % heads)
+                    give(items, item, islot, iphase)
+                    islot, iphase = following(islot, iphase, DRAWN)
+                    if item < total * slots:
+                        ring = _load_item(
+                            q_in, k_in, v_in, queries, keys, values, bh,
+                            gl.load(planned + ORIGIN), gl.load(planned + BLOCK),
+                            gl.load(planned + FIRST_TILE), heads, group, ring,
+                            PARTS, STAGES, D,
+                        )  # fmt: skip
+        else:
+            # a number that is too high ends the other warps' loops
+            give(items, item, islot, iphase)
+            islot, iphase = following(islot, iphase, DRAWN)
+            if item < total * slots:
+                bh, block = place(item, total, slots, span)
+                ring = _load_item(
+                    q_in, k_in, v_in, queries, keys, values, bh, 0, block, 0, heads, group,
+                    ring, PARTS, STAGES, D,
+                )  # fmt: skip
+
+
+@gluon.jit
+def _load_item(
+    q_in, k_in, v_in, queries, keys, values, bh, origin, block, begin, heads, group, ring,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Load what one item sees; ``ring`` are the next slot, its phase and that of the queries."""
+    qs, qfull, qempty = queries
+    ks, kfull, kempty = keys
+    vs, vfull, vempty = values
+    slot, phase, qphase = ring
+    b = bh // heads
+    h = bh % heads
+    mbarrier.wait(qempty.index(0), qphase)
+    _load(q_in, b, h, origin + block * ROWS, qfull.index(0), qs, 0, 1, D)
+    for tile in range(begin, (2 * block + 2) // PARTS):
+        row = origin + tile * PARTS * HALF
+        mbarrier.wait(kempty.index(slot), phase)
+        _load(k_in, b, h // group, row, kfull.index(slot), ks, slot, PARTS, D)
+        mbarrier.wait(vempty.index(slot), phase)
+        _load(v_in, b, h // group, row, vfull.index(slot), vs, slot, PARTS, D)
+        slot, phase = following(slot, phase, STAGES)
+        if tile == begin:
+            # late: the first warpgroup begins while the second one ends its last item
+            mbarrier.wait(qempty.index(1), qphase)
+            _load(q_in, b, h, origin + block * ROWS + HALF, qfull.index(1), qs, 1, 1, D)
+    return slot, phase, qphase ^ 1
+
+
+@gluon.jit
+def load_passes(
+    u_io, passes, vempty, flags, items, total, heads, blocks, span,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """Load the U of earlier blocks as soon as it is there, into slots beside the values."""
+    us, ufull = passes
+    slot = 0
+    phase = 1
+    islot = 0
+    iphase = 0
+    slots = slots_of(blocks, MASK)
+    item = take(items, islot, iphase)
+    while item < total * slots:
+        begin = 0
+        if MASK == SPANS:
+            bh, b, h, block, origin = told_place(items, islot, heads)
+            begin = told(items, islot, FIRST_TILE)
+        else:
+            bh, b, h, block, origin = place_of(item, total, heads, blocks, span)
+        missing = begin * PARTS
+        for tile in range(begin, (2 * block + 2) // PARTS):
+            mbarrier.wait(vempty.index(slot), phase)
+            if tile < 2 * block // PARTS:
+                while missing < (tile + 1) * PARTS:
+                    missing = first_missing(flags + (bh * 2 * blocks + origin // HALF), missing)
+                row = origin + tile * PARTS * HALF
+                _load(u_io, b, h, row, ufull.index(slot), us, slot, PARTS, D)
+            else:
+                # the warpgroups make it; the slot's phase goes on
+                mbarrier.arrive(ufull.index(slot), count=1)
+            slot, phase = following(slot, phase, STAGES)
+        done_with(items, islot)
+        islot, iphase = following(islot, iphase, DRAWN)
+        item = take(items, islot, iphase)
+
+
+@gluon.jit
+def store_passes(u_io, made, flags, items, total, heads, blocks, span, MASK: gl.constexpr):
+    """Store each half block's U, then set its flag.
+
+    With spans, a half block that is cut short is stored by its warpgroup; no other block needs it.
+    """
+    own, ready, free = made
+    phase = 0
+    islot = 0
+    iphase = 0
+    slots = slots_of(blocks, MASK)
+    item = take(items, islot, iphase)
+    while item < total * slots:
+        if MASK == SPANS:
+            bh, b, h, block, origin = told_place(items, islot, heads)
+            end = told(items, islot, END)
+        else:
+            bh, b, h, block, origin = place_of(item, total, heads, blocks, span)
+        for half in gl.static_range(2):
+            mbarrier.wait(ready.index(half), phase)
+            row = block * ROWS + half * HALF
+            flag = flags + (bh * 2 * blocks + (origin + row) // HALF)
+            if MASK == SPANS:
+                if row + HALF <= end:
+                    _store_half(u_io, own, flag, b, h, origin + row, half)
+            else:
+                _store_half(u_io, own, flag, b, h, row, half)
+            mbarrier.arrive(free.index(half), count=1)
+        phase = phase ^ 1
+        done_with(items, islot)
+        islot, iphase = following(islot, iphase, DRAWN)
+        item = take(items, islot, iphase)
+
+
+@gluon.jit
+def _store_half(u_io, own, flag, b, h, row, half: gl.constexpr):
+    tma.async_copy_shared_to_global(u_io, [b, h, row, 0], own.index(half))
+    publish(flag)
+
+
+# registers a thread: the two warpgroups that compute, the warps that copy
+COMPUTE_REGISTERS = gl.constexpr(240)
+COPY_REGISTERS = gl.constexpr(24)
+# the running maximum of a query that has seen no key, below all others: finite, since −inf minus
+# −inf is NaN
+UNSEEN = gl.constexpr(-1e30)
+
+
+@gluon.jit
+def _tile(room, slot, TOKENS: gl.constexpr, D: gl.constexpr):
+    """A tile for a matrix product; more than 64 tokens lie together where D is 64."""
+    gl.static_assert(TOKENS == HALF or D == 64)
+    slots: gl.constexpr = room.shape[0] * HALF // TOKENS
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return room._reinterpret(room.dtype, [slots, TOKENS, D], layout).index(slot)
+
+
+@gluon.jit
+def _scores(q, k, KEYS: gl.constexpr):
+    """Begin ``q·kᵀ`` for the first KEYS keys of a tile."""
+    LAYOUT: gl.constexpr = product_layout(4, KEYS)
+    zero = gl.full([HALF, KEYS], 0.0, gl.float32, LAYOUT)
+    return warpgroup_mma(q, k.slice(0, KEYS).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _masked(s):
+    """The last scores of a warpgroup: its last query sees the last key."""
+    KEYS: gl.constexpr = s.shape[1]
+    LAYOUT: gl.constexpr = product_layout(4, KEYS)
+    i = KEYS - HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
+    j = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+    return gl.where(i[:, None] >= j[None, :], s, float("-inf"))
+
+
+@gluon.jit
+def _first_keys(spans, origin, row, end, KEYS: gl.constexpr):
+    """The first key of each of a warpgroup's queries from the origin, for scores of KEYS keys."""
+    i = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, product_layout(4, KEYS)))
+    return gl.load(spans + origin + i, mask=i < end, other=0) - origin
+
+
+@gluon.jit
+def _unhidden(s, first, col):
+    """Scores of the keys from ``col`` on, without those before a query's first key."""
+    LAYOUT: gl.constexpr = product_layout(4, s.shape[1])
+    j = col + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    return gl.where(j[None, :] >= first[:, None], s, float("-inf"))
+
+
+@gluon.jit
+def _pass_over(keys, values, ufull, kslot, kphase, vslot, vphase, STAGES: gl.constexpr):
+    """Release a tile that the other warpgroup alone sees."""
+    _, kfull, kempty = keys
+    _, vfull, vempty = values
+    mbarrier.wait(kfull.index(kslot), kphase)
+    mbarrier.arrive(kempty.index(kslot), count=1)
+    kslot, kphase = following(kslot, kphase, STAGES)
+    mbarrier.wait(vfull.index(vslot), vphase)
+    mbarrier.wait(ufull.index(vslot), vphase)
+    mbarrier.arrive(vempty.index(vslot), count=1)
+    vslot, vphase = following(vslot, vphase, STAGES)
+    return kslot, kphase, vslot, vphase
+
+
+@gluon.jit
+def _first_softmax(s, sc, MASK: gl.constexpr):
+    top = gl.max(s, 1) * sc
+    if MASK == SPANS:
+        top = gl.maximum(top, UNSEEN)
+    p = gl.exp2(s * sc - top[:, None])
+    return p, top, gl.sum(p, 1)
+
+
+@gluon.jit
+def _softmax(s, top, norm, sc):
+    new_top = gl.maximum(top, gl.max(s, 1) * sc)
+    p = gl.exp2(s * sc - new_top[:, None])
+    shrink = gl.exp2(top - new_top)
+    return p, shrink, new_top, norm * shrink + gl.sum(p, 1)
+
+
+@gluon.jit
+def _shrunk(once, twice, shrink, LAYOUT: gl.constexpr):
+    factor = gl.convert_layout(shrink, gl.SliceLayout(1, LAYOUT))[:, None]
+    return once * factor, twice * factor
+
+
+@gluon.jit
+def _coefficients(coeffs, h):
+    return gl.load(coeffs + h * 3), gl.load(coeffs + h * 3 + 1), gl.load(coeffs + h * 3 + 2)
+
+
+@gluon.jit
+def _store_rows(out, x, b, h, origin, row, end, out_b, out_h, out_i):
+    """A warpgroup's rows of a tensor, those before ``end``; both are counted from the origin."""
+    LAYOUT: gl.constexpr = product_layout(4, x.shape[1])
+    at = out + b.to(gl.int64) * out_b + h.to(gl.int64) * out_h
+    rows = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    gl.store(at + (origin + rows)[:, None] * out_i + d[None, :], x, mask=(rows < end)[:, None])
+
+
+@gluon.jit
+def _filter_half(
+    queries, keys, values, passes, made, items, out, u_out, lse_out, coeffs, mask,
+    total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
+    W: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+    MASK: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup W's queries of each item: the first or the second 64."""
+    qs, qfull, qempty = queries
+    ks, kfull, kempty = keys
+    vs, vfull, vempty = values
+    us, ufull = passes
+    own, ready, free = made
+    dt: gl.constexpr = qs.dtype
+    TILE: gl.constexpr = PARTS * HALF
+    # keys of the last tile that these queries see, up to the diagonal
+    LAST: gl.constexpr = HALF * (1 + W * (PARTS - 1))
+    # with narrow tiles the second warpgroup sees one more whole tile, the first one's own
+    MORE: gl.constexpr = W * (2 - PARTS)
+    O: gl.constexpr = product_layout(4, D)  # noqa: E741
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O)
+    TILE_ROWS: gl.constexpr = gl.SliceLayout(1, product_layout(4, TILE))
+    LAST_ROWS: gl.constexpr = gl.SliceLayout(1, product_layout(4, LAST))
+    sc = scale * LOG2E
+    kslot = 0
+    kphase = 0
+    vslot = 0
+    vphase = 0
+    phase = 0
+    islot = 0
+    iphase = 0
+    slots = slots_of(blocks, MASK)
+    item = take(items, islot, iphase)
+    while item < total * slots:
+        end = n
+        if MASK == SPANS:
+            bh, b, h, block, origin = told_place(items, islot, heads)
+            end = told(items, islot, END)
+        else:
+            bh, b, h, block, origin = place_of(item, total, heads, blocks, span)
+        row = block * ROWS + W * HALF
+        # tiles before the diagonal's
+        full = 2 * block // PARTS + MORE
+        if MASK == SPANS:
+            spans = mask + b.to(gl.int64) * mask_b
+            diagonal = row + HALF - LAST
+            begin = told(items, islot, FIRST_TILE + W)
+            masked_until = told(items, islot, MASKED_UNTIL + W)
+            latest = told(items, islot, LATEST + W)
+            full -= begin
+        else:
+            c0, c1, c2 = _coefficients(coeffs, h)
+        once = gl.full([HALF, D], 0.0, gl.float32, O)
+        twice = gl.full([HALF, D], 0.0, gl.float32, O)
+        mbarrier.wait(qfull.index(W), phase)
+        q = _tile(qs, W, HALF, D)
+        if MASK == SPANS and W == 1:
+            for _ in range(told(items, islot, FIRST_TILE), begin):
+                kslot, kphase, vslot, vphase = _pass_over(
+                    keys, values, ufull, kslot, kphase, vslot, vphase, STAGES
+                )
+        mbarrier.wait(kfull.index(kslot), kphase)
+        if full > 0:
+            s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), TILE)])
+            mbarrier.arrive(kempty.index(kslot), count=1)
+            kslot, kphase = following(kslot, kphase, STAGES)
+            if MASK == SPANS:
+                if begin * TILE < masked_until:
+                    first = _first_keys(spans, origin, row, end, TILE)
+                    s = _unhidden(s, first, begin * TILE)
+            p, top, norm = _first_softmax(s, sc, MASK)
+            a = gl.convert_layout(p.to(dt), P)
+            mbarrier.wait(kfull.index(kslot), kphase)
+            for step in range(1, full):
+                s = _scores(q, _tile(ks, kslot, TILE, D), TILE)
+                mbarrier.wait(vfull.index(vslot), vphase)
+                once = warpgroup_mma(a, _tile(vs, vslot, TILE, D), once, is_async=True)
+                mbarrier.wait(ufull.index(vslot), vphase)
+                twice = warpgroup_mma(a, _tile(us, vslot, TILE, D), twice, is_async=True)
+                s = warpgroup_mma_wait(2, deps=[s])
+                mbarrier.arrive(kempty.index(kslot), count=1)
+                kslot, kphase = following(kslot, kphase, STAGES)
+                if MASK == SPANS:
+                    if (begin + step) * TILE < masked_until:
+                        first = _first_keys(spans, origin, row, end, TILE)
+                        s = _unhidden(s, first, (begin + step) * TILE)
+                p, shrink, top, norm = _softmax(s, top, norm, sc)
+                next_a = gl.convert_layout(p.to(dt), P)
+                # for the next tile; here, because the assembler moves no instructions over it,
+                # and would move the softmax behind the wait for the products
+                mbarrier.wait(kfull.index(kslot), kphase)
+                once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
+                mbarrier.arrive(vempty.index(vslot), count=1)
+                vslot, vphase = following(vslot, vphase, STAGES)
+                once, twice = _shrunk(once, twice, shrink, O)
+                a = next_a
+            s = _scores(q, _tile(ks, kslot, TILE, D), LAST)
+            mbarrier.wait(vfull.index(vslot), vphase)
+            once = warpgroup_mma(a, _tile(vs, vslot, TILE, D), once, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[s])
+            mbarrier.arrive(kempty.index(kslot), count=1)
+            kslot, kphase = following(kslot, kphase, STAGES)
+            s = _masked(s)
+            if MASK == SPANS:
+                if latest >= diagonal:
+                    first = _first_keys(spans, origin, row, end, LAST)
+                    s = _unhidden(s, first, diagonal)
+                    # the sums of queries whose keys begin here are of others': they shrink to zero
+                    first = gl.convert_layout(first, TILE_ROWS)
+                    top = gl.where(first < diagonal, top, UNSEEN)
+            p, shrink, last_top, last_norm = _softmax(
+                s,
+                gl.convert_layout(top, LAST_ROWS),
+                gl.convert_layout(norm, LAST_ROWS),
+                sc,
+            )
+            if MORE == 0:
+                mbarrier.wait(ufull.index(vslot), vphase)
+                twice = warpgroup_mma(a, _tile(us, vslot, TILE, D), twice, is_async=True)
+            else:
+                # from the chip
+                mbarrier.wait(ready.index(0), phase)
+                twice = warpgroup_mma(a, _tile(own, 0, HALF, D), twice, is_async=True)
+            once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
+            if MORE == 1:
+                mbarrier.arrive(free.index(0), count=1)
+            mbarrier.arrive(vempty.index(vslot), count=1)
+            once, twice = _shrunk(once, twice, shrink, O)
+            vslot, vphase = following(vslot, vphase, STAGES)
+            last = gl.convert_layout(p.to(dt), P)
+        else:
+            s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), LAST)])
+            mbarrier.arrive(kempty.index(kslot), count=1)
+            kslot, kphase = following(kslot, kphase, STAGES)
+            s = _masked(s)
+            if MASK == SPANS:
+                if latest > diagonal:
+                    first = _first_keys(spans, origin, row, end, LAST)
+                    s = _unhidden(s, first, diagonal)
+            p, last_top, last_norm = _first_softmax(s, sc, MASK)
+            last = gl.convert_layout(p.to(dt), P)
+        mbarrier.arrive(qempty.index(W), count=1)
+        mbarrier.wait(vfull.index(vslot), vphase)
+        v = _tile(vs, vslot, TILE, D)
+        once = warpgroup_mma(last, v.slice(0, LAST), once, is_async=True)
+        if MASK == SPANS:
+            # here, where products run: they are waited for at once
+            c0, c1, c2 = _coefficients(coeffs, h)
+        inverse = gl.convert_layout(1.0 / last_norm, O_ROWS)
+        once, last = warpgroup_mma_wait(0, deps=[once, last])
+        # rounded as it is saved: the gradient tells c2·A·U from out, V and U
+        u = (once * inverse[:, None]).to(dt)
+        mbarrier.wait(free.index(W), phase ^ 1)
+        if MASK == SPANS:
+            if row + HALF > end:
+                _store_rows(u_out, u, b, h, origin, row, end, out_b, out_h, out_i)
+        _tile(own, W, HALF, D).store(u)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(ready.index(W), count=1)
+        if MASK == SPANS and MORE == 1:
+            if full == 0:
+                # its U is not looked at, but what is free is counted
+                mbarrier.wait(ready.index(0), phase)
+                mbarrier.arrive(free.index(0), count=1)
+        if LAST == HALF:
+            twice = warpgroup_mma(last, _tile(own, W, HALF, D), twice, is_async=True)
+        else:
+            # the first warpgroup's before its own
+            mbarrier.wait(ready.index(0), phase)
+            twice = warpgroup_mma(last, _tile(own, 0, LAST, D), twice, is_async=True)
+        once = c1 * u.to(gl.float32) + c0 * v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
+        rows = row + gl.arange(0, HALF, layout=LAST_ROWS)
+        lse = (last_top + gl.log2(last_norm)) / LOG2E
+        gl.store(lse_out + bh.to(gl.int64) * n + origin + rows, lse, mask=rows < end)
+        twice, last = warpgroup_mma_wait(0, deps=[twice, last])
+        if LAST > HALF:
+            mbarrier.arrive(free.index(0), count=1)
+        y = once + twice * (c2 * inverse)[:, None]
+        _store_rows(out, y.to(dt), b, h, origin, row, end, out_b, out_h, out_i)
+        if W == 0:
+            # nothing was loaded, but the warp that loads U must not fall behind the slot's phases
+            mbarrier.wait(ufull.index(vslot), vphase)
+        # only now: loads of v that are on their way do not hold the copy engine back
+        mbarrier.arrive(vempty.index(vslot), count=1)
+        vslot, vphase = following(vslot, vphase, STAGES)
+        if W == 0 and PARTS == 1:
+            # the tile that the second warpgroup alone sees
+            kslot, kphase, vslot, vphase = _pass_over(
+                keys, values, ufull, kslot, kphase, vslot, vphase, STAGES
+            )
+        phase = phase ^ 1
+        done_with(items, islot)
+        islot, iphase = following(islot, iphase, DRAWN)
+        item = take(items, islot, iphase)
+
+
+@gluon.jit(
+    do_not_specialize=["total", "heads", "n", "blocks", "span", "mask_b"],
+    do_not_specialize_on_alignment=["coeffs", "mask"],
+)
+def filter_sweep(
+    q_in, k_in, v_in, u_io, out, u_out, lse_out, coeffs, flags, mask,
+    total, heads, group, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
+    D: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """``total`` heads of ``blocks`` blocks; ``flags``, and the counter after them, are zero.
+
+    MASK: none, or ``mask`` are spans, see :func:`gfsa.kernels.launching.are_spans`.
+    PARTS: 64 keys a tile or, with a head dim of 64, twice as many. STAGES: tiles of keys, values
+    and U that are on the chip at a time.
+    """
+    dt: gl.constexpr = q_in.dtype
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    qs = gl.allocate_shared_memory(dt, [2, 1, 1, HALF, D], q_in.layout)
+    ks = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], k_in.layout)
+    vs = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], v_in.layout)
+    us = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], u_io.layout)
+    own = gl.allocate_shared_memory(dt, [2, 1, 1, HALF, D], u_io.layout)
+    NUMBERS: gl.constexpr = DRAWN * (TOLD if MASK == SPANS else 1)
+    numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], NUMBER)
+    qfull = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    qempty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    kfull = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    kempty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    vfull = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    vempty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ufull = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    given = gl.allocate_shared_memory(gl.int64, [DRAWN, 1], BARRIER)
+    done = gl.allocate_shared_memory(gl.int64, [DRAWN, 1], BARRIER)
+    for w in gl.static_range(2):
+        mbarrier.init(qfull.index(w), count=1)
+        mbarrier.init(qempty.index(w), count=1)
+        mbarrier.init(ready.index(w), count=1)
+        # when it is stored and, of the first warpgroup's, the second one's product is done
+        mbarrier.init(free.index(w), count=2 - w)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(kfull.index(slot), count=1)
+        mbarrier.init(kempty.index(slot), count=2)
+        mbarrier.init(vfull.index(slot), count=1)
+        mbarrier.init(vempty.index(slot), count=2)
+        mbarrier.init(ufull.index(slot), count=1)
+    for slot in gl.static_range(DRAWN):
+        mbarrier.init(given.index(slot), count=1)
+        mbarrier.init(done.index(slot), count=4)
+    fence_async_shared()
+    gl.thread_barrier()
+    queries = (qs, qfull, qempty)
+    keys = (ks, kfull, kempty)
+    values = (vs, vfull, vempty)
+    passes = (us, ufull)
+    made = (own, ready, free)
+    items = (numbers, given, done)
+    counter = flags + total * blocks * 2
+    plan = counter + LOOKED_AT
+    FIRST: gl.constexpr = gl.constexpr(0)
+    SECOND: gl.constexpr = gl.constexpr(1)
+    gl.warp_specialize(
+        [
+            (_filter_half, (
+                queries, keys, values, passes, made, items, out, u_out, lse_out, coeffs, mask,
+                total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
+                FIRST, PARTS, STAGES, D, MASK,
+            )),
+            (_filter_half, (
+                queries, keys, values, passes, made, items, out, u_out, lse_out, coeffs, mask,
+                total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
+                SECOND, PARTS, STAGES, D, MASK,
+            )),
+            (load_tokens, (
+                q_in, k_in, v_in, queries, keys, values, items, counter, plan,
+                total, heads, group, blocks, span, PARTS, STAGES, D, MASK,
+            )),
+            (load_passes, (
+                u_io, passes, vempty, flags, items, total, heads, blocks, span,
+                PARTS, STAGES, D, MASK,
+            )),
+            (store_passes, (u_io, made, flags, items, total, heads, blocks, span, MASK)),
+        ],
+        [4, 1, 1, 1],
+        [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+    )  # fmt: skip

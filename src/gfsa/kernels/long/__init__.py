@@ -1,1 +1,0 @@
-"""Kernels for sequences of any length, a launch a pass."""

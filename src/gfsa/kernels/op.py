@@ -1,0 +1,407 @@
+"""The filter as one torch operator, for autograd, ``torch.compile`` and CUDA graphs.
+
+Degrees 1 and 2 and the exclusive term are arguments of it. Each route (``routes.py``) has
+
+- a forward, ``(q, k, v, coeffs, mask, seed, options) → (out, U, LSE)``: the filter, ``A·V``, and
+  each row's natural logsumexp ``(B, H, N)``. Degree 1 in one pass (``one_pass.py``) saves U only if
+  its gradient needs it, and logsumexps as that takes them.
+- a gradient, ``(g, saved, options) → (dq, dk, dv, dc)``, with the coefficients' gradient as partial
+  sums ``(H, columns, any number)``.
+
+Filters around torch's attention have an operator of their own (``degree_one.py``): torch
+differentiates its attention itself.
+"""
+
+# no postponed annotations here: the operator's schema is read from them
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gfsa.kernels import coefficients, hopper, one_pass, short, sweep, two_pass
+from gfsa.kernels.degree_one import combine_degree_one
+from gfsa.kernels.launching import (
+    Options,
+    Saved,
+    copyable_by_tile,
+    empty_like,
+    needs_registered_operator,
+    on_device_of,
+)
+from gfsa.kernels.routes import (
+    OPERATION,
+    Decision,
+    Kernels,
+    gradient_once,
+    kernels_of,
+    operation_of,
+    situation_of_kernels,
+    with_contiguous_rows,
+)
+from gfsa.kernels.short import prepared_for
+from gfsa.operators.base import Coefficients, Operator
+from gfsa.operators.call import AttentionCall
+from gfsa.operators.sdpa import SDPAOperator
+from gfsa.operators.visibility import Visibility
+
+# the functions of the routes' names
+FORWARD: dict[str, Any] = {
+    "short": short.forward,
+    "sweep": sweep.forward,
+    "two_pass": two_pass.forward,
+    "one_sweep": one_pass.attend_by_sweep,
+    "one_pass": one_pass.attend,
+}
+GRADIENT: dict[str, Any] = {
+    "short": short.backward,
+    "hopper": hopper.backward,
+    "two_pass": two_pass.backward,
+    "hopper once": one_pass.gradient_by_hopper,
+    "cudnn": one_pass.gradient_by_cudnn,
+}
+ONCE = ("one_sweep", "one_pass")
+
+
+def filter_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor | Coefficients,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    options: Options,
+    kernels: Kernels | None = None,
+    once: bool = False,
+) -> Tensor:
+    """``c0·V + c1·A·V + c2·A²·V`` by the fused kernels.
+
+    Args:
+        q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``.
+        coeffs: ``(H, 3)``, float32; or a filter's coefficients, in eager mode only and if
+            :func:`~gfsa.kernels.coefficients.takes` accepts them.
+        mask: bool, broadcastable to ``(B, H, N, N)``, True takes part; or spans with causality,
+            see :func:`~gfsa.kernels.launching.are_spans`.
+        seed: int64, one number, needed with dropout.
+        kernels: the routes of this call, if they are decided already.
+        once: degree 1 in one pass: ``coeffs`` are ``(H, 2)``, with an exclusive term ``(H, 3)``,
+            and a mask can only be spans.
+    """
+    learned: Coefficients | None = None
+    if isinstance(coeffs, Coefficients):
+        learned, numbers = coeffs, coeffs.theta
+    else:
+        numbers = coeffs
+    # the registered operator costs several times the kernels' own launches on short sequences;
+    # only the compiler and modes that record what runs need it
+    if learned is None and needs_registered_operator(q):
+        gradient = ""
+        if once:
+            gradient = gradient_once(situation_of_kernels(q, mask, *options, degree=1))
+        return forward(q, k, v, numbers, mask, seed, *options, once, gradient)[0]
+    if kernels is None:
+        kernels = kernels_for(q, mask, options, once)
+    if torch.is_grad_enabled():
+        return _Filter.apply(q, k, v, numbers, mask, seed, (learned, options, kernels))
+    values = numbers if learned is None else coefficients.evaluate(learned)
+    return _run(q, k, v, values, mask, seed, options, kernels._replace(gradient="none"))[0]
+
+
+def kernels_for(
+    q: Tensor, mask: Tensor | None, options: Options, once: bool = False, grad: bool | None = None
+) -> Kernels:
+    """The routes of a call; in one pass, the kernel of any length beyond what was measured."""
+    situation = situation_of_kernels(q, mask, *options, degree=1 if once else 2)
+    found = kernels_of(situation if grad is None else situation._replace(grad=grad))
+    return found if not once or found.forward in ONCE else Kernels("one_pass", "hopper")
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    options: Options,
+    kernels: Kernels,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(out, U, LSE)``."""
+    route = kernels.forward
+    prepared = prepared_for(q, k, v, mask, options) if route == "short" else None
+    if prepared is not None:
+        return prepared.forward(q, k, v, coeffs.contiguous(), mask, seed)
+    return run_forward(route, q, k, v, coeffs, mask, seed, options, kernels.gradient)
+
+
+def run_forward(
+    route: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    options: Options,
+    gradient: str = "none",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A route's forward on tensors of any layout, on their device."""
+    q, k, v, coeffs = *map(copyable_by_tile, (q, k, v)), coeffs.contiguous()
+    with on_device_of(q):
+        found: tuple[Tensor, Tensor, Tensor]
+        if route in ONCE:
+            u, lse = one_pass.kept(q, options.exclusive, gradient)
+            out = FORWARD[route](q, k, v, coeffs, mask, options, lse, u if u.numel() else None)
+            found = out, u, lse
+        else:
+            found = FORWARD[route](q, k, v, coeffs, mask, seed, options)
+    return found
+
+
+def run_backward(
+    gradient: str, g: Tensor, saved: Saved, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A gradient on tensors of any layout, on their device."""
+    # hooks on saved tensors may return them in another layout; U may not have been saved
+    q, k, v, u, out = [copyable_by_tile(x) if x.numel() else x for x in saved[:5]]
+    lse, coeffs, mask, seed = saved[5:]
+    saved = Saved(q, k, v, u, out, lse, coeffs.contiguous(), mask, seed)
+    if lse.dim() == 4:
+        gradient = "hopper once"
+    with on_device_of(q):
+        found: tuple[Tensor, Tensor, Tensor, Tensor] = GRADIENT[gradient](
+            copyable_by_tile(g), saved, options
+        )
+    return found
+
+
+class _Filter(torch.autograd.Function):
+    """The filter for autograd in eager mode, bypassing torch's dispatcher.
+
+    ``numbers`` are the tensor we differentiate: the coefficients, or θ if they are learned.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        numbers: Tensor,
+        mask: Tensor | None,
+        seed: Tensor | None,
+        settings: tuple[Coefficients | None, Options, Kernels],
+    ) -> Tensor:
+        # settings are one argument: autograd inspects each of them
+        learned, options, kernels = settings
+        coeffs = numbers if learned is None else coefficients.evaluate(learned)
+        ctx.basis = None if learned is None else learned.basis
+        ctx.options, ctx.gradient = options, kernels.gradient
+        short_route = kernels.forward == "short"
+        ctx.prepared = prepared = prepared_for(q, k, v, mask, options) if short_route else None
+        if prepared is not None:
+            coeffs = coeffs.contiguous()
+            out, u, lse = prepared.forward(q, k, v, coeffs, mask, seed)
+        else:
+            out, u, lse = run_forward(
+                kernels.forward, q, k, v, coeffs, mask, seed, options, kernels.gradient
+            )
+        # the gradient of the exclusive term reads A·V in place of the output
+        ctx.save_for_backward(q, k, v, u, u if options.exclusive else out, lse, coeffs, mask, seed)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # a second derivative is asked for: once_differentiable raises
+            return _Filter._backward_once(ctx, g)
+        return _Filter._backward(ctx, g)
+
+    @staticmethod
+    def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        saved, gradients = Saved(*ctx.saved_tensors), None
+        if ctx.prepared is not None:
+            gradients = ctx.prepared.backward(g, saved)
+        if gradients is None:
+            gradients = run_backward(ctx.gradient, g, saved, ctx.options)
+        dq, dk, dv, parts = gradients
+        dc = coefficients.gradient(parts, ctx.basis) if ctx.needs_input_grad[3] else None
+        return dq, dk, dv, dc, None, None, None
+
+    _backward_once = staticmethod(once_differentiable(_backward))
+
+
+@torch.library.custom_op("gfsa::filter_attention", mutates_args=())
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    dropout_p: float,
+    exclusive: bool,
+    once: bool,
+    gradient: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The registered operator: ``(out, U, LSE)``.
+
+    Args:
+        gradient: of degree 1 in one pass, since what is saved depends on it.
+    """
+    options = Options(scale, is_causal, dropout_p, exclusive)
+    kernels = kernels_for(q, mask, options, once)
+    return _run(q, k, v, coeffs, mask, seed, options, kernels._replace(gradient=gradient))
+
+
+@torch.library.custom_op("gfsa::filter_attention_backward", mutates_args=())
+def backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    dropout_p: float,
+    exclusive: bool,
+    once: bool,
+    gradient: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and the coefficients."""
+    options = Options(scale, is_causal, dropout_p, exclusive)
+    # autograd is off while it runs a gradient
+    gradient = gradient or kernels_for(q, mask, options, grad=True).gradient
+    saved = Saved(q, k, v, u, out, lse, coeffs, mask, seed)
+    dq, dk, dv, parts = run_backward(gradient, g, saved, options)
+    return dq, dk, dv, coefficients.total(parts)
+
+
+@forward.register_fake
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    exclusive, once, gradient = rest[-3:]
+    if once:
+        return empty_like(q), *one_pass.kept(q, exclusive, gradient)
+    return empty_like(q), empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@backward.register_fake
+def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    coeffs = rest[3]
+    return empty_like(q), empty_like(k), empty_like(v), coeffs.new_empty(coeffs.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, coeffs, mask, seed, *ctx.options = inputs
+    out, u, lse = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(u, lse)
+    exclusive = ctx.options[3]
+    ctx.save_for_backward(q, k, v, u, u if exclusive else out, lse, coeffs, mask, seed)
+
+
+def _differentiate(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if g is None:
+        return (None,) * 12
+    gradients = backward(g, *ctx.saved_tensors, *ctx.options)
+    return (*gradients, *(None,) * 8)
+
+
+forward.register_autograd(_differentiate, setup_context=_save)
+
+
+class FusedOperator(Operator):
+    r"""``c0·V + c1·A·V + c2·A·(A·V)`` by the library's own GPU kernels, forward and backward.
+
+    The second pass reuses the first one's logsumexp and combines the powers. No n×n tensor is
+    made; besides what attention saves for its backward pass, ``A·V`` is saved.
+
+    Which kernels run is decided in ``routes.py``. A filter of degree 1 is one pass with the
+    combination at its end, which saves nothing more than attention, or the kernels of degree 2 with
+    c2 = 0, or torch's attention with one launch each way around it.
+
+    Single passes, :meth:`apply` and :meth:`powers`, are torch's own attention.
+
+    Args:
+        decision: the decision about this call, if it is made already.
+    """
+
+    def __init__(self, call: AttentionCall, decision: Decision | None = None) -> None:
+        q, mask, scale = call.q, call.attn_mask, call.scale
+        self.call = call
+        self.decision = decision
+        is_causal = call.is_causal
+        if call.visible is not None:
+            # routes lets causal windows and documents through alone
+            mask, is_causal = call.visible.spans(q.shape[-2], q.device), True
+        elif mask is not None:
+            mask = with_contiguous_rows(mask, q.shape[-2])
+        self.mask = mask
+        # kernels are compiled for floats: an int would be compiled in, and serve other scales too
+        self.options = Options(
+            1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+            is_causal,
+            float(call.dropout_p),
+        )
+
+    def apply(self, x: Tensor) -> Tensor:
+        return SDPAOperator(self.call).apply(x)
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        return SDPAOperator(self.call).powers(v, degree)
+
+    def polynomial(
+        self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
+    ) -> Tensor:
+        q, k = self.call.q, self.call.k
+        if isinstance(coeffs, Coefficients):
+            taken = exclusive is None and coefficients.takes(coeffs)
+            if needs_registered_operator(q) or not taken:
+                return self.polynomial(coeffs.value(), v, exclusive)
+            powers = coeffs.base.shape[1]
+        else:
+            if coeffs.dim() == 1:
+                coeffs = coeffs.expand(q.shape[1], -1)
+            if coeffs.dtype != torch.float32:
+                coeffs = coeffs.float()
+            powers = coeffs.shape[1]
+            if exclusive is not None:
+                share = exclusive.float().expand(q.shape[1])
+                coeffs = torch.cat((coeffs, share[:, None]), 1)
+        options = self.options._replace(exclusive=exclusive is not None)
+        operation, kernels = self._decided(powers - 1, options)
+        if operation == "around":
+            return combine_degree_one(v, self.apply(v), coeffs, options.exclusive)
+        once = operation == "once"
+        if powers == 2 and not once and not isinstance(coeffs, Coefficients):
+            coeffs = torch.nn.functional.pad(coeffs, (0, 1))
+        seed = None
+        if self.options.dropout_p:
+            # drawn on the device, so that each replay of a captured graph draws a new one
+            seed = torch.randint(2**32, (1,), device=q.device)
+        return filter_attention(q, k, v, coeffs, self.mask, seed, options, kernels, once)
+
+    def _decided(self, degree: int, options: Options) -> tuple[str, Kernels | None]:
+        """The operation, and its kernels unless the operation chooses them when it runs."""
+        decision = self.decision
+        q, mask = self.call.q, self.mask
+        if needs_registered_operator(q):
+            if degree == 2:
+                return "filter", None
+            return operation_of(situation_of_kernels(q, mask, *options, degree)), None
+        if decision is None:
+            kernels = kernels_of(situation_of_kernels(q, mask, *options, degree))
+        else:
+            kernels = Kernels(decision.route, decision.gradient)
+        return OPERATION[kernels.forward], kernels
+
+    def visibility(self) -> Visibility:
+        return Visibility.from_call(self.call)

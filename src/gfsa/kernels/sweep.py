@@ -1,0 +1,275 @@
+"""The causal filter of degree 2 in one sweep: the plan of its blocks, and the launches.
+
+Other kernels compute its gradient. The kernel itself is in ``gluon_sweep.py``.
+
+**The plan** says which blocks rows of documents and windows are cut into, and what each of them
+sees. A block that two documents share waits for all keys of the first one, and each block of the
+second one sees a tile more than it needs. So rows are cut at edges, the first tokens of documents
+that are at least as long as a block; shorter ones share blocks. Between two edges a block begins
+every ROWS tokens, and rows and keys are counted from the edge before, their origin.
+
+Programs take the blocks of a row slot by slot. A slot has the blocks that begin in one window of
+ROWS tokens: one that begins with an edge, and one that goes on from the window before. A block
+waits for those between it and its origin alone. So a row is gone through in two places at once:
+from its beginning, and from an edge near its middle.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gfsa.kernels.launching import (
+    SPANS,
+    Kernel,
+    Launch,
+    Options,
+    Problem,
+    describe_tiles,
+    empty_like,
+    multiprocessors,
+    pointers,
+    problem_of,
+)
+
+# what is planned for a block: its origin, its number and its end, counted from there; by warpgroup
+# its first tile, before which key tiles are masked, and the latest of its queries' first keys
+ORIGIN = tl.constexpr(0)
+BLOCK = tl.constexpr(1)
+END = tl.constexpr(2)
+FIRST_TILE = tl.constexpr(3)
+MASKED_UNTIL = tl.constexpr(5)
+LATEST = tl.constexpr(7)
+NUMBERS = tl.constexpr(9)
+
+
+@triton.jit
+def _later(x, y):
+    return tl.maximum(x, y)
+
+
+@triton.jit
+def _edges(spans, edges, n, blocks, ROWS: tl.constexpr, WINDOWS: tl.constexpr):
+    """By window the last edge before its end; 0 before them, and the last one again after them."""
+    tl.store(edges, 0)
+    latest = 0
+    for window in range(0, blocks, WINDOWS):
+        windows = window + tl.arange(0, WINDOWS)
+        i = windows[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        begins = tl.load(spans + i, mask=i < n, other=-1) == i
+        last = tl.load(spans + n + i, mask=begins, other=-1)
+        # at most one in a window
+        edge = tl.max(tl.where(last - i >= ROWS - 1, i, 0), 1)
+        edge = tl.maximum(tl.associative_scan(edge, 0, _later), latest)
+        tl.store(edges + 1 + windows, edge, mask=windows < blocks)
+        latest = tl.max(edge, 0)
+    tl.store(edges + 1 + blocks, latest)
+
+
+@triton.jit
+def _seen(spans, origin, row, end, n, there, HALF: tl.constexpr, TILE: tl.constexpr):
+    """``(first tile, masked until, latest first key)`` of the warpgroup whose queries begin at row.
+
+    First keys do not decrease from query to query, so the first tile is that of the first query.
+    Tiles are masked that begin before the latest first key of the queries that see a key before the
+    tile on their diagonal; the last of them is the last query that sees the key before that tile.
+    """
+    diagonal = row // TILE * TILE
+    spans += origin
+    # a warpgroup beyond the last query sees what that one does
+    first = tl.load(spans + tl.minimum(row, end - 1), mask=there, other=0) - origin
+    latest = tl.load(spans + tl.minimum(row + HALF, end) - 1, mask=there, other=0) - origin
+    before = tl.maximum(tl.minimum(diagonal, end) - 1, 0)
+    last = tl.load(spans + n + before, mask=there, other=0) - origin
+    last = tl.minimum(last, tl.minimum(row + HALF, end) - 1)
+    until = tl.load(spans + last, mask=there, other=0) - origin
+    # documents that are out of order may seem to begin before the origin
+    return tl.maximum(first, 0) // TILE, tl.where(last >= row, until, 0), latest
+
+
+@triton.jit(
+    do_not_specialize=["n", "blocks", "row_flags", "mask_b"],
+    do_not_specialize_on_alignment=["spans"],
+)
+def plan_blocks(
+    spans, flags, n, blocks, row_flags, mask_b,
+    ROWS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, LOOKED_AT: tl.constexpr,
+    WINDOWS: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
+    """The plan of one row, after the flags of all rows, which become zero.
+
+    Args:
+        spans: see :func:`gfsa.kernels.launching.are_spans`.
+        flags: ``row_flags`` of each row and LOOKED_AT more; then for each row the plan, two blocks
+            of NUMBERS for each of ``blocks + 1`` slots; then ``blocks + 2`` edges of each row.
+        WINDOWS, FLAGS: how many are worked on at a time.
+    """
+    b = tl.program_id(0)
+    rows = tl.num_programs(0)
+    plan = flags + rows * row_flags + LOOKED_AT
+    edges = plan + rows * (blocks + 1) * 2 * NUMBERS + b * (blocks + 2)
+    plan += b * (blocks + 1) * 2 * NUMBERS
+    flags += b * row_flags
+    # those after the row's own are the next row's, or after all flags
+    for start in range(0, row_flags + LOOKED_AT, FLAGS):
+        at = start + tl.arange(0, FLAGS)
+        tl.store(flags + at, 0, mask=at < row_flags + LOOKED_AT)
+    spans += b.to(tl.int64) * mask_b
+    _edges(spans, edges, n, blocks, ROWS, WINDOWS)
+    tl.debug_barrier()
+    # the window of the edge where the second half of the row begins
+    middle = tl.load(edges + 1 + blocks // 2) // ROWS
+    for start in range(0, blocks, WINDOWS):
+        windows = start + tl.arange(0, WINDOWS)
+        planned = windows < blocks
+        before = tl.load(edges + windows, mask=planned, other=0)
+        within = tl.load(edges + windows + 1, mask=planned, other=0)
+        after = tl.load(edges + windows + 2, mask=planned, other=0)
+        # the slots of the two halves take turns
+        lower = windows + tl.minimum(windows, blocks - middle)
+        upper = windows - middle + tl.minimum(windows - middle, middle) + 1
+        # in a slot first a block that begins with an edge, since others wait for it
+        begins = within > before
+        which = tl.arange(0, 2)[None, :]
+        second = which == 1
+        origin = tl.where(second, before[:, None], within[:, None])
+        block = tl.where(second, tl.cdiv(windows * ROWS - before, ROWS)[:, None], 0)
+        limit = tl.where(after[:, None] > origin, after[:, None], n)
+        limit = tl.where(second & begins[:, None], within[:, None], limit) - origin
+        there = planned[:, None] & (second | begins[:, None]) & (block * ROWS < limit)
+        end = tl.minimum(limit, block * ROWS + ROWS)
+        row = block * ROWS
+        # all is loaded before anything is stored, which the compiler takes for the same memory
+        first, until, latest = _seen(spans, origin, row, end, n, there, HALF, TILE)
+        row += HALF
+        next_first, next_until, next_latest = _seen(spans, origin, row, end, n, there, HALF, TILE)
+        slot = tl.where(windows < middle, lower, upper)[:, None]
+        slot = tl.where(second, tl.where(windows > middle, upper, lower)[:, None], slot)
+        to = plan + (slot * 2 + which) * NUMBERS
+        tl.store(to + ORIGIN, origin, mask=there)
+        tl.store(to + BLOCK, block, mask=there)
+        tl.store(to + END, tl.where(there, end, 0), mask=planned[:, None])
+        tl.store(to + FIRST_TILE, first, mask=there)
+        tl.store(to + FIRST_TILE + 1, tl.maximum(next_first, first), mask=there)
+        tl.store(to + MASKED_UNTIL, until, mask=there)
+        tl.store(to + MASKED_UNTIL + 1, next_until, mask=there)
+        tl.store(to + LATEST, latest, mask=there)
+        tl.store(to + LATEST + 1, next_latest, mask=there)
+        # in the middle's window they have a slot each
+        split = windows == middle
+        tl.store(plan + lower * 2 * NUMBERS + END, 0, mask=split)
+        tl.store(plan + (upper * 2 + 1) * NUMBERS + END, 0, mask=split)
+
+
+# queries of a block, and of one of its two warpgroups, as in the kernel
+ROWS = 128
+HALF = 64
+# flags that the kernel looks at together: it reads so many beyond the last head's
+LOOKED_AT = 32
+# windows of ROWS tokens and flags that the launch before works on at a time
+WINDOWS = 64
+FLAGS = 2048
+# by head dim: 64 keys a tile or twice as many, as registers allow, and tiles that fit on the chip
+PARTS = {64: 2, 128: 1}
+STAGES = 3
+# tokens, counted once for each head, that are worked on at a time: few stay in the GPU's cache.
+# Chosen by times on an H200 at 2,048 to 32,768 tokens
+TOKENS_AT_A_TIME = 2**17
+# documents that a row with spans is taken to have: a block reads the keys of its own
+DOCUMENTS = 4
+# bounds of the heads at a time: the fastest measured at 1,024 tokens, and what keeps programs busy
+MOST_HEADS = 128
+LEAST_HEADS = 4
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As every route of ``op.py``; spans at most, and no dropout."""
+    problem = problem_of(q, k, mask, options)
+    out, u = empty_like(q), empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
+    # a flag for each half block's U, then the number of the next item
+    numbers = heads * blocks * (ROWS // HALF) + LOOKED_AT
+    if problem.mask_kind == SPANS:
+        spans, _ = pointers(mask, None, unused=q)
+        numbers += problem.batch * planned(blocks)
+        flags = torch.empty(numbers, dtype=torch.int32, device=q.device)
+        _plan(problem)((), spans, flags)
+    else:
+        spans = q
+        flags = torch.zeros(numbers, dtype=torch.int32, device=q.device)
+    _launch(problem, out.stride()[:3])((q, k, v, u), out, u, lse, coeffs, flags, spans)
+    return out, u, lse
+
+
+def planned(blocks: int) -> int:
+    """The numbers of a sequence's plan and its edges."""
+    return (blocks + 1) * 2 * NUMBERS.value + blocks + 2
+
+
+def heads_at_a_time(length: int, mask_kind: int) -> int:
+    tokens = TOKENS_AT_A_TIME * (DOCUMENTS if mask_kind == SPANS else 1)
+    return max(LEAST_HEADS, min(MOST_HEADS, tokens // length))
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(problem: Problem, out_strides: tuple[int, int, int]) -> Launch:
+    heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
+    return Launch(
+        kernel(),
+        (min(heads * blocks, multiprocessors(problem.device)), 1, 1),
+        (*problem.variant, max(out_strides) >= 2**31),
+        [(1, 1, HALF, problem.head_dim)] * 4,
+        (
+            heads,
+            problem.heads,
+            problem.group,
+            problem.length,
+            problem.options.scale,
+            blocks,
+            min(heads_at_a_time(problem.length, problem.mask_kind), heads),
+            *out_strides,
+            problem.mask_strides[0],
+        ),
+        (problem.head_dim, PARTS[problem.head_dim], STAGES, problem.mask_kind),
+        num_warps=4,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(problem: Problem) -> Launch:
+    """The launch before the sweep: the plan, and flags that are zero."""
+    blocks = -(-problem.length // ROWS)
+    flags = problem.heads * blocks * (ROWS // HALF)
+    return Launch(
+        _PLAN,
+        (problem.batch, 1, 1),
+        (problem.device,),
+        (),
+        (problem.length, blocks, flags, problem.mask_strides[0]),
+        (ROWS, HALF, PARTS[problem.head_dim] * HALF, LOOKED_AT, WINDOWS, FLAGS),
+        num_warps=8,
+    )
+
+
+@functools.cache
+def kernel() -> Kernel:
+    """The kernel; Gluon is imported when it is first used."""
+    from gfsa.kernels.gluon_sweep import filter_sweep
+
+    return Kernel(filter_sweep, describe_tiles())
+
+
+_PLAN = Kernel(plan_blocks)

@@ -1,0 +1,257 @@
+"""Attention under a described visibility: the mask is written for one block of queries at a time.
+
+Torch's attention takes a mask or causality, but neither a window nor documents. A mask of all
+queries and keys has N² entries; here at most :data:`MOST_ENTRIES` of them exist at a time, and a
+block of queries is multiplied only with the keys that it can reach.
+
+``torch.compile`` would unroll the blocks and keep the masks of all of them for the gradient. For a
+compiled model the loop is therefore one operator of torch, ``gfsa::attend_by_rows``, which keeps
+its arguments alone and writes each mask again in its gradient, as eager mode does.
+"""
+
+# no postponed annotations here: torch reads the schemas of the operators from them
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gfsa.operators.base import PLAIN, at_least_float32, repeat_heads
+from gfsa.operators.call import AttentionCall, is_exporting, no_autocast
+from gfsa.operators.visibility import Visibility
+
+MOST_ENTRIES = 2**25
+"""Entries of a mask that are written at once, unless a single row of queries has more."""
+
+
+class Block(NamedTuple):
+    """The queries ``start … stop``, and the keys ``first … last`` that they can see at most."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    def parts(self, q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries of the block, and the keys and values that they can see."""
+        start, stop, first, last = self
+        return q[..., start:stop, :], k[..., first:last, :], x[..., first:last, :]
+
+
+def apply_described(call: AttentionCall, visible: Visibility, x: Tensor) -> Tensor:
+    """``A·x`` for a call whose visibility torch's kernels can only take as a mask."""
+    q, k = call.q, call.k
+    in_blocks = call.reason_for_torch_alone() is None
+    if in_blocks and _needs_operator(visible, q, k, x, call.dropout_p):
+        description = (visible.keys, visible.documents, visible.causal, visible.window)
+        return attend_operator(q, k, x, *description, call.scale)
+    return apply_by_rows(visible, q, k, x, call.dropout_p, call.scale, in_blocks)
+
+
+def apply_by_rows(
+    visible: Visibility,
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    in_blocks: bool = True,
+) -> Tensor:
+    """``A·x`` for queries and keys of the same tokens, ``(..., H, N, D)``.
+
+    Args:
+        visible: what each query sees.
+        q, k, x: queries, keys and values; keys and values may have fewer heads.
+        dropout_p, scale: as torch's attention takes them.
+        in_blocks: False writes the mask of all queries at once.
+    """
+    # torch's grouped-query kernels accept no mask
+    k, x = repeat_heads(k, q), repeat_heads(x, q)
+    length = q.shape[-2]
+    if not in_blocks or rows_at_once(visible, length) >= length:
+        return _attend(q, k, x, visible.whole(length, q.device), dropout_p, scale)
+
+    def of_block(q: Tensor, k: Tensor, x: Tensor, block: Block) -> Tensor:
+        mask = visible.block(*block, q.device)
+        return _attend(*block.parts(q, k, x), mask, dropout_p, scale)
+
+    blocks = blocks_of(visible, length)
+    if not _is_differentiated(q, k, x) or torch.compiler.is_compiling():
+        return torch.cat([of_block(q, k, x, block) for block in blocks], -2)
+    from torch.utils.checkpoint import checkpoint
+
+    # without it autograd would keep the masks of all blocks
+    rows: list[Any] = [
+        checkpoint(of_block, q, k, x, block, use_reentrant=False) for block in blocks
+    ]
+    return torch.cat(rows, -2)
+
+
+def _attend(
+    q: Tensor, k: Tensor, x: Tensor, mask: Tensor, dropout_p: float, scale: float | None
+) -> Tensor:
+    """Torch's attention under a bool mask that is written out, all with the same heads."""
+    if q.is_cuda:
+        mask = as_additive(mask, q.dtype)
+    # looked up in each call: context parallel replaces it
+    return F.scaled_dot_product_attention(
+        q, k, x, attn_mask=mask, dropout_p=dropout_p, is_causal=False, scale=scale
+    )
+
+
+def as_additive(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask (True takes part) as numbers to add to the scores: log 1 = 0, log 0 = -inf.
+
+    For a row without any key and a bool mask, cuDNN's attention averages values that the mask hides
+    and gives NaN gradients; for an additive mask it gives zeros.
+    """
+    return attn_mask.to(dtype).log()
+
+
+def blocks_of(visible: Visibility, length: int) -> list[Block]:
+    """All queries, as many at a time as share one mask, with the keys that they can reach."""
+    step, window = rows_at_once(visible, length), visible.window
+    blocks = []
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        first, last = 0, stop if visible.causal else length
+        if window is not None:
+            first, last = max(0, start - window + 1), min(last, stop + window - 1)
+        blocks.append(Block(start, stop, first, last))
+    return blocks
+
+
+def rows_at_once(visible: Visibility, length: int) -> int:
+    """How many queries share one mask."""
+    if visible.pairs is not None:
+        return length
+    copies = _masks_in(visible)
+    if visible.window is None:
+        return max(1, MOST_ENTRIES // (copies * length))
+    # with many more rows than the window is wide, most of the mask would be hidden
+    rows = max(visible.window, 1024)
+    return max(1, min(rows, MOST_ENTRIES // (copies * (rows + 2 * visible.window))))
+
+
+def _masks_in(visible: Visibility) -> int:
+    """How many masks of queries and keys there are: one, one per sequence, or one per head."""
+    described = [part for part in (visible.keys, visible.documents) if part is not None]
+    return max([1, *(part.numel() // part.shape[-1] for part in described)])
+
+
+def _is_differentiated(q: Tensor, k: Tensor, x: Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or x.requires_grad)
+
+
+def _needs_operator(visible: Visibility, q: Tensor, k: Tensor, x: Tensor, dropout_p: float) -> bool:
+    """Whether the graph that is compiled would otherwise have N² entries, or many blocks."""
+    if not torch.compiler.is_compiling() or is_exporting() or visible.pairs is not None:
+        return False
+    # dropped entries would have to be drawn again for the gradient; and a sharded tensor has no
+    # rule for this operator
+    if dropout_p or type(q) not in PLAIN:
+        return False
+    length = q.shape[-2]
+    if rows_at_once(visible, length) < length:
+        return True
+    # one mask is kept for all layers, and saves each of them the second run for its gradient: worth
+    # as much memory as one layer keeps for q, k, v and A·v
+    masks = _masks_in(visible) * length * length
+    return _is_differentiated(q, k, x) and bool(masks > 4 * q.numel())
+
+
+@torch.library.custom_op("gfsa::attend_by_rows", mutates_args=())
+def attend_operator(
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    keys: Tensor | None,
+    documents: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> Tensor:
+    """:func:`apply_by_rows` as one operator, without dropout."""
+    visible = Visibility(keys, None, causal, window, documents)
+    k, x = repeat_heads(k, q), repeat_heads(x, q)
+    out = _empty_result(q, x)
+    with no_autocast(q.device):
+        for block in blocks_of(visible, q.shape[-2]):
+            mask = visible.block(*block, q.device)
+            rows = _attend(*block.parts(q, k, x), mask, 0.0, scale)
+            out[..., block.start : block.stop, :] = rows
+    return out
+
+
+@torch.library.custom_op("gfsa::attend_by_rows_backward", mutates_args=())
+def attend_operator_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    keys: Tensor | None,
+    documents: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and x."""
+    visible = Visibility(keys, None, causal, window, documents)
+    all_k, all_x = repeat_heads(k, q), repeat_heads(x, q)
+    dq = q.new_empty(q.shape)
+    # each block adds to the gradients of its keys: a sum that is rounded once
+    dk, dx = (
+        torch.zeros(y.shape, dtype=at_least_float32(y.dtype), device=y.device)
+        for y in (all_k, all_x)
+    )
+    with no_autocast(q.device):
+        for block in blocks_of(visible, q.shape[-2]):
+            start, stop, first, last = block
+            mask = visible.block(*block, q.device)
+
+            def attend(q: Tensor, k: Tensor, x: Tensor, mask: Tensor = mask) -> Tensor:
+                return _attend(q, k, x, mask, 0.0, scale)
+
+            # autograd records nothing inside of an operator
+            result: tuple[Any, ...] = torch.func.vjp(attend, *block.parts(q, all_k, all_x))
+            of_q, of_k, of_x = result[1](g[..., start:stop, :])
+            dq[..., start:stop, :] = of_q
+            dk[..., first:last, :] += of_k
+            dx[..., first:last, :] += of_x
+    return dq, _of_shared_heads(dk, k), _of_shared_heads(dx, x)
+
+
+@attend_operator.register_fake
+def _(q: Tensor, k: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return _empty_result(q, x)
+
+
+@attend_operator_backward.register_fake
+def _(g: Tensor, q: Tensor, k: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), x.new_empty(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.causal, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    options = (ctx.causal, ctx.window, ctx.scale)
+    gradients = attend_operator_backward(g, *ctx.saved_tensors, *options)
+    return (*gradients, None, None, None, None, None)
+
+
+attend_operator.register_autograd(_differentiate, setup_context=_save)
+
+
+def _empty_result(q: Tensor, x: Tensor) -> Tensor:
+    # contiguous whatever the arguments are: the compiler is told the layout before anything has run
+    return q.new_empty((*q.shape[:-1], x.shape[-1]))
+
+
+def _of_shared_heads(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient of heads that were repeated: the sum over the copies of each of them."""
+    if gradient.shape != like.shape:
+        gradient = gradient.unflatten(-3, (like.shape[-3], -1)).sum(-3)
+    return gradient.to(like.dtype)

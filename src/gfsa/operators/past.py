@@ -1,0 +1,292 @@
+r"""Attention of new tokens to a cache: what it holds of the past, and the rows of A for the new.
+
+In causal attention a past token never sees a later one, so its :math:`A v, A^2 v, …` do not change
+when tokens are added. A cache keeps them beside keys and values, and only the rows of new tokens
+are computed:
+
+.. math:: (A^{k+1} v)_{new} = A_{new}\,[(A^k v)_{past};\,(A^k v)_{new}]
+
+:class:`Past` says what a framework's cache has to offer; :class:`CachedOperator` computes with it.
+One new token with a filter of degree 1 or 2 is a single launch where the decode kernel serves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from gfsa.kernels import routes
+from gfsa.kernels.routes import refusal_of_decoding
+from gfsa.operators import attention
+from gfsa.operators.attention import AttentionOperator
+from gfsa.operators.base import Coefficients, Operator, combine, own_share, value_of
+from gfsa.operators.call import AttentionCall, DecisionCache, Signature
+from gfsa.operators.sdpa import SDPAOperator
+from gfsa.operators.visibility import Visibility
+
+
+class Past(ABC):
+    """What a cache holds for one attention module, after the new keys and values were added."""
+
+    new: int
+    """How many tokens are new."""
+    length_on_device: Tensor | None = None
+    """The length, where free rows follow the newest token; None if the newest is the last row."""
+
+    @property
+    @abstractmethod
+    def length(self) -> Any:
+        """How many tokens there are, the new ones included; a tensor if the device counts them."""
+
+    @abstractmethod
+    def power(self, k: int) -> Tensor | None:
+        """``A^k·v`` of the tokens before, ``(B, H, rows, D)``, and free rows; None if unknown."""
+
+    @abstractmethod
+    def prepare(self, count: int, heads: tuple[int, ...]) -> None:
+        """Raise unless ``count`` powers of these heads belong to the tokens before."""
+
+    @abstractmethod
+    def write(self, k: int, rows: Tensor, keys: int) -> Tensor:
+        """Append ``A^k·v`` of the new tokens; returns that of all, its first ``keys`` rows.
+
+        :meth:`prepare` comes first, once for all powers.
+        """
+
+    @abstractmethod
+    def make_room(self, like: Tensor) -> Tensor:
+        """The rows of ``A·v`` with one for the new token, which the caller writes.
+
+        Args:
+            like: ``(B, H, 1, D)``, what such a row is like.
+        """
+
+    def counters(self, heads: int, device: torch.device) -> Tensor | None:
+        """Zeros that the decode kernel may use and leaves at zero, if the cache keeps some."""
+        return None
+
+    def newest(self, values: Tensor) -> Tensor:
+        """The rows of ``values`` that belong to the new tokens."""
+        length = self.length_on_device
+        if length is None:
+            return values.narrow(2, values.shape[2] - self.new, self.new)
+        rows = (length - self.new).view(1)
+        if self.new > 1:
+            rows = rows + torch.arange(self.new, device=values.device)
+        return values.index_select(2, rows)
+
+
+class CachedOperator(Operator):
+    """The rows of A for the newest tokens, with the cached powers of all earlier tokens.
+
+    Args:
+        rows: an operator whose ``apply`` takes all tokens and returns the new ones.
+        past: what the cache holds.
+        heads: query heads.
+        keys: how many rows of the cache ``rows`` attends to.
+    """
+
+    #: dropout of the entries of H; ``rows`` drops those of A
+    dropout_p = 0.0
+
+    def __init__(self, rows: Operator, past: Past, heads: int, keys: int) -> None:
+        self.rows = rows
+        self.past = past
+        self.heads = heads
+        self.keys = keys
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.rows.apply(x)
+
+    def polynomial(
+        self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
+    ) -> Tensor:
+        # not by isinstance, which is slow here
+        numbers: Any = coeffs.base if type(coeffs) is Coefficients else coeffs
+        degree = numbers.shape[-1] - 1
+        if self.past.new == 1 and type(self.rows) is SDPAOperator:
+            u = self.past.power(1) if degree > 1 else None
+            # a filter of degree 1 needs no powers of the tokens before
+            if degree == 1 or u is not None:
+                y = _decode_in_one_launch(self.rows.given, self.past, u, coeffs, v, exclusive)
+                if y is not None:
+                    return y
+        if exclusive is not None:
+            y = super().polynomial(coeffs, v, exclusive)
+        else:
+            coeffs = value_of(coeffs)
+            powers = self.powers(v, degree)
+            # for one token the cost is in kernel launches, not in arithmetic
+            plain = type(v) is Tensor and not torch.is_grad_enabled()
+            y = combine(coeffs, powers, in_one_go=plain and not torch.compiler.is_compiling())
+        if v.is_cuda and not torch.compiler.is_compiling():
+            # for the tokens after a prompt: a compiled step finds them, and cannot make them. They
+            # are kept beside the powers, so they come last
+            self.past.counters(v.shape[0] * self.heads, v.device)
+        return y
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        newest = self.past.newest(v)
+        if newest.shape[1] != self.heads:
+            newest = newest.repeat_interleave(self.heads // newest.shape[1], dim=1)
+        if degree == 0:
+            return [newest]
+        tokens = [newest, self.rows.apply(v)]
+        if degree > 1:
+            self.past.prepare(degree - 1, tuple(range(self.heads)))
+        for k in range(1, degree):
+            tokens.append(self.rows.apply(self.past.write(k, tokens[-1], self.keys)))
+        return tokens
+
+    def filter(self, coeffs: Tensor, exclusive: Tensor | None, v: Tensor) -> Tensor:
+        """The rows of ``H = c0·I + c1·A − diag(a·p)`` for new tokens, ``(B, H, new, keys)``."""
+        rows = self.rows
+        if isinstance(rows, SDPAOperator):
+            q = rows.given.q
+            identity = torch.eye(self.keys, dtype=q.dtype, device=q.device)
+            a = rows.apply(identity.expand(*q.shape[:2], -1, -1))
+        else:
+            a = rows.dense()
+            identity = torch.eye(self.keys, dtype=a.dtype, device=a.device)
+        own = self.past.newest(identity[None, None])
+        matrix = combine(coeffs, [own, a])
+        if exclusive is None:
+            return matrix
+        tokens, mixed = self.powers(v, 1)
+        return matrix - (own_share(exclusive, mixed, tokens) * own).to(matrix.dtype)
+
+    def whole(self) -> Operator:
+        return self.rows
+
+    def visibility(self) -> Visibility | None:
+        return self.rows.visibility()
+
+    def second_pass(self, heads: Sequence[int]) -> Operator | None:
+        if isinstance(self.rows, AttentionOperator):
+            # in every call, since the cache keeps powers of the same heads for all tokens
+            rows: Operator | None = self.rows.of_heads(heads)
+        else:
+            rows = self.rows.second_pass(heads)
+        return None if rows is None else _FurtherPowers(rows, self, heads)
+
+
+class _FurtherPowers(Operator):
+    """The second and further passes of some heads: the cache keeps powers for these heads only."""
+
+    def __init__(self, rows: Operator, first: CachedOperator, heads: Sequence[int]) -> None:
+        self.rows = rows
+        self.first = first
+        self.heads = tuple(heads)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.rows.apply(x)
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        tokens, past = [v], self.first.past
+        if degree:
+            past.prepare(degree, self.heads)
+        for k in range(1, degree + 1):
+            tokens.append(self.rows.apply(past.write(k, tokens[-1], self.first.keys)))
+        return tokens
+
+
+# of the signature of a call: a PreparedToken, or False where torch's calls serve
+_PREPARED: DecisionCache[Any] = DecisionCache()
+
+
+def _decode_in_one_launch(
+    call: AttentionCall,
+    past: Past,
+    u: Tensor | None,
+    coeffs: Tensor | Coefficients,
+    v: Tensor,
+    exclusive: Tensor | None,
+) -> Tensor | None:
+    """The filtered new token, ``(B, H, 1, D)``, by one kernel that reads the cache once.
+
+    The kernel writes the token's power into its row of the cache. None where it does not serve;
+    torch's passes then run one after another. The decision is made once for calls that are alike,
+    as those of a model's layers are for one token.
+
+    Args:
+        call: of the new token's query and all keys.
+        u: ``A·v`` of the tokens before; None for a filter of degree 1.
+        v: all values.
+        exclusive: the share of the exclusive term, for which nothing is prepared.
+    """
+    q, length = call.q, past.length_on_device
+    signature = None
+    if exclusive is None:
+        signature = _signature(call, length is not None, u, coeffs, v)
+    prepared = None if signature is None else _PREPARED.get(signature)
+    if prepared is None:
+        prepared = _decoder(call, u, coeffs, v, exclusive, signature)
+        if signature is not None:
+            _PREPARED.remember(signature, prepared)
+    if prepared is False:
+        return None
+    if u is not None:
+        u = past.make_room(q)
+    scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
+    counters = past.counters(q.shape[0] * q.shape[1], q.device)
+    given = (q, call.k, v, u, coeffs, call.attn_mask, length, scale, counters)
+    y: Tensor = prepared(*given) if exclusive is None else prepared(*given, exclusive)
+    return y
+
+
+def _decoder(
+    call: AttentionCall,
+    u: Tensor | None,
+    coeffs: Tensor | Coefficients,
+    v: Tensor,
+    exclusive: Tensor | None,
+    signature: Signature | None,
+) -> Any:
+    """The function that launches the kernel, prepared for a signature; False if torch serves."""
+    if refusal_of_decoding(call, v, coeffs, exclusive) or call.reason_for_torch_alone():
+        return False
+    q = call.q
+    if u is not None:
+        batch, heads, _, dim = q.shape
+        if (*u.shape[:2], u.shape[3], u.dtype) != (batch, heads, dim, q.dtype):
+            return False
+    # triton is imported where its kernels run
+    from gfsa.kernels.decode import PreparedToken, decode, numbers_of, takes_layout
+
+    if not takes_layout(q, call.k, v):
+        return False
+    if signature is None or numbers_of(coeffs, q.shape[1])[0] is None:
+        return decode
+    return PreparedToken(q)
+
+
+def _signature(
+    call: AttentionCall, from_front: bool, u: Tensor | None, coeffs: Any, v: Tensor
+) -> Signature | None:
+    """All that :func:`_decoder` and a launch depend on; None where no decision is kept."""
+    q, k, mask, dropout_p, _, scale, _, _, _ = call
+    if not attention.host_time_counts(q, k, v) or is_in_torch_dispatch_mode():
+        return None
+    if type(coeffs) is not Coefficients:
+        return None
+    # without calls: every token comes here in each layer
+    theta, base, basis, _ = coeffs
+    return (
+        *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype),
+        *(v.shape, v.stride(), v.dtype),
+        None if u is None else (u.shape, u.dtype, u.device),
+        # a static window does until it is full
+        from_front,
+        *(type(theta), theta.shape, theta.stride(), theta.dtype, theta.device),
+        *(base.stride(), base.dtype, base.device, basis.shape, basis.stride(), basis.dtype),
+        None if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
+        *(dropout_p, scale, routes.DECODES_BY_KERNEL, F.scaled_dot_product_attention),
+        torch.is_grad_enabled()
+        and (q.requires_grad or k.requires_grad or v.requires_grad or theta.requires_grad),
+    )

@@ -1,0 +1,435 @@
+"""Plug filters into a model that already exists, in place and reversibly."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from gfsa.filters import GFSA, GraphFilter
+from gfsa.filters.gfsa import Power
+from gfsa.operators.call import DropoutPlace, check_dropout_place
+from gfsa.plugs.checks.proof import token_mixers
+from gfsa.plugs.checks.trial import UNREACHED, try_forward
+from gfsa.plugs.distributed import refuse_distributed
+from gfsa.plugs.install import install, stacks_of, uninstall
+from gfsa.plugs.registry import Unknown, example_inputs, is_traced_after_trial
+from gfsa.plugs.sites import (
+    NOT_SELECTED,
+    ROOT,
+    Layers,
+    PlugReport,
+    Site,
+    accepting_sites,
+    check_model,
+    listed_reasons,
+    plugged_sites,
+    refuse_wrapped,
+    select_layers,
+    sites,
+)
+from gfsa.plugs.transaction import CHANGING
+
+FilterFactory = Callable[[int], GraphFilter]
+
+
+class _Unset:
+    """The default of an argument that a preset may set."""
+
+    def __repr__(self) -> str:
+        return "default"
+
+
+UNSET: Any = _Unset()
+
+
+def plug(
+    model: nn.Module,
+    K: int | None = UNSET,
+    layers: Layers = "all",
+    filter: FilterFactory | None = None,
+    learn: Sequence[str] = UNSET,
+    w0: float | Sequence[float] = UNSET,
+    w1: float | Sequence[float] = UNSET,
+    wK: float | Sequence[float] = UNSET,
+    power: Power = UNSET,
+    lr_multiplier: float = UNSET,
+    dropout_after: DropoutPlace = UNSET,
+    preset: str | None = None,
+    unknown: Unknown = "refuse",
+    dry_run: bool = False,
+    inputs: Any = None,
+    depth: bool = False,
+    degree: int | None = None,
+    **others: Any,
+) -> PlugReport:
+    r"""Give the model's self-attention layers a graph filter each, in place.
+
+    .. math:: A\,v \;\to\; (w_0 I + w_1 A + w_K (A + (K-1)(A^2 - A)))\,v
+
+    The outputs do not change until a filter learns, or starts from other values than the
+    defaults. The filters are ordinary child modules called ``gfsa``: they train, move, save and
+    print with the model.
+
+    Args:
+        model: any model with attention that an adapter knows; compiled models and models in
+            ``nn.DataParallel`` are accepted. Plug before DistributedDataParallel or fully_shard:
+            they synchronise only the parameters that a model has when they wrap it.
+        K, learn, w0, w1, wK, power, lr_multiplier: as in :class:`gfsa.GFSA`, with its defaults
+            (K = 3, all three learned, ordinary attention to begin with).
+        degree: 1 is another way to write ``K=None``, one pass; 2 is the default.
+        layers: ``"all"``, ``"even"``, ``"odd"``, ``"lower"`` or ``"upper"`` (half), numbers as in
+            the report (counted from 1 over the self-attention layers that can be plugged), names,
+            patterns such as ``"encoder.*"``, or a predicate ``(name, module) -> bool``.
+        filter: another filter, as a function of the number of heads, e.g. ``gfsa.Twicing`` or
+            ``lambda heads: gfsa.Polynomial(heads, degree=4)``; it returns a new one for each layer.
+            Passing an argument of GFSA beside it is an error.
+        dropout_after: where the layer's attention dropout acts: ``"attention"`` (default) drops
+            entries of A once, before its powers; ``"filter"`` drops entries of H, which builds
+            the n×n map while training.
+        preset: ``"paper"`` takes the published settings for this backbone; arguments passed here
+            override it.
+        unknown: what to do with attention that no adapter knows: ``"refuse"`` skips it and
+            reports the reason, ``"trace"`` follows its softmax to its product with v and verifies
+            in each forward that this is self-attention. Classes of timm are traced in both cases
+            if that works in a trial forward, on ``inputs`` or on images of the model's own size.
+        dry_run: change nothing, only report.
+        inputs: a batch (a tensor, a dict of keyword or a tuple of positional arguments) for a
+            trial forward, in evaluation mode without gradients. A layer is skipped, with the
+            reason, if it raises, does not call its filter, or returns another output than without
+            a filter although the filter is ordinary attention; so is one of a registered adapter
+            whose q and k are projected from different arguments. One that the batch does not reach
+            (a vision tower, say) keeps its filter, and the report says so. Buffers, random
+            generators, training modes and gradients are afterwards as before. ``layers`` counts
+            the layers before the trial.
+        depth: each layer but the first of its stack adds the first layer's values to its own
+            before it attends, :math:`V + r_h V^0` with r learned from 0, beside any filter (value
+            residual, arXiv 2410.17897).
+
+    Returns:
+        A report of what was plugged and what was skipped, with the reason. Token mixers that are
+        not attention (Mamba, gated delta networks, Fourier transforms …) are among the skipped.
+
+    Raises:
+        TypeError: if ``model`` is not an ``nn.Module``, ``filter`` is not a function that returns a
+            :class:`gfsa.GraphFilter`, or an argument is unknown.
+        ValueError: if nothing can be plugged, a layer is plugged already, the model is
+            distributed over processes already, or an argument is invalid.
+
+    Whatever is raised, by an adapter or by Ctrl-C too, the model is then unchanged.
+
+    Examples:
+        >>> report = gfsa.plug(model, K=3)
+        >>> print(report)
+        plugged 2 layers, 24 learned numbers (0 skipped)
+            1  layers.0.self_attn: 4 heads, adapter
+            2  layers.1.self_attn: 4 heads, adapter
+    """
+    check_model(model)
+    _refuse_arguments(others)
+    arguments: dict[str, Any] = {
+        "K": K,
+        "learn": learn,
+        "w0": w0,
+        "w1": w1,
+        "wK": wK,
+        "power": power,
+        "lr_multiplier": lr_multiplier,
+        "dropout_after": dropout_after,
+    }
+    given = {name: value for name, value in arguments.items() if value is not UNSET}
+    _check_degree(degree, given)
+    if preset is not None:
+        from gfsa.plugs.published import preset_for
+
+        given = {**preset_for(model, preset), **given}
+    if degree is not None:
+        given["K"] = None if degree == 1 else given.get("K", 3)
+    place: DropoutPlace = given.pop("dropout_after", "attention")
+    if place != "attention":
+        check_dropout_place(place)
+    if unknown not in get_args(Unknown):
+        raise ValueError(f"unknown must be one of {get_args(Unknown)}, got {unknown!r}")
+    factory = _factory(filter, given)
+    with CHANGING:
+        found = sites(model, unknown)
+        tracing = _traced_after_trial(model, found)
+        batch = example_inputs(model) if tracing and inputs is None else inputs
+        if tracing and batch is not None:
+            try:
+                planned, report = _planned(model, found | tracing, layers, factory, place, batch)
+                planned = _without_unreached(planned, report, tracing, found)
+            except (ValueError, torch.OutOfMemoryError):
+                if inputs is not None:
+                    raise
+                # nothing was shown: they stay refused
+                tracing = {}
+        if not tracing or batch is None:
+            planned, report = _planned(model, found, layers, factory, place, inputs)
+        if depth:
+            _add_depth(planned)
+            report.parameters = _parameters(planned)
+        _refuse_before_first(found, planned)
+        report.dry_run = dry_run
+        if any(filter.starts_exclusive for _, filter in planned):
+            report.note = (
+                "the exclusive term has a share that is not 0: it changes the model from the first "
+                "step on, which is for training from scratch"
+            )
+        if not dry_run:
+            install(model, planned)
+    if filter is None and not report.parameters and not {"w0", "w1", "wK"} & given.keys():
+        warnings.warn(
+            "the filters are ordinary attention and have nothing to learn; name what they learn, "
+            'as in learn=("w0", "w1", "wK"), or give fixed values (w0=…)',
+            stacklevel=2,
+        )
+    return report
+
+
+def _refuse_arguments(others: Mapping[str, Any]) -> None:
+    """Raise for arguments that plug does not have; rates belong to the optimizer."""
+    for name in others:
+        advice = (
+            "learning rates belong to the optimizer: gfsa.parameter_groups(model, lr=…, "
+            "filter_lr=…), or gfsa.FilterRate for a Trainer; plug(lr_multiplier=…) needs neither"
+            if name in ("lr", "filter_lr", "learning_rate")
+            else "help(gfsa.plug) lists what it has; arguments of another filter go to filter=, "
+            "as in lambda heads: gfsa.Polynomial(heads, degree=4)"
+        )
+        raise TypeError(f"plug has no argument {name!r}; {advice}")
+
+
+def _check_degree(degree: int | None, given: Mapping[str, Any]) -> None:
+    if degree is None:
+        return
+    if isinstance(degree, bool) or degree not in (1, 2):
+        raise ValueError(
+            f"degree must be 1 (c0·I + c1·A) or 2 (the default), got {degree!r:.40}; for others "
+            "pass filter=lambda heads: gfsa.Polynomial(heads, degree=…)"
+        )
+    if "K" in given or given.get("power") == "exact":
+        raise ValueError("degree and K (or power='exact') both set the degree; pass one of them")
+
+
+def unplug(model: nn.Module) -> None:
+    """Remove every filter: outputs, classes and state_dict keys are as before :func:`plug`.
+
+    What the filters have learned is lost; :func:`gfsa.save` them first to keep it.
+
+    Args:
+        model: a plugged model; it is changed in place.
+
+    Raises:
+        TypeError: if ``model`` is not an ``nn.Module``.
+        ValueError: if the model has no filters, or another library (peft) wraps them.
+
+    Examples:
+        >>> report = gfsa.plug(model)
+        >>> gfsa.unplug(model)
+        >>> gfsa.filters_of(model)
+        {}
+    """
+    with CHANGING:
+        plugged = plugged_sites(model)
+        if not plugged:
+            raise ValueError(f"{type(model).__name__} has no filters to unplug")
+        refuse_wrapped(plugged)
+        uninstall(model, list(plugged.values()))
+
+
+def plan_filters(
+    model: nn.Module, found: Mapping[str, Site], layers: Layers, factory: FilterFactory
+) -> tuple[list[tuple[Site, GraphFilter]], PlugReport]:
+    """Build a filter for each selected site, without changing the model.
+
+    Args:
+        model: the model, for error messages.
+        found: its sites.
+        layers: which of them, as in :func:`plug`.
+        factory: number of heads → a new filter.
+
+    Returns:
+        The selected sites with their filters, for :func:`install`, and the report of what
+        that will do.
+    """
+    accepting = accepting_sites(model, found)
+    selected = select_layers({name: site.module for name, site in accepting.items()}, layers)
+    report = PlugReport(
+        skipped={name: site.refusal for name, site in found.items() if site.refusal is not None},
+        numbers={name: number for number, name in enumerate(accepting, start=1)},
+    )
+    planned: list[tuple[Site, GraphFilter]] = []
+    taken = {id(site.filter): other for other, site in accepting.items() if site.is_plugged}
+    for name, site in accepting.items():
+        if name not in selected:
+            report.skipped[name] = NOT_SELECTED
+            continue
+        if site.is_plugged:
+            raise ValueError(
+                f"{name or ROOT} is plugged already; gfsa.unplug(model) first, or choose other "
+                "layers"
+            )
+        # on the host, and trainable, wherever plug is called; attach moves it to the layer's device
+        with torch.device("cpu"), torch.inference_mode(False):
+            new_filter = _build(factory, site.num_heads, name)
+        if id(new_filter) in taken:
+            raise ValueError(
+                f"filter({site.num_heads}) returned the same object for {taken[id(new_filter)]} "
+                f"and {name}: each layer has a filter of its own. Return a new one in each call, "
+                "as lambda heads: gfsa.GFSA(heads) does"
+            )
+        taken[id(new_filter)] = name
+        planned.append((site, new_filter))
+        report.plugged[name] = new_filter.num_heads
+        report.how[name] = site.adapter.how
+        report.parameters += sum(p.numel() for p in new_filter.parameters())
+    if report.parameters:
+        refuse_distributed(model, [site.module for site, _ in planned])
+    return planned, report
+
+
+def _traced_after_trial(model: nn.Module, found: Mapping[str, Site]) -> dict[str, Site]:
+    """The refused sites that are traced where a trial forward shows that this works."""
+    refused = {n for n, site in found.items() if is_traced_after_trial(site.adapter, site.module)}
+    traced = sites(model, "trace") if refused else {}
+    return {n: site for n, site in traced.items() if n in refused and site.refusal is None}
+
+
+def _without_unreached(
+    planned: list[tuple[Site, GraphFilter]],
+    report: PlugReport,
+    tracing: Mapping[str, Site],
+    found: Mapping[str, Site],
+) -> list[tuple[Site, GraphFilter]]:
+    """The plan without sites that need a trial forward and were not reached by it."""
+    unshown = {n: str(found[n].refusal) for n in tracing if UNREACHED in report.how.get(n, "")}
+    return _skip(planned, report, unshown)
+
+
+def _planned(
+    model: nn.Module,
+    found: Mapping[str, Site],
+    layers: Layers,
+    factory: FilterFactory,
+    place: DropoutPlace,
+    inputs: Any,
+) -> tuple[list[tuple[Site, GraphFilter]], PlugReport]:
+    """The filters to install, after a trial forward if there are inputs, and the report."""
+    planned, report = plan_filters(model, found, layers, factory)
+    report.skipped |= token_mixers(model, found)
+    for _, new_filter in planned:
+        new_filter.dropout_after = place
+    if inputs is not None:
+        planned = _tried(model, planned, report, inputs)
+    return planned, report
+
+
+def _tried(
+    model: nn.Module,
+    planned: list[tuple[Site, GraphFilter]],
+    report: PlugReport,
+    inputs: Any,
+) -> list[tuple[Site, GraphFilter]]:
+    """The planned filters that work on ``inputs``; the report is corrected for the others."""
+    trial = try_forward(model, planned, inputs)
+    for name in trial.unreached:
+        report.how[name] += f", {UNREACHED}"
+    kept = _skip(planned, report, trial.refused)
+    if not kept and planned:
+        raise ValueError(
+            f"no filter works in {type(model).__name__} on these inputs:"
+            + listed_reasons(trial.refused)
+            + "\ngfsa.register_adapter teaches gfsa an attention class of your own"
+        )
+    return kept
+
+
+def _skip(
+    planned: list[tuple[Site, GraphFilter]], report: PlugReport, refused: Mapping[str, str]
+) -> list[tuple[Site, GraphFilter]]:
+    """The plan without the refused layers, which the report lists with their reasons."""
+    for name, reason in refused.items():
+        del report.plugged[name], report.how[name]
+        report.skipped[name] = reason
+    kept = [(site, filter) for site, filter in planned if site.name not in refused]
+    report.parameters = _parameters(kept)
+    return kept
+
+
+def _parameters(planned: Sequence[tuple[Site, GraphFilter]]) -> int:
+    return sum(p.numel() for _, filter in planned for p in filter.parameters())
+
+
+def _add_depth(planned: Sequence[tuple[Site, GraphFilter]]) -> None:
+    """Give every filter but the first of each stack a depth term."""
+    filters = {site.name: filter for site, filter in planned}
+    for pattern, (first, *others) in stacks_of(filters).items():
+        if not others:
+            raise ValueError(
+                f"depth=True adds the first layer's values in the layers above it, but {pattern} "
+                "has one filtered layer: plug without it, or choose layers with "
+                "plug(..., layers=...)"
+            )
+        heads = filters[first].num_heads
+        for name in others:
+            if filters[name].num_heads != heads:
+                raise ValueError(
+                    f"depth=True adds the values of {first}, which has {heads} heads, in {name}, "
+                    f"which has {filters[name].num_heads}: choose layers with the same heads with "
+                    "plug(..., layers=...)"
+                )
+            filters[name].add_depth()
+
+
+def _refuse_before_first(
+    found: Mapping[str, Site], planned: Sequence[tuple[Site, GraphFilter]]
+) -> None:
+    """Raise for a filter before the layer whose values a depth term adds.
+
+    A saved folder says which filters have the term: the first layer of their stack is V⁰.
+    """
+    plugged = {name: site.filter for name, site in found.items() if site.is_plugged}
+    if not any(filter.has_depth for filter in plugged.values()):
+        return
+    new = {site.name for site, _ in planned}
+    for names in stacks_of(name for name in found if name in new or name in plugged).values():
+        has_depth = any(name in plugged and plugged[name].has_depth for name in names)
+        if has_depth and names[0] in new:
+            raise ValueError(
+                f"{names[0]} comes before the layer whose values a depth term adds: gfsa.unplug "
+                "the model, then plug all of these layers in one call"
+            )
+
+
+def _factory(filter: FilterFactory | None, given: dict[str, Any]) -> FilterFactory:
+    if filter is None:
+        return lambda heads: GFSA(heads, **given)
+    if isinstance(filter, nn.Module) or not callable(filter):
+        raise TypeError(
+            "filter must be a function of the number of heads that returns a new filter, such as "
+            f"gfsa.Twicing or lambda heads: gfsa.Polynomial(heads, degree=4); got {filter!r}"
+        )
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} are arguments of GFSA, but filter= builds another filter; "
+            "pass them to that filter instead"
+        )
+    return filter
+
+
+def _build(factory: FilterFactory, heads: int, name: str) -> GraphFilter:
+    new_filter = factory(heads)
+    if not isinstance(new_filter, GraphFilter):
+        raise TypeError(
+            f"filter({heads}) must return a gfsa.GraphFilter, got {type(new_filter).__name__}"
+        )
+    if new_filter.num_heads != heads:
+        raise ValueError(
+            f"{name} has {heads} heads, but filter({heads}) returned a filter for "
+            f"{new_filter.num_heads}; pass the number on, as lambda heads: gfsa.GFSA(heads) does"
+        )
+    return new_filter

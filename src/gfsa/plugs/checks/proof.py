@@ -1,0 +1,658 @@
+"""Prove that attention is that of tokens to themselves: other maps have no powers.
+
+Gradients show it. The scores of row i and column i, and row i of the values, may depend on one
+token of the module's inputs alone, and no two rows on the same token. That refuses
+cross-attention, maps over channels, projections that mix tokens, and queries, keys or values in
+different orders, whatever operations the module uses.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gfsa.filters import GraphFilter
+from gfsa.operators import LinearOperator
+from gfsa.operators.call import AttentionCall
+from gfsa.plugs.adapter import NAME, plain_class
+
+Owners = Sequence[tuple[nn.Module, str]]
+"""The modules that contain a module, innermost first, each with the attribute that leads to it."""
+
+REASON = "cross-attention has no powers: its queries and keys are different tokens"
+
+OTHER_SEQUENCE = (
+    "key_value_states",
+    "encoder_hidden_states",
+    "cross_attention_states",
+    "context",
+)
+"""Arguments in which the forwards of many libraries take the tokens of another sequence."""
+
+# attribute names of cross-attention: attn2 in diffusers, x_attn in Kosmos, text_cross_attn and
+# final_attn_token_to_image in the mask decoders of SAM
+_ATTRIBUTE = re.compile(
+    r"cross_?att(entio)?n|^(attn2|x_attn)$|^enc(oder|dec)?_?att(entio)?n(_text)?$"
+    r"|attn_(token_to_image|image_to_token)$"
+)
+
+_WRAPPING = {"self", "attention", "attn"}
+
+# set in the __dict__ of a module that was once called with equal tokens in two tensors
+_GIVEN_COPIES = "_gfsa_given_copies"
+
+# layers whose only attention attends to another sequence
+_CROSSING_LAYERS = {("ConformerDecoderLayer", "mha_layer")}
+
+
+def crosses_by_design(owners: Owners) -> bool:
+    """Whether a module's place in the model shows that it attends to another sequence.
+
+    Shapes are not enough to decide: a decoder and its memory may have equal lengths.
+    """
+    # there may be one wrapper in between, or some that only hold this module; names further out say
+    # nothing about it
+    for place, (owner, attribute) in enumerate(owners):
+        if place > 1 and not all(name in _WRAPPING for _, name in owners[:place]):
+            break
+        if _ATTRIBUTE.search(attribute.lower()):
+            return True
+        if "crossattention" in type(owner).__name__.lower():
+            return True
+        # torch's and SpeechBrain's decoder layers; the name alone is not enough, because many
+        # models use it for their only attention
+        if attribute == "multihead_attn" and hasattr(owner, "self_attn"):
+            return True
+        if (type(owner).__name__, attribute) in _CROSSING_LAYERS:
+            return True
+    if not owners:
+        return False
+    # a pooling head attends to the tokens with a learned query, or with their mean (Molmo 2)
+    owner, attribute = owners[0]
+    return "pool" in type(owner).__name__.lower() or "pooling" in attribute.lower()
+
+
+def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
+    """Raise unless ``query`` and ``key`` hold the same tokens.
+
+    Accepted are the same tensor, another view of it, and an equal copy
+    (``mha(norm(x), norm(x), norm(x))``). Values cannot be compared while a graph is compiled or
+    captured; then two views of a whole tensor are accepted, and two tensors if an earlier forward
+    has shown that this module is called with equal copies. The graph compares those itself.
+    """
+    if query is key or (query.is_meta and query.shape == key.shape):
+        return
+    if query.shape != key.shape:
+        got = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
+    elif has_no_values(query) or has_no_values(key):
+        if _same_whole_view(query, key):
+            return
+        if not torch.compiler.is_compiling() and _is_transformed():
+            query, key = untransformed(query, key)
+            if not (has_no_values(query) or has_no_values(key)):
+                if are_same_tokens(query, key):
+                    return
+                raise ValueError(_refusal(module, _OTHER_VALUES))
+        if _GIVEN_COPIES in module.__dict__:
+            _compare_in_graph(module, query, key)
+            return
+        raise ValueError(
+            f"{_name_of(module)} was plugged as self-attention, but its key is another tensor "
+            "than its query, and their values cannot be compared while a graph is compiled or "
+            "captured. Pass the same tensor for both, run one forward without that first, or, if "
+            "this is cross-attention, leave this layer out with gfsa.plug(model, layers=...)"
+        )
+    elif _same_memory(query, key) or _same_values(query, key):
+        module.__dict__[_GIVEN_COPIES] = True
+        return
+    else:
+        got = _OTHER_VALUES
+    raise ValueError(_refusal(module, got))
+
+
+_OTHER_VALUES = "its key has other values than its query"
+
+
+def _refusal(module: nn.Module, got: str) -> str:
+    return (
+        f"{_name_of(module)} was plugged as self-attention, but {got}. Cross-attention and "
+        "keys that come from a cache have no powers; leave this layer out with "
+        "gfsa.plug(model, layers=...)"
+    )
+
+
+def _compare_in_graph(module: nn.Module, query: Tensor, key: Tensor) -> None:
+    """Have a compiled, exported or captured graph raise for other tokens, each time it runs."""
+    # torch.func, partitioned and nested tensors have no such assertion, nor have other devices
+    if _is_transformed() or query.is_nested or hasattr(query, "device_mesh"):
+        return
+    if query.device.type not in ("cpu", "cuda"):
+        return
+    same = ((query == key) | (query.isnan() & key.isnan())).all()
+    torch._assert_async(same, _refusal(module, _OTHER_VALUES))
+
+
+def are_same_tokens(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are one, or equal copies; reads their values."""
+    if first is second:
+        return True
+    if first.shape != second.shape or first.device != second.device:
+        return False
+    return _same_memory(first, second) or _same_values(first, second)
+
+
+def _name_of(module: nn.Module) -> str:
+    """A plugged module in an error: its name in the model and the class that it had before."""
+    name = module.__dict__.get(NAME)
+    kind = plain_class(module).__name__
+    return f"{name} ({kind})" if name else str(kind)
+
+
+class Crossing(str):
+    """A refusal of cross-attention between inputs of which some may hold the same tokens."""
+
+    names: frozenset[str]
+
+
+# random halves of the rows whose tokens are compared; each finds one pair of rows that is mixed up
+# with a chance of one half, and an order that differs from another almost surely
+_HALVES = 2
+
+
+class Evidence:
+    """Which tokens of a module's inputs one attention product depends on, by gradients.
+
+    Args:
+        inputs: leaves of the graph, by name.
+        scores: the map before its softmax, ``(..., H, N, N)``; or queries and keys, ``(..., H, N,
+            D)``.
+        values: ``(..., H, N, D)``.
+    """
+
+    def __init__(
+        self, inputs: Mapping[str, Tensor], scores: Sequence[Tensor], values: Tensor
+    ) -> None:
+        self.inputs = inputs
+        self.scores = scores
+        self.values = values
+        self.rows = torch.Size((*values.shape[:-3], 1, values.shape[-2]))
+        self.random = torch.Generator(values.device).manual_seed(0)
+        # of the entries whose gradients are taken, by the tensor
+        self.weights: dict[int, Tensor] = {}
+
+    def separates_lead(self) -> bool:
+        """Whether no token is in two places of the leading axes, the heads apart."""
+        half = self._half(self.rows[:-1])[..., None].expand(self.rows)
+        one, other = self._of_values(half), self._of_values(~half)
+        return not any(_meet(one[name], other[name]) for name in self.inputs)
+
+    def refusal(self) -> str | None:
+        """Why this is not attention of tokens to themselves, or None if it is."""
+        halves = [self._half(self.rows) for _ in range(_HALVES)]
+        self.halves = [
+            (
+                self._of_scores(half, half),
+                self._of_scores(~half, ~half),
+                self._of_values(half),
+                self._of_values(~half),
+            )
+            for half in halves
+        ]
+        within, beyond, *of_values = self.halves[0]
+        across = self._of_scores(halves[0], ~halves[0])
+        rows = {name for name in self.inputs if _meet(across[name], within[name])}
+        columns = {name for name in self.inputs if _meet(across[name], beyond[name])}
+        if not (rows or columns):
+            # one token in each place, or a mask that shows each token itself alone
+            rows = columns = {n for n in self.inputs if bool((within[n] | beyond[n]).any())}
+        values = {n for n in self.inputs if bool((of_values[0][n] | of_values[1][n]).any())}
+        for side, names in (("queries", rows), ("keys", columns), ("values", values)):
+            if not names:
+                return (
+                    f"how its {side} follow from its inputs could not be followed, so whether "
+                    "queries and keys are the same tokens is unknown"
+                )
+        shared = rows & columns
+        # positions may be an input, too, and be added to the queries and keys of two sequences
+        if not values <= shared and rows != columns:
+            crossing = Crossing(
+                f"its queries come from {_listed(rows)} and its keys from {_listed(columns)}, "
+                "which hold different tokens: cross-attention has no powers"
+            )
+            crossing.names = frozenset(rows | columns | values)
+            return crossing
+        if values & shared:
+            found = [self._refusal_of(name, name) for name in sorted(values & shared)]
+            return next(filter(None, found), None)
+        # the values have an input of their own; of those that are shared, some may hold positions
+        found = [self._refusal_of(name, max(values)) for name in sorted(shared)]
+        return None if None in found else found[0]
+
+    def _refusal_of(self, name: str, of_values: str) -> str | None:
+        """Why rows and columns are not the same tokens of an input, or None if they are.
+
+        Args:
+            name: the input of queries and keys.
+            of_values: that of the values; if it is another, its tokens are at the same places.
+        """
+        one_row = []
+        for place in (self.rows.numel() // 2, -1):
+            row = torch.zeros(self.rows, dtype=torch.bool, device=self.values.device)
+            row.view(-1)[place] = True
+            one_row.append((self._of_scores(row, row, 1)[name], self._of_values(row, 1)[of_values]))
+        names = (name, name, of_values, of_values)
+        halves = [tuple(x[n] for x, n in zip(half, names, strict=True)) for half in self.halves]
+        n = self.rows[-1]
+        mixes = (
+            f"its map is {n}×{n} over channels, not tokens, or its projections mix tokens: a row "
+            "of its scores or values depends on several tokens"
+        )
+        if any(_meet(values, others) for _, _, values, others in halves):
+            return mixes
+        features = _extent([v if bool(v.any()) else pair for pair, v in one_row])
+        collapsed = [tuple(_without(x, features) for x in half) for half in halves]
+        if not any(_meet(values, others) for _, _, values, others in collapsed):
+            # otherwise tokens and their features are merged into one axis
+            halves = collapsed
+            one_row = [(_without(pair, features), _without(v, features)) for pair, v in one_row]
+            tokens = max(int(pair.sum()) for pair, _ in one_row)
+            if tokens > 2:
+                return mixes
+            if tokens > 1:
+                return _other_order(name)
+        if any(_meet(scores, others) for scores, others, _, _ in halves):
+            return _other_order(name)
+        if any(_meet(s, w) or _meet(t, v) for s, t, v, w in halves) or (
+            halves is collapsed and any(_part(pair, v) for pair, v in one_row)
+        ):
+            return (
+                "its values are other tokens than its keys, or the same tokens in another order: "
+                "the product of its map with itself would join different tokens"
+            )
+        return None
+
+    def _half(self, shape: Sequence[int]) -> Tensor:
+        """About half of the rows, by chance; the first is not among them, the second is."""
+        chosen = torch.rand(shape, generator=self.random, device=self.values.device) < 0.5
+        chosen.view(-1)[:2] = torch.tensor([False, True], device=chosen.device)[: chosen.numel()]
+        return chosen
+
+    def _of_scores(
+        self, rows: Tensor, columns: Tensor, heads: int | None = None
+    ) -> dict[str, Tensor]:
+        """The places of the inputs that the scores of some rows and columns depend on."""
+        if len(self.scores) == 1:
+            chosen = [rows[..., :, None] & columns[..., None, :]]
+        else:
+            chosen = [rows[..., None], columns[..., None]]
+        return self._touched(self.scores, chosen, heads)
+
+    def _of_values(self, rows: Tensor, heads: int | None = None) -> dict[str, Tensor]:
+        """The places of the inputs that some rows of the values depend on."""
+        return self._touched([self.values], [rows[..., None]], heads)
+
+    def _touched(
+        self, outputs: Sequence[Tensor], chosen: Sequence[Tensor], heads: int | None
+    ) -> dict[str, Tensor]:
+        """The places of the inputs with a gradient of the chosen entries of some heads."""
+        weights = []
+        for x, mask in zip(outputs, chosen, strict=True):
+            if id(x) not in self.weights:
+                weight = torch.rand(x.shape, generator=self.random, device=x.device) + 0.5
+                self.weights[id(x)] = weight.to(x.dtype)
+            weight = torch.where(mask, self.weights[id(x)], 0)
+            if heads is not None:
+                weight[..., heads:, :, :] = 0
+            weights.append(weight)
+        used = [(x, weight) for x, weight in zip(outputs, weights, strict=True) if x.requires_grad]
+        gradients: Sequence[Tensor | None] = [None] * len(self.inputs)
+        if used:
+            gradients = torch.autograd.grad(
+                [x for x, _ in used],
+                list(self.inputs.values()),
+                [weight for _, weight in used],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        found = {}
+        for (name, leaf), gradient in zip(self.inputs.items(), gradients, strict=True):
+            sizes = torch.zeros_like(leaf) if gradient is None else gradient.detach().abs()
+            # what cancels exactly on one device leaves a rounding on another
+            found[name] = sizes > 1e-7 * sizes.amax() if sizes.numel() else sizes.bool()
+        return found
+
+
+def _other_order(name: str) -> str:
+    return (
+        f"its queries and keys are different parts of {name}, or the same tokens in another order: "
+        "the product of its map with itself would join different tokens"
+    )
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    """Whether two sets of places have one in common; places of other inputs say nothing."""
+    return one.shape == other.shape and bool((one & other).any())
+
+
+def _part(one: Tensor, other: Tensor) -> bool:
+    """Whether two sets of places, neither of which is empty, have none in common."""
+    alike = one.shape == other.shape and bool(one.any()) and bool(other.any())
+    return alike and not _meet(one, other)
+
+
+def _extent(sets: Iterable[Tensor]) -> list[int]:
+    """The axes along which one of these sets has more than one place."""
+    return sorted(
+        {axis for places in sets for axis in range(places.dim()) if _width(places, axis) > 1}
+    )
+
+
+def _width(places: Tensor, axis: int) -> int:
+    return int(places.movedim(axis, 0).flatten(1).any(1).sum())
+
+
+def _without(places: Tensor, axes: list[int]) -> Tensor:
+    """A set of places without the axes of features."""
+    return places.any(axes, keepdim=True) if axes else places
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(sorted(names))
+
+
+def noise_like(x: Tensor) -> Tensor:
+    """Numbers between 0.01 and 0.03 in the shape of x, the same each time."""
+    places = torch.arange(x.numel(), device=x.device, dtype=torch.float64)
+    return (0.01 + 0.02 * (places * 0.7548776662466927).frac()).to(x.dtype).view(x.shape)
+
+
+def forget_tokens(module: nn.Module) -> None:
+    """Delete what :func:`require_same_tokens` has stored on a module that is unplugged."""
+    module.__dict__.pop(_GIVEN_COPIES, None)
+
+
+# make_fx records operations, a fake mode computes shapes
+_MODES_WITHOUT_VALUES = (
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FAKE,
+)
+
+
+def has_no_values(x: Tensor) -> bool:
+    """Whether a tensor's values cannot be read now: it is traced, transformed or captured."""
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return True
+    if any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES_WITHOUT_VALUES):
+        return True
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func runs the model now (vmap, grad, …), a constant to the compiler.
+
+    The compiler asks while it traces, when the transforms of what it traces are entered.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it
+_is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def can_be_differentiated(x: Tensor) -> bool:
+    """Whether gradients of a tensor, or of one of those that vmap maps, can be computed now."""
+    return not has_no_values(value_of_one(x))
+
+
+def value_of_one(x: Tensor) -> Tensor:
+    """A tensor that torch.func has not transformed: the first of those that vmap maps."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        axis = torch._C._functorch.maybe_get_bdim(x)
+        x = torch._C._functorch.get_unwrapped(x)
+        x = x if axis < 0 else x.select(axis, 0)
+    return x
+
+
+@contextmanager
+def without_transforms() -> Iterator[None]:
+    """Code that torch.func does not transform, although it runs the model."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        yield
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+def untransformed(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Tensors that torch.func has not transformed, equal if and only if the given ones are.
+
+    The samples that vmap maps are on their first axes.
+    """
+    functorch = torch._C._functorch
+    while wrapped := [x for x in (query, key) if functorch.is_functorch_wrapped_tensor(x)]:
+        # the transform that was entered last: of one of them, or of both
+        level = max(functorch.maybe_get_level(x) for x in wrapped)
+        (query, one), (key, other) = (_without_transform(x, level) for x in (query, key))
+        if one and not other:
+            key = key.expand(len(query), *key.shape)
+        if other and not one:
+            query = query.expand(len(key), *query.shape)
+    return query, key
+
+
+def _without_transform(x: Tensor, level: int) -> tuple[Tensor, bool]:
+    """A tensor without the transform of a level, if it has that one; whether it was vmap."""
+    functorch = torch._C._functorch
+    if not functorch.is_functorch_wrapped_tensor(x) or functorch.maybe_get_level(x) != level:
+        return x, False
+    axis = functorch.maybe_get_bdim(x)
+    x = functorch.get_unwrapped(x)
+    return (x, False) if axis < 0 else (x.movedim(axis, 0), True)
+
+
+def _same_whole_view(query: Tensor, key: Tensor) -> bool:
+    """Whether both are the same view of a whole tensor; reads no memory.
+
+    Of a whole tensor, because a compiler does not know the storage offset of a part.
+    """
+    base = query._base
+    return (
+        base is not None
+        and base is key._base
+        and query.shape == key.shape
+        and query.stride() == key.stride()
+        and query.numel() == base.numel()
+    )
+
+
+def _same_memory(query: Tensor, key: Tensor) -> bool:
+    return (
+        query.device == key.device
+        and query.dtype == key.dtype
+        and query.shape == key.shape
+        and query.stride() == key.stride()
+        and query.data_ptr() == key.data_ptr()
+    )
+
+
+def _same_values(query: Tensor, key: Tensor) -> bool:
+    if torch.equal(query, key):
+        return True
+    # a diverged model has NaN at the same positions of both, and is still self-attention
+    both_nan = query.isnan() & key.isnan()
+    return bool(both_nan.any()) and bool(((query == key) | both_nan).all())
+
+
+def leaves_of(x: Tensor) -> set[int]:
+    """The ids of the leaves that a tensor was computed from."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    nodes = [x.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.add(id(leaf))
+        nodes += [following for following, _ in node.next_functions]
+    return found
+
+
+class _Call:
+    """One forward of a layer, with gradients: its arguments and its weights are leaves."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.grad_before = torch.is_grad_enabled()
+        weights = [w for w in module.parameters() if w.is_floating_point() and w.dim() > 1]
+        self.weights = {id(weight) for weight in weights}
+        self.frozen = [weight for weight in weights if not weight.requires_grad]
+        # each with its leaf; equal tensors have one
+        self.arguments: list[tuple[Tensor, Tensor]] = []
+        torch.set_grad_enabled(True)
+        for weight in self.frozen:
+            weight.requires_grad_(True)
+
+    def end(self) -> None:
+        for weight in self.frozen:
+            weight.requires_grad_(False)
+        torch.set_grad_enabled(self.grad_before)
+
+    def argument(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        same = (leaf for known, leaf in self.arguments if are_same_tokens(known, value))
+        leaf = next(same, None)
+        if leaf is None:
+            leaf = value.detach().clone().requires_grad_()
+            self.arguments.append((value, leaf))
+        # a copy: the layer may write into it
+        return leaf.clone()
+
+    def crosses(self, operator: Any) -> bool:
+        """Whether q and k are projected by the layer, from arguments of which none is common."""
+        call = getattr(operator, "call", None)
+        if isinstance(call, AttentionCall):
+            q, k = leaves_of(call.q), leaves_of(call.k)
+        elif isinstance(operator, LinearOperator):
+            q, k = leaves_of(operator.rows), leaves_of(operator.columns)
+        else:
+            # of a map alone nothing can be said
+            return False
+        leaves = {id(leaf) for _, leaf in self.arguments}
+        # what is projected elsewhere may come from one tensor
+        projected = bool(q & self.weights and k & self.weights)
+        return projected and bool(q & leaves and k & leaves) and not q & k & leaves
+
+
+def layers_that_cross(
+    watched: Mapping[str, tuple[nn.Module, GraphFilter]], run: Callable[[], object]
+) -> set[str]:
+    """The layers whose queries and keys are projections of different arguments.
+
+    Layers that a forward with gradients does not reach, because it raises before, are named in a
+    warning: some models run only without gradients.
+
+    Args:
+        watched: the plugged layers and their filters, by name.
+        run: a forward of the model.
+    """
+    found: set[str] = set()
+    unchecked = list(watched)
+    calls: list[_Call] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        call = _Call(module)
+        calls.append(call)
+        named = {key: call.argument(value) for key, value in kwargs.items()}
+        return tuple(map(call.argument, args)), named
+
+    def look(name: str, filter: nn.Module, args: Any) -> None:
+        if name in unchecked:
+            unchecked.remove(name)
+        if args and calls and calls[-1].crosses(args[0]):
+            found.add(name)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        if calls:
+            calls.pop().end()
+        return output.detach() if isinstance(output, Tensor) else output
+
+    with ExitStack() as stack:
+        for name, (module, filter) in watched.items():
+            for handle in (
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave, always_call=True),
+                filter.register_forward_pre_hook(functools.partial(look, name)),
+            ):
+                stack.callback(handle.remove)
+        try:
+            run()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            warnings.warn(
+                f"whether {', '.join(unchecked)} attend to their own tokens was not checked, "
+                f"because with gradients the model raised {type(error).__name__}: "
+                f"{str(error)[:200]}",
+                stacklevel=2,
+            )
+        finally:
+            # what a forward that raised has left
+            while calls:
+                calls.pop().end()
+    return found
+
+
+# class names of token mixers without an attention map, and what they compute
+_MIXERS = {
+    r"mamba\d*(mixer|block)?$|^mamba\d*$|ssm(layer|block)?$|bambamixer|falconh1mixer": (
+        "a state-space layer"
+    ),
+    r"deltanet|deltaattention|deltarule": "a delta-rule recurrence (linear attention)",
+    r"rwkv\w*(attention|time_?mix)|^time_?mix": "a linear recurrence",
+    r"lineara(ttention|ttn)$|lightninga(ttention|ttn)$|gated_?linear": "linear attention",
+    r"retention$": "a retention layer",
+    r"recurrentblock$|rglru|[msx]lstm(layer|cell|block)?$": "a recurrent layer",
+    r"shortconv|hyena": "a convolution over tokens",
+    r"fouriertransform$|globalfilter$": "a Fourier transform over tokens",
+    r"poolformerpooling$|repmixer$": "a fixed or convolutional mix of neighbouring tokens",
+}
+
+
+def token_mixers(model: nn.Module, found: Iterable[str]) -> dict[str, str]:
+    """The token mixers of a model that are not softmax attention, by name, with the reason.
+
+    Hybrids have them beside attention layers. Of nested ones the outermost is named. Modules that
+    contain a site of ``found``, or are part of one, are not: those have a line of their own in the
+    report.
+    """
+    mixers: dict[str, str] = {}
+    around = {name[:end] for name in found for end in _ends(name)}
+    inside = tuple(f"{name}." for name in found)
+    for name, module in model.named_modules():
+        if name in around or name.startswith((*inside, *(f"{mixer}." for mixer in mixers))):
+            continue
+        kind = type(module).__name__
+        what = next((what for k, what in _MIXERS.items() if re.search(k, kind.lower())), None)
+        if what is not None:
+            mixers[name] = (
+                f"{kind} is {what}, not softmax attention: it has no attention map that a filter "
+                "could take powers of"
+            )
+    return mixers
+
+
+def _ends(name: str) -> list[int]:
+    """Where the names of the modules around and of ``name`` itself end."""
+    return [0, *(match.start() for match in re.finditer(r"\.", name)), len(name)]

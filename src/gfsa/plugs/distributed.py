@@ -1,0 +1,132 @@
+"""Models and parameters that are distributed over processes.
+
+New parameters are refused in a model that is already distributed: DistributedDataParallel and
+fully_shard register the parameters that a model has when they wrap it. The gradient of a parameter
+that is added later is not synchronised, and the filters of the processes drift apart without an
+error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+# by name along the class hierarchy, because most of these classes are not imported with torch, and
+# other libraries have classes of their own with these names; with what a message calls them
+_WRAPPERS = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    # fully_shard gives a module a subclass of it, and so does replicate where it is built on it
+    "FSDPModule": "fully_shard",
+    "DeepSpeedEngine": "DeepSpeedEngine",
+}
+
+# what replicate gives a module a subclass of; the name alone is not enough
+_REPLICATE = ("torch.distributed._composable.replicate", "DDP")
+
+
+def refuse_distributed(model: nn.Module, changed: Iterable[nn.Module]) -> None:
+    """Raise if new parameters in the ``changed`` modules of ``model`` would not be synchronised."""
+    reason = _wrapper_inside(model) or _sharded(changed) or _wrapper_around(model)
+    if reason is not None:
+        raise ValueError(
+            f"{reason}, so the gradients of parameters that are added now would not be "
+            "synchronised and the processes would drift apart. Plug first, then wrap: take the "
+            "original model, gfsa.plug, gfsa.load or gfsa.prune it, and wrap it afterwards "
+            "(filters without parameters, such as gfsa.Twicing, can be plugged at any time)"
+        )
+
+
+def _wrapper_kind(kind: type) -> str | None:
+    """Which wrapper a class is, or None."""
+    for base in kind.__mro__:
+        if base.__name__ in _WRAPPERS:
+            return _WRAPPERS[base.__name__]
+        if (base.__module__, base.__name__) == _REPLICATE:
+            return "replicate"
+    return None
+
+
+def _wrapper_inside(model: nn.Module) -> str | None:
+    for name, module in model.named_modules():
+        wrapper = _wrapper_kind(type(module))
+        if wrapper is not None:
+            where = f"{name} of {type(model).__name__}" if name else "the model"
+            return f"{where} is wrapped by {wrapper} already"
+    return None
+
+
+def _sharded(changed: Iterable[nn.Module]) -> str | None:
+    for module in changed:
+        if any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
+            return (
+                f"the parameters of a {type(module).__name__} are distributed over processes "
+                "already (DTensors of fully_shard or parallelize_module)"
+            )
+    return None
+
+
+def _wrapper_around(model: nn.Module) -> str | None:
+    """A wrapper that contains ``model``, which itself has no reference to it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    if _wrapper_of(model) is None:
+        return None
+    # a wrapper that is no longer in use may still wait for the garbage collector
+    gc.collect()
+    wrapper = _wrapper_of(model)
+    return wrapper and (
+        f"{type(model).__name__} is part of a model that is wrapped by {wrapper} already"
+    )
+
+
+def _wrapper_of(model: nn.Module) -> str | None:
+    # every wrapper is a module, and there are far fewer classes of modules than objects; by id of
+    # type(), because objects of other libraries may raise when their class is asked for or compared
+    kinds = {id(kind): _wrapper_kind(kind) for kind in _subclasses(nn.Module)}
+    wrappers = {kind: wrapper for kind, wrapper in kinds.items() if wrapper is not None}
+    for candidate in [found for found in gc.get_objects() if id(type(found)) in wrappers]:
+        if any(module is model for module in candidate.modules()):
+            return wrappers[id(type(candidate))]
+    return None
+
+
+def _subclasses(kind: type) -> set[type]:
+    direct: set[type] = set(type.__subclasses__(kind))
+    return direct.union(*(_subclasses(subclass) for subclass in direct))
+
+
+def is_partitioned(parameter: nn.Parameter) -> bool:
+    """Whether a process has a part of the parameter, or at times nothing of it."""
+    return hasattr(parameter, "full_tensor") or _is_of_zero(parameter)
+
+
+def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The shape of the whole parameter; ZeRO-3 leaves an empty tensor between forwards."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+@contextlib.contextmanager
+def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, parameters of ZeRO-3 are whole, to be read; every process has to enter.
+
+    A DTensor is gathered by its own ``full_tensor()``.
+    """
+    of_zero = [parameter for parameter in parameters if _is_of_zero(parameter)]
+    if not of_zero:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(of_zero):
+        yield
+
+
+def _is_of_zero(parameter: Any) -> bool:
+    # DeepSpeed gives every parameter that it partitions a number
+    return hasattr(parameter, "ds_id")

@@ -1,0 +1,461 @@
+"""The published code: its checkpoints become filters, its settings are a preset of plug.
+
+The published code writes the filter into copies of each framework, as
+
+    H = w0·I + A + λ·(A + (K−1)(A² − A))
+
+with one learned λ per head, called ``lamb`` (images, code), ``w_K`` (language, graphs) or ``beta``
+(speech). K is hard-coded where the parameter is ``lamb``, and an option elsewhere. That is
+``GFSA(K, learn=("wK",), w0=w0)``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gfsa.filters import GFSA
+from gfsa.operators.call import DropoutPlace
+from gfsa.plugs.distributed import refuse_distributed
+from gfsa.plugs.install import install
+from gfsa.plugs.saving.identity import canonical_name, pattern_of, some_of
+from gfsa.plugs.sites import PlugReport, Site, check_model, plugged_sites, sites
+from gfsa.plugs.transaction import all_or_nothing
+
+# where the attention dropout of that code acts
+_DROPOUT: dict[str, DropoutPlace] = {"lamb": "filter", "beta": "filter", "w_K": "attention"}
+# K as it is written into the files that call the parameter lamb
+_HARD_CODED = {
+    "vit": 4,
+    "deit": 4,
+    "cait": 4,
+    "swin": 3,
+    "roberta": 4,
+    "t5": 3,
+    "bart": 2,
+    "plbart": 2,
+}
+# of the backbones whose parameter is w_K, these have no option w_0
+_WITHOUT_W0 = {"graphormer"}
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What the filters of one checkpoint have in common."""
+
+    parameter: str
+    K: int
+    w0: float
+
+
+def convert(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    *,
+    K: int | None = None,
+    w0: float | None = None,
+    weights: bool = True,
+    by_order: bool = False,
+    strict: bool = True,
+) -> PlugReport:
+    r"""Give ``model`` the weights and the filters of a checkpoint of the published GFSA code.
+
+    .. math:: H = w_0 I + A + λ\,(A + (K-1)(A^2 - A))
+              \quad\to\quad \text{GFSA}(K,\, \text{learn}=(w_K),\, w_0),\; w_K = λ
+
+    .. code-block:: python
+
+        model = timm.create_model("deit_small_patch16_224")
+        checkpoint = torch.load("gfsa_small_12.pth", weights_only=True, map_location="cpu")
+        gfsa.convert(model, checkpoint)
+
+    Args:
+        model: the backbone, unplugged: of timm, transformers, SpeechBrain or your own.
+        state_dict: the checkpoint: weights by name, or a dict that has them under ``"model"`` or
+            ``"state_dict"``.
+        K: the order of the high-order term. Where the parameter is ``lamb`` the published code has
+            it hard-coded, and it is known; elsewhere it is an option of the training run, read from
+            ``model.config.K`` if the model was built with the saved config.
+        w0: the coefficient of I, an option of the language models; read from ``model.config.w_0``.
+        weights: load the other weights into the model, too. With False, only filters are
+            converted, for a model whose weights are loaded already.
+        by_order: match layers by their order instead of their names, for a backbone that names
+            its layers differently. Needs ``weights=False``.
+        strict: raise if the checkpoint has a filter, not zero, where none can be (the published
+            code filters the cross-attention of encoder-decoder models after padding its map with
+            zeros). With False such filters are left out, and the report names them.
+
+    Returns:
+        A report as that of :func:`gfsa.plug`.
+
+    Raises:
+        ValueError: if the checkpoint does not fit the model. The model is then unchanged.
+    """
+    check_model(model)
+    if by_order and weights:
+        raise ValueError(
+            "by_order=True is for a backbone with other names, into which the weights of the "
+            "checkpoint cannot be loaded: pass weights=False and load them yourself"
+        )
+    if plugged_sites(model):
+        raise ValueError(f"{type(model).__name__} is plugged already; gfsa.unplug(model) first")
+    checkpoint = read_checkpoint(state_dict)
+    found = sites(model, unknown="trace")
+    settings = _settings(model, checkpoint.parameter, K, w0)
+    if by_order:
+        matched = match_by_order(checkpoint.filters, found)
+    else:
+        matched = match_by_name(model, checkpoint.filters, found)
+    planned, report = _plan(model, matched, checkpoint.filters, settings, strict)
+    refuse_distributed(model, [site.module for site, _ in planned])
+    fitting = weights_for(model, checkpoint.weights) if weights else {}
+    with all_or_nothing(model):
+        install(model, planned)
+        # last, because nothing after it can fail: names and shapes are checked
+        model.load_state_dict(fitting, strict=False)
+    return report
+
+
+def _settings(model: nn.Module, parameter: str, K: int | None, w0: float | None) -> _Settings:
+    config = getattr(model, "config", None)
+    backbones = backbones_of(model)
+    if K is None and parameter == "lamb":
+        known = {_HARD_CODED[backbone] for backbone in backbones if backbone in _HARD_CODED}
+        if len(known) == 1:
+            (K,) = known
+    elif K is None:
+        # the default of the published configs is 0, for a run without filters
+        K = getattr(config, "K", None) or None
+    if not isinstance(K, int) or isinstance(K, bool):
+        raise ValueError(
+            f"K of this checkpoint is not known: its parameter {parameter!r} does not tell, and "
+            f"neither does {type(model).__name__}. Pass K= as in the command of the training run"
+        )
+    if w0 is None and (parameter != "w_K" or backbones & _WITHOUT_W0):
+        w0 = 0.0
+    elif w0 is None:
+        w0 = getattr(config, "w_0", None)
+    if w0 is None:
+        raise ValueError(
+            "w0 of this checkpoint is not known: it is an option (--w_0) of the published language "
+            "models, which the saved config has as w_0. Pass w0= as in the command of the training "
+            "run (its default there is 0)"
+        )
+    return _Settings(parameter, K, float(w0))
+
+
+def _plan(
+    model: nn.Module,
+    matched: Mapping[str, Site],
+    layers: Mapping[str, Tensor],
+    settings: _Settings,
+    strict: bool,
+) -> tuple[list[tuple[Site, GFSA]], PlugReport]:
+    """Build the filters, and the report of them, without changing the model."""
+    report = PlugReport()
+    planned = []
+    for layer, site in matched.items():
+        numbers = layers[layer].detach().double().cpu()
+        if not bool(numbers.isfinite().all()):
+            raise ValueError(
+                f"{layer}.{settings.parameter} has values that are not finite; take an earlier "
+                "checkpoint of the run"
+            )
+        if site.refusal is not None:
+            if strict and bool(numbers.any()):
+                raise ValueError(
+                    f"the checkpoint has a filter for {layer}, where none can be: {site.refusal}. "
+                    "strict=False leaves it out; the model then computes something else there than "
+                    "the published code"
+                )
+            report.skipped[site.name] = f"left out, although the checkpoint has one: {site.refusal}"
+            continue
+        heads = site.num_heads
+        if numbers.shape != (heads,):
+            raise ValueError(
+                f"{layer}.{settings.parameter} has {numbers.numel()} numbers, {site.name} has "
+                f"{heads} heads, expected one number per head; build the model that was trained"
+            )
+        with torch.device("cpu"), torch.inference_mode(False):
+            filter = GFSA(heads, K=settings.K, learn=("wK",), w0=settings.w0, wK=numbers.tolist())
+        filter.dropout_after = _DROPOUT[settings.parameter]
+        planned.append((site, filter))
+        report.plugged[site.name] = heads
+        report.how[site.name] = site.adapter.how
+        report.parameters += heads
+    if not planned:
+        raise ValueError(
+            f"no filter of the checkpoint can go into {type(model).__name__}: "
+            + "; ".join(f"{name}: {why}" for name, why in report.skipped.items())
+        )
+    return planned, report
+
+
+def match_by_name(
+    model: nn.Module, layers: Iterable[str], found: Mapping[str, Site]
+) -> dict[str, Site]:
+    """The site of each layer of the checkpoint: of the same name, or of one that ends alike."""
+    canonical = {name: canonical_name(model, name) for name in found}
+    matched: dict[str, Site] = {}
+    missing = []
+    for layer in layers:
+        wanted = canonical_name(model, layer)
+        same = [name for name in found if canonical[name] == wanted]
+        same = same or [name for name in found if _ends_alike(canonical[name], wanted)]
+        if len(same) > 1:
+            raise ValueError(
+                f"the checkpoint has a filter for {layer}, which {some_of(same)} can be; convert "
+                "the part of the model that it belongs to"
+            )
+        if same:
+            matched[layer] = found[same[0]]
+        else:
+            missing.append(layer)
+    if missing:
+        raise ValueError(
+            f"the checkpoint has filters for {some_of(missing)}, which {type(model).__name__} does "
+            f"not have; its attention layers are {some_of(found)}. Build the backbone of the "
+            "published code, or match layers by their order (by_order=True, weights=False)"
+        )
+    _refuse_shared(matched)
+    return matched
+
+
+def match_by_order(layers: Collection[str], found: Mapping[str, Site]) -> dict[str, Site]:
+    """The sites that take a filter, in the model's order, for the layers in the checkpoint's."""
+    accepting = [site for site in found.values() if site.refusal is None]
+    if len(accepting) != len(layers):
+        raise ValueError(
+            f"the checkpoint has filters for {len(layers)} layers ({some_of(layers)}), the model "
+            f"has {len(accepting)} ({some_of(site.name for site in accepting)}): they cannot be "
+            "matched by order. Build the backbone that was trained"
+        )
+    return dict(zip(_by_number(layers), accepting, strict=True))
+
+
+def _refuse_shared(matched: Mapping[str, Site]) -> None:
+    """Raise ValueError if two layers of the checkpoint belong to one of the model."""
+    layers: dict[str, list[str]] = {}
+    for layer, site in matched.items():
+        layers.setdefault(site.name, []).append(layer)
+    for name, several in layers.items():
+        if len(several) > 1:
+            raise ValueError(
+                f"the checkpoint has {len(several)} filters for {name}: {some_of(several)}; pass "
+                "the weights of one model (without averaged copies beside them)"
+            )
+
+
+def _ends_alike(name: str, other: str) -> bool:
+    return name.endswith(f".{other}") or other.endswith(f".{name}")
+
+
+def _by_number(layers: Iterable[str]) -> list[str]:
+    """Names of layers, those of one stack by their numbers: a file may sort 10 before 2."""
+    stacks: dict[str, list[str]] = {}
+    for layer in layers:
+        stacks.setdefault(pattern_of(layer), []).append(layer)
+    sorted_names = {
+        pattern: iter(sorted(names, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]))
+        for pattern, names in stacks.items()
+    }
+    return [next(sorted_names[pattern_of(layer)]) for layer in layers]
+
+
+PARAMETERS = ("lamb", "w_K", "beta")
+"""What the published code calls the learned number of a head."""
+
+# what training scripts put around the weights
+_WRAPPERS = ("model", "state_dict", "model_state_dict", "module")
+# buffers of old versions of the libraries, which the models compute for themselves today
+_BUFFERS = re.compile(
+    r"(^|\.)(position_ids|token_type_ids|relative_position_index|attn_mask|attn\.bias|"
+    r"attn\.masked_bias|attention\.bias|attention\.masked_bias)$"
+)
+
+
+class PublishedCheckpoint(NamedTuple):
+    """The tensors of one checkpoint.
+
+    Args:
+        parameter: which of :data:`PARAMETERS` its filters have.
+        filters: layer → its numbers, one per head.
+        weights: all other tensors by name.
+    """
+
+    parameter: str
+    filters: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def read_checkpoint(state_dict: Any) -> PublishedCheckpoint:
+    """Tell the filters' numbers from the other weights of a checkpoint of the published code."""
+    tensors = _unwrapped(state_dict)
+    for parameter in PARAMETERS:
+        numbers = {
+            key: value
+            for key, value in tensors.items()
+            if key.endswith(f".{parameter}")
+            # one number per head; some versions have axes of length 1 beside that of the heads
+            and value.dim()
+            and value.numel() == max(value.shape)
+            # a normalisation may call its bias beta; it has a gamma beside it
+            and f"{key.rpartition('.')[0]}.gamma" not in tensors
+        }
+        if numbers:
+            rest = {key: value for key, value in tensors.items() if key not in numbers}
+            _refuse_other_filters(parameter, rest)
+            layers = {key.rpartition(".")[0]: value.flatten() for key, value in numbers.items()}
+            return PublishedCheckpoint(parameter, layers, rest)
+    raise ValueError(
+        "the checkpoint has no filters: none of its tensors is called lamb, w_K or beta, as in the "
+        f"published code; it has {some_of(tensors)}. Load its weights with model.load_state_dict, "
+        "then gfsa.plug(model)"
+    )
+
+
+def _unwrapped(state_dict: Any) -> dict[str, Tensor]:
+    """The weights by name, without what a training script or a wrapper puts around them."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            "state_dict must be a dict of tensors, as torch.load(file, weights_only=True) gives "
+            f"it; got {type(state_dict).__name__}"
+        )
+    inside = [key for key in _WRAPPERS if isinstance(state_dict.get(key), Mapping)]
+    if inside:
+        return _unwrapped(state_dict[inside[0]])
+    tensors = {str(key): value for key, value in state_dict.items() if isinstance(value, Tensor)}
+    if tensors and all(key.startswith("module.") for key in tensors):
+        tensors = {key.removeprefix("module."): value for key, value in tensors.items()}
+    return tensors
+
+
+def _refuse_other_filters(parameter: str, rest: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for filters that are not like the others: they would be left out."""
+    # beta is the name of a bias, too
+    names = tuple({".lamb", ".w_K", f".{parameter}"} - {".beta"})
+    others = {key: tuple(value.shape) for key, value in rest.items() if key.endswith(names)}
+    if others:
+        shown = some_of(f"{key} of shape {shape}" for key, shape in others.items())
+        raise ValueError(
+            f"expected one vector {parameter!r}, a number per head, for each layer of the "
+            f"checkpoint, as in the published code; it also has {shown}. Remove what is not a "
+            "filter of this model"
+        )
+
+
+def weights_for(model: nn.Module, rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The other weights under the names of the model, checked to be all of them."""
+    own = model.state_dict()
+    without_memory = [key for key, value in own.items() if value.is_meta]
+    if without_memory:
+        raise ValueError(
+            f"{some_of(without_memory)} of {type(model).__name__} are on the device meta and "
+            "cannot hold weights: build the model on a device, or call "
+            "model.to_empty(device=...) first"
+        )
+    given = _renamed(model, rest)
+    given = {k: v for k, v in given.items() if k in own or not _BUFFERS.search(k)}
+    tied = _tied(model)
+    missing = [key for key in own if key not in given and not _is_known(key, tied, given)]
+    extra = [key for key in given if key not in own]
+    if missing or extra:
+        raise ValueError(
+            f"the weights of the checkpoint are not those of {type(model).__name__}: missing "
+            f"{some_of(missing)}; not expected {some_of(extra)}. Build the model that was trained, "
+            "or load the weights yourself and pass weights=False"
+        )
+    for key, value in given.items():
+        if value.shape != own[key].shape:
+            raise ValueError(
+                f"{key} of the checkpoint has shape {tuple(value.shape)}, that of "
+                f"{type(model).__name__} {tuple(own[key].shape)}. Build the model that was trained"
+            )
+    return given
+
+
+def _tied(model: nn.Module) -> dict[str, list[str]]:
+    """Names of tensors that are the same one, by each of their names."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return {name: names for names in groups.values() for name in names}
+
+
+def _is_known(key: str, tied: Mapping[str, list[str]], given: Mapping[str, Tensor]) -> bool:
+    """Whether a tensor that the checkpoint does not name is given under another name, or fixed."""
+    return any(name in given for name in tied.get(key, ())) or bool(_BUFFERS.search(key))
+
+
+def _renamed(model: nn.Module, rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under the names of today; timm knows how its own have changed."""
+    module = sys.modules[type(model).__module__]
+    update = getattr(module, "checkpoint_filter_fn", None)
+    if module.__name__.startswith("timm.") and callable(update):
+        return dict(update(dict(rest), model))
+    return dict(rest)
+
+
+# the published code learns wK alone, from zero. K is an option there for the language models;
+# the value here is the default of its scripts. Dropout acts on A before it is squared in the
+# BERT and GPT-2 code, and on H in the vision, speech and code-understanding code
+_LANGUAGE = {"K": 3, "learn": ("wK",), "dropout_after": "attention"}
+_PAPER: dict[str, dict[str, Any]] = {
+    "bert": _LANGUAGE,
+    "albert": _LANGUAGE,
+    "roberta": _LANGUAGE,
+    "gpt2": _LANGUAGE,
+    "vit": {"K": 4, "learn": ("wK",), "dropout_after": "filter"},
+    "deit": {"K": 4, "learn": ("wK",), "dropout_after": "filter"},
+    "cait": {"K": 4, "learn": ("wK",), "dropout_after": "filter"},
+    "swin": {"K": 3, "learn": ("wK",), "dropout_after": "filter"},
+    "graphormer": {"K": 2, "learn": ("wK",), "dropout_after": "attention"},
+    "speech": {"K": 2, "learn": ("wK",), "dropout_after": "filter"},
+    "t5": {"K": 3, "learn": ("wK",), "dropout_after": "filter"},
+    "bart": {"K": 2, "learn": ("wK",), "dropout_after": "filter"},
+    "plbart": {"K": 2, "learn": ("wK",), "dropout_after": "filter"},
+}
+
+# classes of other libraries that are one of the paper's backbones
+_BACKBONES = {
+    "VisionTransformer": "deit",
+    "Cait": "cait",
+    "SwinTransformer": "swin",
+    "Graphormer": "graphormer",
+    "TransformerASR": "speech",
+}
+
+
+def preset_for(model: nn.Module, preset: str) -> dict[str, Any]:
+    """The arguments of plug that ``preset`` sets for this model."""
+    if preset != "paper":
+        raise ValueError(f"preset must be 'paper' or None, got {preset!r}")
+    backbones = backbones_of(model)
+    if not backbones:
+        raise ValueError(
+            f"the paper has no settings for {type(model).__name__}; it has settings for "
+            f"{', '.join(sorted(_PAPER))}. Pass K and learn instead"
+        )
+    settings = [_PAPER[backbone] for backbone in sorted(backbones)]
+    if any(setting != settings[0] for setting in settings):
+        raise ValueError(
+            f"{type(model).__name__} contains {' and '.join(sorted(backbones))}, for which the "
+            "paper has different settings; plug its parts one by one"
+        )
+    return dict(settings[0])
+
+
+def backbones_of(model: nn.Module) -> set[str]:
+    """Which of the paper's backbones a model is, or contains."""
+    found = set()
+    for module in model.modules():
+        model_type = getattr(getattr(module, "config", None), "model_type", None)
+        names = [model_type, *(_BACKBONES.get(cls.__name__) for cls in type(module).__mro__)]
+        found |= {name for name in names if name in _PAPER}
+    return found

@@ -1,0 +1,415 @@
+"""Diffusion transformers of diffusers: DiT, PixArt, Stable Diffusion 3, Flux."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import gfsa
+from support.measuring import time_ratio
+
+diffusers.utils.logging.set_verbosity_error()
+
+Record = Callable[[str, str], None]
+
+_SMALL = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "sample_size": 8}
+_BLOCKS = "transformer_blocks"
+
+
+def dit() -> Any:
+    return diffusers.DiTTransformer2DModel(
+        **_SMALL, num_layers=2, num_embeds_ada_norm=10, norm_num_groups=4
+    )
+
+
+def pixart() -> Any:
+    return diffusers.PixArtTransformer2DModel(
+        **_SMALL, num_layers=2, out_channels=8, cross_attention_dim=16, caption_channels=12
+    )
+
+
+def sd3(dual: tuple[int, ...] = ()) -> Any:
+    return diffusers.SD3Transformer2DModel(
+        **_SMALL,
+        patch_size=2,
+        num_layers=3,
+        joint_attention_dim=12,
+        caption_projection_dim=16,
+        pooled_projection_dim=12,
+        out_channels=4,
+        pos_embed_max_size=8,
+        dual_attention_layers=dual,
+        # with fused projections diffusers leaves this norm out, filtered or not
+        qk_norm="rms_norm" if dual else None,
+    )
+
+
+def flux() -> Any:
+    return diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=12,
+        pooled_projection_dim=12,
+        axes_dims_rope=(4, 4, 8),
+    )
+
+
+# by name: how it is built, and its attention in the order of its forward, with the filtered ones
+MODELS: dict[str, tuple[Callable[[], Any], list[str], set[str]]] = {
+    "DiT": (dit, [f"{_BLOCKS}.{i}.attn1" for i in range(2)], set()),
+    "PixArt": (
+        pixart,
+        [f"{_BLOCKS}.{i}.attn{j}" for i in range(2) for j in (1, 2)],
+        {f"{_BLOCKS}.{i}.attn2" for i in range(2)},
+    ),
+    "SD3": (sd3, [f"{_BLOCKS}.{i}.attn" for i in range(3)], set()),
+    # a second attention, of the image tokens alone, in some blocks
+    "SD3.5": (
+        lambda: sd3(dual=(0,)),
+        [f"{_BLOCKS}.0.attn", f"{_BLOCKS}.0.attn2", f"{_BLOCKS}.1.attn", f"{_BLOCKS}.2.attn"],
+        set(),
+    ),
+    "Flux": (
+        flux,
+        [f"{part}{_BLOCKS}.{i}.attn" for part in ("", "single_") for i in range(2)],
+        set(),
+    ),
+}
+
+
+def inputs_of(name: str, seed: int = 1) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    time = torch.tensor([3.0, 700.0])
+    if name == "Flux":
+        places = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0))
+        return {
+            "hidden_states": noise(2, 16, 4),
+            "encoder_hidden_states": noise(2, 5, 12),
+            "pooled_projections": noise(2, 12),
+            "timestep": time / 1000,
+            "img_ids": places,
+            "txt_ids": torch.zeros(5, 3),
+        }
+    image = {"hidden_states": noise(2, 4, 8, 8), "timestep": time.long()}
+    if name == "DiT":
+        return {**image, "class_labels": torch.tensor([1, 7])}
+    text = {**image, "encoder_hidden_states": noise(2, 5, 12)}
+    if name in ("SD3", "SD3.5"):
+        return {**text, "pooled_projections": noise(2, 12)}
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    none = {"resolution": None, "aspect_ratio": None}
+    return {**text, "encoder_attention_mask": mask, "added_cond_kwargs": none}
+
+
+def build(name: str) -> Any:
+    torch.manual_seed(0)
+    model = MODELS[name][0]().eval()
+    # some start as zeros, which would hide what is before them
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def run(model: Any, name: str, **changes: Any) -> Tensor:
+    with torch.no_grad():
+        sample: Tensor = model(**{**inputs_of(name), **changes}).sample
+    return sample
+
+
+def give_filters(model: Any, **arguments: Any) -> Any:
+    gfsa.plug(model, **arguments)
+    generator = torch.Generator().manual_seed(7)
+    for layer in gfsa.filters_of(model).values():
+        layer.theta.data.copy_(torch.randn(layer.theta.shape, generator=generator) * 0.5)
+    return model
+
+
+class Dense(TorchFunctionMode):
+    """Multiplies the n-th attention of a forward by ``Σ_k c_k A^k``, written out."""
+
+    def __init__(self, coefficients: list[Tensor | None]) -> None:
+        super().__init__()
+        self.left = list(coefficients)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self.attend(*args, **(kwargs or {}))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        assert (dropout_p, is_causal, enable_gqa, scale) == (0.0, False, False, None)
+        scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
+        matrix = (scores if attn_mask is None else scores + attn_mask).softmax(-1)
+        coefficients = self.left.pop(0)
+        if coefficients is None:
+            return matrix @ value
+        one = torch.eye(matrix.shape[-1]).expand_as(matrix)
+        c0, c1, c2 = (c[:, None, None] for c in coefficients.unbind(-1))
+        return (c0 * one + c1 * matrix + c2 * matrix @ matrix) @ value
+
+
+def dense_result(plain: Any, filtered: Any, name: str) -> Tensor:
+    filters = gfsa.filters_of(filtered)
+    order = [
+        filters[layer].coefficients() if layer in filters else None for layer in MODELS[name][1]
+    ]
+    mode = Dense([None if c is None else c.detach() for c in order])
+    with mode:
+        result = run(plain, name)
+    assert not mode.left
+    return result
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_square_attention_is_plugged_and_no_other(name: str) -> None:
+    model = build(name)
+    _, layers, crossing = MODELS[name]
+    report = gfsa.plug(model)
+    assert set(report.plugged) == set(layers) - crossing
+    assert set(report.skipped) == crossing
+    assert all("cross-attention has no powers" in reason for reason in report.skipped.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_at_the_start_nothing_changes_and_unplugged_nothing_is_left(name: str) -> None:
+    model = build(name)
+    before, keys = run(model, name), set(model.state_dict())
+    classes = [type(module) for module in model.modules()]
+    gfsa.plug(model, K=3)
+    assert torch.equal(run(model, name), before)
+    gfsa.unplug(model)
+    assert torch.equal(run(model, name), before)
+    assert set(model.state_dict()) == keys
+    assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_output_is_that_of_the_dense_formula(name: str, record: Record) -> None:
+    plain = build(name)
+    filtered = give_filters(copy.deepcopy(plain))
+    expected = dense_result(plain, filtered, name)
+    found = run(filtered, name)
+    assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
+    assert (found - run(plain, name)).abs().max() > 1e-3 * expected.abs().max()
+    error = float((found - expected).abs().max() / expected.abs().max())
+    record(f"{name}: {len(gfsa.filters_of(filtered))} layers", f"within {error:.0e} of the formula")
+
+
+@pytest.mark.parametrize("name", ["PixArt", "SD3", "Flux"])
+@pytest.mark.parametrize("order", ["fuse, then plug", "plug, then fuse"])
+def test_fused_projections(name: str, order: str, record: Record) -> None:
+    plain = build(name)
+    expected = run(give_filters(copy.deepcopy(plain)), name)
+    model = copy.deepcopy(plain)
+    if order == "plug, then fuse":
+        give_filters(model)
+        model.fuse_qkv_projections()
+    else:
+        model.fuse_qkv_projections()
+        give_filters(model)
+    assert any("qkv" in key for key in dict(model.named_modules()))
+    torch.testing.assert_close(run(model, name), expected, rtol=0, atol=2e-6)
+    record(f"{name}: {order} the projections", "same output")
+    model.unfuse_qkv_projections()
+    torch.testing.assert_close(run(model, name), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["SD3", "Flux"])
+@pytest.mark.parametrize("order", ["plug, then LoRA", "LoRA, then plug"])
+def test_lora_beside_filters(name: str, order: str, record: Record) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    plain = build(name)
+    model = copy.deepcopy(plain)
+    if order == "plug, then LoRA":
+        give_filters(model)
+        model.add_adapter(config)
+    else:
+        model.add_adapter(config)
+        give_filters(model)
+    adapted = copy.deepcopy(model)
+    gfsa.unplug(adapted)
+    expected = dense_result(adapted, model, name)
+    found = run(model, name)
+    assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
+    assert not torch.allclose(found, run(give_filters(plain), name), atol=1e-4)
+    record(f"{name}: {order}", "that of the formula with the adapted weights")
+    # peft freezes everything that is there when it comes
+    trained = {key for key, x in model.named_parameters() if x.requires_grad}
+    assert any("lora_A" in key for key in trained)
+    assert any(key.endswith("gfsa.theta") for key in trained) == (order == "LoRA, then plug")
+    inputs = inputs_of(name)
+    model.train()(**inputs).sample.square().mean().backward()
+    for key, parameter in model.named_parameters():
+        if key in trained and "context" not in key:
+            assert parameter.grad is not None, key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_copies_pickles_and_saved_filters(name: str, tmp_path: Path) -> None:
+    model = give_filters(build(name))
+    expected = run(model, name)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(run(copied, name), expected)
+    gfsa.save(model, tmp_path / "filters")
+    again = build(name)
+    gfsa.load(again, tmp_path / "filters")
+    assert torch.equal(run(again, name), expected)
+
+
+def test_whole_models_are_loaded_by_diffusers(tmp_path: Path) -> None:
+    model = dit()
+    gfsa.plug(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match=r"a class of diffusers.*gfsa\.load"):
+        gfsa.from_pretrained(type(model), tmp_path)
+    with pytest.raises(ValueError, match=r"a model of diffusers.*weights=False"):
+        gfsa.push_to_hub(model, "user/name", weights=True)
+
+
+@pytest.mark.parametrize("name", ["PixArt", "Flux"])
+def test_compiled(name: str) -> None:
+    model = give_filters(build(name))
+    expected = run(model, name)
+    for layer in gfsa.filters_of(model):
+        block = model.get_submodule(layer.rpartition(".")[0])
+        block.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(model, name), expected, rtol=0, atol=2e-6)
+
+
+def test_a_unet() -> None:
+    torch.manual_seed(0)
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        norm_num_groups=4,
+        attention_head_dim=2,
+        cross_attention_dim=12,
+    ).eval()
+    inputs = {
+        "sample": torch.randn(2, 4, 8, 8),
+        "timestep": torch.tensor([3, 700]),
+        "encoder_hidden_states": torch.randn(2, 5, 12),
+    }
+    with torch.no_grad():
+        before = model(**inputs).sample
+        report = gfsa.plug(model)
+        assert report.plugged
+        assert len(report.plugged) == len(report.skipped)
+        assert all(name.endswith("attn1") for name in report.plugged)
+        assert all(name.endswith("attn2") for name in report.skipped)
+        assert torch.equal(model(**inputs).sample, before)
+        gfsa.unplug(model)
+        give_filters(model)
+        changed = model(**inputs).sample
+    assert (changed - before).abs().max() > 1e-3
+
+
+def test_an_image_autoencoder() -> None:
+    torch.manual_seed(0)
+    model = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4).eval()
+    image = torch.randn(2, 3, 8, 8)
+    before = model.encode(image).latent_dist.mean
+    gfsa.plug(model)
+    assert torch.equal(model.encode(image).latent_dist.mean, before)
+    # the decoder's filter was not called yet, so its first forward is watched as well
+    model.decode(model.encode(image).latent_dist.mean)
+    assert len(gfsa.filters_of(model)) == 2
+
+
+def test_another_processor_after_plugging_is_refused() -> None:
+    model = give_filters(build("DiT"))
+    layer = model.transformer_blocks[1].attn1
+    layer.set_processor(diffusers.models.attention_processor.AttnProcessor())
+    with pytest.raises(ValueError, match=r"with AttnProcessor cannot be filtered: gfsa does not"):
+        run(model, "DiT")
+
+
+def test_a_layer_that_is_given_other_tokens_is_refused() -> None:
+    layer = build("DiT").transformer_blocks[0].attn1
+    model = torch.nn.Sequential(layer)
+    gfsa.plug(model)
+    with pytest.raises(ValueError, match="it is given encoder_hidden_states: cross-attention"):
+        layer(torch.randn(2, 5, 16), encoder_hidden_states=torch.randn(2, 5, 16))
+
+
+def test_a_backend_that_does_not_call_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers.models.transformers import transformer_flux
+
+    model = give_filters(build("Flux"))
+    monkeypatch.setattr(
+        transformer_flux, "dispatch_attention_fn", lambda query, *args, **kwargs: query
+    )
+    with pytest.raises(ValueError, match=r"called torch's attention 0 times.*'native'"):
+        run(model, "Flux")
+
+
+def test_what_a_forward_costs(record: Record) -> None:
+    torch.manual_seed(0)
+    plain = diffusers.DiTTransformer2DModel(
+        num_attention_heads=4,
+        attention_head_dim=32,
+        in_channels=4,
+        sample_size=32,
+        patch_size=2,
+        num_layers=2,
+        num_embeds_ada_norm=10,
+        norm_num_groups=4,
+    ).eval()
+    filtered = give_filters(copy.deepcopy(plain))
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 32, 32),
+        "timestep": torch.tensor([3, 700]),
+        "class_labels": torch.tensor([1, 7]),
+    }
+
+    def forward(model: Any) -> None:
+        with torch.no_grad():
+            model(**inputs)
+
+    time = time_ratio(lambda: forward(filtered), lambda: forward(plain))
+    record("time", f"{time:.2f}× a forward (DiT, 2 layers of 128 features, 2 × 256 tokens)")
+    assert time < 3
+
+
+def test_the_page_on_diffusion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[2] / "docs" / "diffusion.md"
+    blocks = re.findall(r"```python no-run\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)

@@ -1,0 +1,252 @@
+"""TRL: supervised fine-tuning on packed documents, DPO and GRPO, with filters."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+import gfsa
+from support.measuring import time_ratio
+
+VOCABULARY = 64
+LENGTHS = (5, 9, 3, 12, 7, 16, 4, 10)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, VOCABULARY)}
+    words_only = Tokenizer(models.WordLevel(words, unk_token="<s>"))
+    words_only.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words_only,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<s>",
+    )
+
+
+def documents() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def llama(wide: bool = False) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128 if wide else 32,
+        intermediate_size=384 if wide else 64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def plugged(noise: float = 0.3) -> Any:
+    model = llama()
+    gfsa.plug(model, K=3)
+    for filter in gfsa.filters_of(model).values():
+        nn.init.normal_(filter.theta, std=noise)
+    return model
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "max_steps": 3,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "gradient_checkpointing": False,
+    }
+
+
+def with_rate(model: Any) -> tuple[torch.optim.Optimizer, None]:
+    return torch.optim.AdamW(gfsa.parameter_groups(model, lr=1e-3, filter_lr=1e-1)), None
+
+
+PACKINGS: dict[str, dict[str, Any]] = {
+    "packed, best fit": {"packing": True, "packing_strategy": "bfd"},
+    "padded": {"packing": False},
+}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_every_document_is_answered_as_alone(
+    packing: str,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    record: Callable[[str, str], None],
+) -> None:
+    model = plugged()
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(max_length=16, **PACKINGS[packing], **settings(tmp_path)),
+        train_dataset=Dataset.from_dict({"input_ids": documents()}),
+        processing_class=tokenizer,
+        optimizers=with_rate(model),
+    )
+    seen, losses, worst = 0, [], 0.0
+    for batch in trainer.get_train_dataloader():
+        with torch.no_grad():
+            together = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
+            for tokens, logits in documents_in(batch, together):
+                alone = model(tokens[None]).logits[0]
+                worst = max(worst, (logits - alone).abs().max().item())
+                losses.append(F.cross_entropy(alone[:-1], tokens[1:], reduction="none"))
+                seen += 1
+        expected = torch.cat(losses[-seen_in(batch) :]).mean()
+        torch.testing.assert_close(trainer.compute_loss(model, batch), expected)
+    assert seen == len(LENGTHS)
+    assert worst < 2e-6
+    record(f"SFT, {packing}: largest difference of a logit to the document alone", f"{worst:.1e}")
+
+    before = [filter.theta.detach().clone() for filter in gfsa.filters_of(model).values()]
+    trainer.train()
+    for old, filter in zip(before, gfsa.filters_of(model).values(), strict=True):
+        # three steps at the weights' rate are 3e-3 at most
+        assert (filter.theta - old).abs().max() > 1e-1
+
+
+def documents_in(batch: dict[str, Tensor], logits: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The tokens of each document in a batch, and its rows of the logits."""
+    found = []
+    for row, tokens in enumerate(batch["input_ids"]):
+        if "position_ids" in batch:
+            starts = (batch["position_ids"][row] == 0).nonzero().flatten().tolist()
+        else:
+            starts = [0]
+        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+            kept = tokens[start:end] != 0
+            found.append((tokens[start:end][kept], logits[row, start:end][kept]))
+    return found
+
+
+def seen_in(batch: dict[str, Tensor]) -> int:
+    return len(documents_in(batch, batch["input_ids"]))
+
+
+def test_dpo_with_a_reference_that_has_the_filters(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, record: Callable[[str, str], None]
+) -> None:
+    model = plugged()
+    words = tokenizer.batch_decode(documents())
+    prompts = [f"{prompt} " for prompt in words[:4]]
+    pairs = Dataset.from_dict({"prompt": prompts, "chosen": words[4:], "rejected": words[1:5]})
+    trainer = DPOTrainer(
+        model=model,
+        # without it TRL loads the reference by the model's name, which brings no filters
+        ref_model=copy.deepcopy(model),
+        args=DPOConfig(**settings(tmp_path)),
+        train_dataset=pairs,
+        processing_class=tokenizer,
+        optimizers=with_rate(model),
+    )
+    before = [filter.theta.detach().clone() for filter in gfsa.filters_of(model).values()]
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    # policy and reference are the same at first, filters too
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
+    assert losses[-1] != pytest.approx(math.log(2), abs=1e-3)
+    for old, filter in zip(before, gfsa.filters_of(model).values(), strict=True):
+        assert (filter.theta - old).abs().max() > 1e-2
+    record("DPO, first loss (log 2: the reference has the filters)", f"{losses[0]:.4f}")
+
+
+@pytest.mark.parametrize(("K", "disable_dropout"), [(None, False), (3, True)])
+def test_grpo_generates_with_a_model_that_has_attention_dropout(
+    K: int | None, disable_dropout: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=1,
+        n_head=4,
+        n_positions=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    assert config.attn_pdrop > 0
+    model = GPT2LMHeadModel(config)
+    gfsa.plug(model, K=K)
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
+        args=GRPOConfig(
+            **settings(tmp_path) | {"max_steps": 1},
+            num_generations=2,
+            max_completion_length=6,
+            disable_dropout=disable_dropout,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": tokenizer.batch_decode(documents()[:4])}),
+        processing_class=tokenizer,
+        optimizers=with_rate(model),
+    )
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert all(filter.theta.abs().max() > 0 for filter in gfsa.filters_of(model).values())
+
+
+def test_what_a_step_costs(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, record: Callable[[str, str], None]
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    texts = [
+        torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()
+        for n in torch.randint(32, 128, (24,), generator=generator).tolist()
+    ]
+    filtered, plain = (
+        SFTTrainer(
+            model=model,
+            args=SFTConfig(
+                max_length=256, packing=True, packing_strategy="bfd", **settings(tmp_path)
+            ),
+            train_dataset=Dataset.from_dict({"input_ids": texts}),
+            processing_class=tokenizer,
+        )
+        for model in (llama(wide=True), llama(wide=True))
+    )
+    gfsa.plug(filtered.model, K=3)
+
+    def step(trainer: SFTTrainer) -> Callable[[], None]:
+        batch = next(iter(trainer.get_train_dataloader()))
+
+        def forward_and_backward() -> None:
+            trainer.compute_loss(trainer.model, batch).backward()
+            trainer.model.zero_grad()
+
+        return forward_and_backward
+
+    time = time_ratio(step(filtered), step(plain))
+    record("time", f"{time:.2f}× a step of SFT (2 layers of 128 features, 2 × 256 packed tokens)")
+    assert time < 3

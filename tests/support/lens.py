@@ -1,0 +1,69 @@
+"""What the lens measures of a model, as numbers by depth; reports and a training's filters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import gfsa
+from gfsa.lens import LensReport, diagnose
+from gfsa.lens.monitor import Monitor
+from gfsa.lens.readings import ModelReading
+from gfsa.lens.trajectory import Trajectory
+from support.tiny import TinyEncoder, padded_batch
+
+
+def only(report: Any) -> ModelReading:
+    """The reading of a report of one model."""
+    (reading,) = report.models.values()
+    return reading
+
+
+def diagnosed(model: nn.Module, inputs: Any, **options: Any) -> dict[int, float]:
+    """Similarity by depth, 0 for the input, by :func:`gfsa.diagnose`."""
+    reading = only(diagnose(model, inputs, attention=False, spectral=False, **options))
+    return {feature.depth: feature.cosine for feature in reading.features}
+
+
+def monitored(model: nn.Module, *calls: Callable[[], object]) -> list[dict[int, float]]:
+    """Similarity by depth in each of several steps, by the monitor."""
+    logged: list[dict[str, float]] = []
+    monitor = Monitor(model, lambda values, step: logged.append(values), every=1)
+    for step, call in enumerate(calls):
+        monitor.before_step(step)
+        with torch.no_grad():
+            call()
+        monitor.after_step(step)
+    start = "lens/cosine/"
+    return [{int(n[len(start) :]): v for n, v in s.items() if n.startswith(start)} for s in logged]
+
+
+def example_report(**options: bool) -> LensReport:
+    """Three models: plain, with a filter in every layer, with one in some."""
+    torch.manual_seed(0)
+    models = {name: TinyEncoder(depth=4) for name in ("plain", "GFSA <all>", "twicing & some")}
+    state = models["plain"].state_dict()
+    for model in models.values():
+        model.load_state_dict(state)
+    gfsa.plug(models["GFSA <all>"], w0=[0.1, 0.2, 0.3, 0.4], wK=[-0.3, 0.0, 0.1, 0.5])
+    gfsa.plug(models["twicing & some"], filter=gfsa.Twicing, layers="even")
+    return diagnose(models, padded_batch([12, 9, 16]), **options)
+
+
+def example_trajectory() -> Trajectory:
+    """Filters in every layer, whose numbers move at random at six steps."""
+    model = TinyEncoder(depth=4)
+    gfsa.plug(model)
+    generator = torch.Generator().manual_seed(0)
+    trajectory = Trajectory()
+    for step in range(0, 301, 60):
+        trajectory.record(model, step)
+        with torch.no_grad():
+            for graph_filter in gfsa.filters_of(model).values():
+                graph_filter.theta += 0.1 * torch.randn(
+                    graph_filter.theta.shape, generator=generator
+                )
+    return trajectory

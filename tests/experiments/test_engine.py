@@ -277,7 +277,7 @@ def test_a_finished_run_is_handed_out_for_its_own_data_alone(tmp_path: Path) -> 
         carry_out(dataclasses.replace(again, data_dir=second))
     assert carry_out(dataclasses.replace(again, data_dir=write_toy(tmp_path / "c", 0))) == row
     # the same path with other data in it
-    write_toy(first, 5)
+    (first / "first_seed.txt").write_text("5")
     with pytest.raises(ValueError, match="finished run on other data"):
         carry_out(again)
 

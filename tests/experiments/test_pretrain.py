@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import gfsa
+from gfsa.operators import blocked
 from gfsa.operators.visibility import refusal_of_spans
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model
 from gfsa_experiments.runs.row import Row
@@ -21,6 +24,7 @@ from gfsa_experiments.tasks.pretrain import data as packing
 from gfsa_experiments.tasks.pretrain import recipe
 from gfsa_experiments.tasks.pretrain.recipe import PretrainTask
 from support.interrupting import ends_as_if_never_interrupted
+from support.measuring import LargestTensor
 from support.tiny_pretraining import SMALL, a_batch, a_run, built, write_corpus
 
 
@@ -374,6 +378,41 @@ class TestBoundaries:
         assert isinstance(packing.mask_for(task.model, ids, task._end), torch.Tensor)
         gfsa.plug(task.model)
         assert refusal_of_spans(packing.mask_for(task.model, ids, task._end).visible) is None
+
+    @pytest.mark.parametrize("gate", [False, True])
+    def test_no_tensor_of_all_queries_and_keys(
+        self, gate: bool, data: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tokens = 2048
+        # torch's attention takes masks, for so many queries at a time
+        monkeypatch.setattr(blocked, "MOST_ENTRIES", 64 * tokens)
+        task = built(data, boundaries=True, gate=gate)
+        gfsa.plug(task.model)
+        ids, labels = documents_of(task, [1000, 48, 1000])
+        with LargestTensor() as largest:
+            task._mean(task.model, ids, labels).backward()
+        assert largest.bytes < tokens * tokens
+
+    @pytest.mark.parametrize(
+        ("compiled", "layers"), [(compile_blocks, "lower"), (compile_model, "all")]
+    )
+    def test_one_code_for_all_documents(
+        self, compiled: Callable[..., Any], layers: str, data: Path
+    ) -> None:
+        """And nothing that is left uncompiled."""
+        task = built(data, boundaries=True)
+        gfsa.plug(task.model, layers=layers)
+        batches = [documents_of(task, *[row] * 4) for row in ([16], [3, 13], [1] * 16, [2, 7, 7])]
+        with torch.no_grad():
+            expected = [task._mean(task.model, *batch) for batch in batches]
+        counters.clear()
+        compiled(task.model, backend="aot_eager", fullgraph=True)
+        for number, (batch, loss) in enumerate(zip(batches, expected, strict=True)):
+            torch.testing.assert_close(task._mean(task.model, *batch), loss)
+            if number == 0:
+                graphs = counters["stats"]["unique_graphs"]
+        assert counters["stats"]["unique_graphs"] == graphs
+        torch._dynamo.reset()
 
 
 class TestSettings:

@@ -76,7 +76,7 @@ def test_one_failure_does_not_take_the_others_along(tmp_path: Path) -> None:
 
 def test_a_killed_process_does_not_take_the_others_along(tmp_path: Path) -> None:
     plan = tmp_path / "plan.txt"
-    plan.write_text(f"{TOY} --set die=true\n{TOY} --set epochs=1\n")
+    plan.write_text(f"common --method plain\n{TOY} --set die=true\n{TOY} --set epochs=1\n")
     code, output = train(tmp_path, "--plan", str(plan), "--jobs", "2")
     assert code == 1
     assert "was killed" in output
@@ -266,7 +266,7 @@ def test_a_plan_shares_and_varies_settings(tmp_path: Path) -> None:
     plan = tmp_path / "plan.txt"
     plan.write_text(
         f"common --seeds 1 --set epochs=1\n{TOY} --method gfsa --each lr=1e-3,1e-2 --each K=2,4\n"
-        f"common\n{TOY} --set epochs=3\n"
+        f"common --method plain\n{TOY} --set epochs=3\n"
     )
     runs = runs_of_plan(plan, out=tmp_path)
     assert [(r.config.seed, r.config.epochs, r.config.lr, r.options.K) for r in runs] == [

@@ -23,7 +23,7 @@ PLAIN, LONGER, FILTERED = "plain", "plain for the same time", "exclusive + depth
 # lower seeds chose the rates, on the validation part
 _FIRST_SEED = 100
 # plain's best on the validation part, for all variants: so short a run needs a long warm-up
-_RATES = {"lr": 4e-3, "warmup": 0.6}
+_RATES: dict[str, Any] = {"lr": 4e-3, "warmup": 0.6}
 
 
 def demo(

@@ -104,7 +104,11 @@ def draw(drawn: Sequence[Mark]) -> Any:
     for method, (colour, shape) in looks.items():
         if any(mark.method == method for mark in drawn):
             label = f"{method}, exploratory" if method else "confirmatory"
-            look = {"color": colour, "marker": shape, "mfc": "white" if method else colour}
+            look: dict[str, Any] = {
+                "color": colour,
+                "marker": shape,
+                "mfc": "white" if method else colour,
+            }
             handles.append(Line2D([], [], label=label, **look))
     if any(len(mark.tasks) > 1 for mark in drawn):
         look = {"color": "#777777", "marker": "|", "linestyle": "none"}

@@ -226,7 +226,9 @@ def _make_table(key: Any, rows: pd.DataFrame, replaced: pd.DataFrame) -> ResultT
             memories=_ratios(_peak_memory(own), _peak_memory(plain)),
         )
         lines.append(line)
-    return ResultTable(*key, metric, bool(up), tuple(lines), replaced)
+    recipe, task, settings, data = key
+    kept = tuple(lines), replaced
+    return ResultTable(recipe, task, settings, data, metric, bool(up), *kept)
 
 
 def _seconds_per_step(rows: pd.DataFrame) -> pd.Series:

@@ -79,7 +79,7 @@ def read_graphs(name: str, data_dir: Path, labels: Wanted = "auto") -> GraphSet:
     return usable(graphs, path, source.sizes, unused=TEST + 1 if name == "zinc" else None)
 
 
-def _molecules(name: str, path: Path, kind: str) -> dict[str, Tensor]:
+def _molecules(name: str, path: Path, kind: str) -> dict[str, Any]:
     """Every bond becomes an edge in each direction, side by side, as in OGB."""
     atoms, bonds = ("atom_type", "bond_type") if name == "zinc" else ("node_feat", "edge_feat")
     # torch has few operations on unsigned integers: convert to the next larger signed type
@@ -112,7 +112,7 @@ def _columns(features: Tensor) -> Tensor:
     return features[:, None] if features.dim() == 1 else features
 
 
-def _superpixels(path: Path) -> dict[str, Tensor]:
+def _superpixels(path: Path) -> dict[str, Any]:
     """Images as graphs of superpixels, each linked to the eight with the nearest centres.
 
     The last twelfth of the training images validates (5,000 of 60,000, as in the benchmark).

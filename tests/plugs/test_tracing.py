@@ -612,6 +612,18 @@ def test_zero_weights_kept_tensors_and_a_softmax_of_its_own() -> None:
         module(X)
 
 
+def test_another_sequence_behind_a_softmax_of_its_own_is_refused() -> None:
+    class Hidden(TwoInputs):
+        def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            return OwnSoftmax.apply(self.q(queries) @ self.k(keys).mT) @ self.v(values)
+
+    module = Hidden()
+    module.num_heads = 1
+    gfsa.plug(module, unknown="trace")
+    with pytest.raises(TraceError, match="autograd function of its own"):
+        module(X, X.flip(1))
+
+
 def test_where_gradients_are_off_or_transformed() -> None:
     model = traced("matmul")
     expected = model(X)

@@ -236,6 +236,14 @@ class Evidence:
                     f"how its {side} follow from its inputs could not be followed, so whether "
                     "queries and keys are the same tokens is unknown"
                 )
+        sequences = {
+            n for n in rows if self.inputs[n].shape in [self.inputs[v].shape for v in values]
+        }
+        if self.hidden and not sequences <= values:
+            return (
+                f"its softmax is an autograd function of its own, so which of {_listed(sequences)} "
+                "its queries and keys come from could not be followed"
+            )
         shared = rows & columns
         # positions may be an input, too, and be added to the queries and keys of two sequences
         if not values <= shared and rows != columns:

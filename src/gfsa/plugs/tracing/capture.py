@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -262,7 +263,8 @@ class Rehearsal(Watch):
 
     def __init__(self, refusals: Refusals) -> None:
         super().__init__(self, MapHistory(), refusals)
-        self.count = 0
+        self.hidden = False
+        """Whether a softmax is in an autograd function of the module's own."""
         # the scores, or queries and keys; the values; the shape of the map
         self.reached: tuple[tuple[Tensor, ...], Tensor, tuple[int, ...]] | None = None
 
@@ -305,6 +307,7 @@ class Rehearsal(Watch):
             result: Tensor = self._run(func, args, kwargs)
             return result
         scores = args[0] if args else kwargs["input"]
+        self.hidden = self.hidden or not torch.is_grad_enabled()
         # a mask that is added to the scores hides no entry here
         scores = scores.masked_fill(scores.isinf(), -_MASKED)
         scores = scores.to(kwargs.get("dtype") or scores.dtype)
@@ -398,7 +401,8 @@ def _rehearse(
             return _UNPROVEN.format(why)
         if rehearsal.reached is None:
             return _UNPROVEN.format("its forward had no attention product when it was verified")
-        return _proof(leaves, *rehearsal.reached, module.gfsa.num_heads, equal)
+        hidden = rehearsal.hidden
+        return _proof(leaves, *rehearsal.reached, hidden, module.gfsa.num_heads, equal)
 
 
 def _proof(
@@ -406,6 +410,7 @@ def _proof(
     scores: tuple[Tensor, ...],
     values: Tensor,
     shape: tuple[int, ...],
+    hidden: bool,
     heads: int,
     equal: tuple[tuple[str, str], ...],
 ) -> Proven | str:
@@ -416,10 +421,10 @@ def _proof(
     if layouts and (0 in shape or values.numel() == 0 or values.is_meta):
         # nothing is computed, so any layout of these sizes will do
         return Proven(Verified(layouts[0], equal), None)
-    for layout in layouts:
+    for merged, layout in itertools.product((False, True), layouts):
         sides = [layout.split(x, heads) for x in (*scores, values)]
-        evidence = Evidence(leaves, sides[:-1], sides[-1])
-        if len(layouts) > 1 and not evidence.separates_lead():
+        evidence = Evidence(leaves, sides[:-1], sides[-1], hidden)
+        if len(layouts) > 1 and not evidence.separates_lead(merged):
             continue
         refusal = evidence.refusal()
         if refusal is not None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gfsa
 from gfsa.filters import PartialPolynomial
-from gfsa.kernels import coefficients, op, two_pass
+from gfsa.kernels import coefficients, launching, op, two_pass
 from gfsa.kernels.launching import Options
 from gfsa.kernels.op import FusedOperator, filter_attention
 from gfsa.operators import AttentionCall, Coefficients, DenseOperator, SDPAOperator
@@ -253,3 +253,21 @@ def test_coefficients_of_powers_that_a_filter_lacks_are_zero(powers: int, learne
     assert coeffs.shape == (5, 3)
     assert error(coeffs[:, :powers], base.double() + theta.double() @ basis.double()) <= 1e-6
     assert (coeffs[:, powers:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(1, 2, 70, 24, is_causal=True, projected=True),
+        Problem(2, 2, 40, 16, mask="keys", key_heads=1),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_without_a_copy_engine(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By addresses instead of descriptors the kernels give the same bits."""
+    torch.manual_seed(0)
+    expected, _ = run(problem)
+    monkeypatch.setattr(launching, "has_copy_engine", lambda x: False)
+    torch.manual_seed(0)
+    for name, x, y in zip(NAMES, run(problem)[0], expected, strict=True):
+        assert torch.equal(x, y), name

@@ -32,7 +32,6 @@ from gfsa.kernels import (  # noqa: E402
     sweep,
     two_pass,
 )
-from gfsa.kernels import one_pass as sweep_once  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 KERNELS = {
@@ -51,6 +50,30 @@ TYPES = {
     "seed_in": "*i64",
     "zero": "*i32",
 }
+
+
+GLUON = pytest.mark.skipif(
+    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
+)
+
+
+def tile_type(block: tuple[int, ...] | list[int], number: str = "bf16") -> str:
+    """A tile of tokens, or of numbers in float32, as Gluon kernels take it."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    bits = 32 if number == "fp32" else 16
+    layout = NVMMASharedLayout(128 if bits == 16 else 0, bits, 4)
+    return f"tensordesc<{number}{list(block)},{layout!r}>"
+
+
+def tile_types(kernel: Any, tiles: Any, width: int, number: str = "bf16") -> dict[str, Any]:
+    """The tiles of a gradient's kernel, whose arguments' names end in the side they are on."""
+    blocks = {name: hopper.block_of(name, tiles, width) for name in kernel.arg_names}
+    return {
+        name: tile_type(block, "fp32" if block[2] == 1 else number)
+        for name, block in blocks.items()
+        if block is not None
+    }
 
 
 def compile_for(
@@ -292,9 +315,7 @@ def test_coefficients(name: str) -> None:
     assert "STACK:0 " in usage
 
 
-@pytest.mark.skipif(
-    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
-)
+@GLUON
 @pytest.mark.parametrize(
     ("length", "mask", "dropout", "most_stack"),
     [
@@ -311,11 +332,9 @@ def test_coefficients(name: str) -> None:
 def test_short(length: int, mask: int, dropout: bool, most_stack: tuple[int, int]) -> None:
     """The whole filter of one head in one program, forward and backward."""
     from triton.experimental.gluon._runtime import GluonASTSource
-    from triton.experimental.gluon.language import NVMMASharedLayout
 
     from gfsa.kernels.gluon_short import filter_short, grad_short
 
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     options = {"CAUSAL": length == 256, "MASK": mask, "DROPOUT": dropout, "group": 1}
     even = {"MERGED": length > 128, "EVEN": length == 256}
     for kernel, width, more, most in (
@@ -323,22 +342,20 @@ def test_short(length: int, mask: int, dropout: bool, most_stack: tuple[int, int
         (grad_short, 128 if length == 128 else 64, even, most_stack[1]),
     ):
         cut = short.chunks(length, width)
-        described = {
-            argument: f"tensordesc<bf16[1, 1, {cut.rows}, 64],{layout!r}>"
+        types = {
+            argument: tile_type((1, 1, cut.rows, 64))
             for argument in kernel.arg_names
             if argument.endswith(("_in", "_out")) and argument not in TYPES
         }
         sizes = dict(zip(("N", "D", "BN", "FULL", "TAIL"), cut.constants, strict=True))
         usage = compile_for_hopper(
-            GluonASTSource, kernel, described, {**sizes, **options, **more}, cut.rows // 16
+            GluonASTSource, kernel, types, {**sizes, **options, **more}, cut.rows // 16
         )
         print(kernel.__name__, length, mask, dropout, usage)
         assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most
 
 
-@pytest.mark.skipif(
-    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
-)
+@GLUON
 @pytest.mark.parametrize(
     ("dim", "mask", "most_stack"),
     [
@@ -351,12 +368,9 @@ def test_short(length: int, mask: int, dropout: bool, most_stack: tuple[int, int
 def test_one_causal_sweep(dim: int, mask: int, most_stack: int) -> None:
     """A program fits on a multiprocessor, and products run beside the softmax."""
     from triton.experimental.gluon._runtime import GluonASTSource
-    from triton.experimental.gluon.language import NVMMASharedLayout
 
-    kernel = sweep.kernel().function
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    tile = f"tensordesc<bf16[1, 1, {sweep.HALF}, {dim}],{layout!r}>"
-    types = dict.fromkeys(("q_in", "k_in", "v_in", "u_io"), tile)
+    kernel = launching.gluon_kernel("gluon_sweep", "filter_sweep").function
+    types = dict.fromkeys(("q_in", "k_in", "v_in", "u_io"), tile_type((1, 1, sweep.HALF, dim)))
     types |= {"out": "*bf16", "u_out": "*bf16", "flags": "*i32", "mask": "*i32"}
     constants = {
         "D": dim, "PARTS": sweep.PARTS[dim], "STAGES": sweep.STAGES, "MASK": mask, "group": 1,
@@ -390,9 +404,7 @@ def test_plan_of_a_causal_sweep() -> None:
     assert "STACK:0 " in usage
 
 
-@pytest.mark.skipif(
-    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
-)
+@GLUON
 @pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
 @pytest.mark.parametrize(
     ("dim", "mask", "most_stack"),
@@ -408,21 +420,20 @@ def test_degree_one_in_one_causal_sweep(
 ) -> None:
     """Nothing spills in a loop, and the softmax runs beside a product."""
     from triton.experimental.gluon._runtime import GluonASTSource
-    from triton.experimental.gluon.language import NVMMASharedLayout
 
-    kernel, tiles = sweep_once.sweep_kernel().function, sweep_once.SWEEP_TILES
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    kernel = launching.gluon_kernel("gluon_sweep_once", "attend_sweep").function
+    keys = one_pass.SWEEP_KEYS
     types = {
-        name: f"tensordesc<bf16[1, 1, {rows}, {dim}],{layout!r}>"
+        name: tile_type((1, 1, rows, dim))
         for name, rows in {
-            **dict.fromkeys(("q_in", "u_io", "out_io"), sweep_once.HALF),
-            **dict.fromkeys(("k_in", "v_in"), tiles.keys),
+            **dict.fromkeys(("q_in", "u_io", "out_io"), one_pass.HALF),
+            **dict.fromkeys(("k_in", "v_in"), keys),
         }.items()
     }
     types |= {"counter": "*i32", "mask": "*i32"}
     natural = dim == 128 and mask == launching.NO_MASK
     constants = {
-        "D": dim, "TILE": tiles.keys, "STAGES": tiles.stages, "POWERS": 3,
+        "D": dim, "TILE": keys, "STAGES": one_pass.SWEEP_STAGES, "POWERS": 3,
         "KEEPS": natural or exclusive, "NATURAL": natural, "MASK": mask, "EXCLUSIVE": exclusive,
         "group": 1,
     }  # fmt: skip
@@ -436,7 +447,7 @@ def test_degree_one_in_one_causal_sweep(
     wait = r"WARPGROUP\.DEPBAR"
     loops = re.findall(rf"{wait}\.LE gsb0, 0x1 ;(.*?){wait}", sass, re.DOTALL)
     assert len(loops) == 4
-    beside = [loop for loop in loops if loop.count("MUFU.EX2") == tiles.keys // 2 + 2]
+    beside = [loop for loop in loops if loop.count("MUFU.EX2") == keys // 2 + 2]
     assert len(beside) == 2
     assert not any(re.search(r"\b(LDL|STL)\b", loop) for loop in beside)
     # as above
@@ -475,9 +486,7 @@ def disassembled(cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.skipif(
-    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
-)
+@GLUON
 @pytest.mark.parametrize(
     ("width", "used", "mask", "causal"),
     [
@@ -504,9 +513,7 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int, causal
     assert "serialized" not in remarks(compiled.asm["ptx"])
 
 
-@pytest.mark.skipif(
-    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
-)
+@GLUON
 @pytest.mark.parametrize(
     ("number", "causal", "most_stack"),
     [
@@ -527,9 +534,7 @@ def test_backward_for_hopper_that_adds_up_dq(number: str, causal: bool, most_sta
     assert "serialized" not in remarks(ptx)
 
 
-@pytest.mark.skipif(
-    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
-)
+@GLUON
 @pytest.mark.parametrize("with_queries", [False, True])
 def test_launches_for_hopper_have_every_argument(with_queries: bool) -> None:
     """Tiles, then pointers, numbers and constants, in the order of the kernel's arguments."""
@@ -556,17 +561,10 @@ def compile_backward(
     causal: bool = True,
 ) -> tuple[Any, str]:
     from triton.experimental.gluon._runtime import GluonASTSource
-    from triton.experimental.gluon.language import NVMMASharedLayout
 
     tiles = hopper.TILES[name][width]
-    kernel = hopper._kernels().by_name[name].function
-    described = {}
-    for argument in kernel.arg_names:
-        block = hopper.block_of(argument, tiles, width)
-        if block is not None:
-            kind, bits = ("fp32", 32) if block[2] == 1 else (number, 16)
-            layout = NVMMASharedLayout(128 if bits == 16 else 0, bits, 4)
-            described[argument] = f"tensordesc<{kind}{list(block)},{layout!r}>"
+    kernel = launching.gluon_kernel("gluon_hopper", name).function
+    types = tile_types(kernel, tiles, width, number)
     constants = {
         "D": width, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": causal,
         "USED": used, "MASK": mask, "group": 1,
@@ -574,15 +572,13 @@ def compile_backward(
     if name == "grad_keys":
         constants["WITH_QUERIES"] = with_queries
     if mask == launching.SPANS:
-        described["mask"] = "*i32"
+        types["mask"] = "*i32"
     most = hopper.REGISTERS.get((name, width, mask))
     options = {} if most is None else {"maxnreg": most}
-    return compile_for(HOPPER, GluonASTSource, kernel, described, constants, tiles.warps, **options)
+    return compile_for(HOPPER, GluonASTSource, kernel, types, constants, tiles.warps, **options)
 
 
-@pytest.mark.skipif(
-    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
-)
+@GLUON
 @pytest.mark.parametrize("mask", [launching.NO_MASK, launching.SPANS])
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
@@ -590,25 +586,18 @@ def compile_backward(
 def test_degree_one_for_hopper(name: str, exclusive: bool, dim: int, mask: int) -> None:
     """Nothing spills, narrow programs share a multiprocessor, and products run beside the rest."""
     from triton.experimental.gluon._runtime import GluonASTSource
-    from triton.experimental.gluon.language import NVMMASharedLayout
 
     from gfsa.kernels import gluon_hopper_once as kernels
 
     tiles = one_pass.HOPPER_TILES
     kernel = getattr(kernels, name)
-    described = {}
-    for argument in kernel.arg_names:
-        block = hopper.block_of(argument, tiles, dim)
-        if block is not None:
-            number, bits = ("fp32", 32) if block[2] == 1 else ("bf16", 16)
-            layout = NVMMASharedLayout(128 if bits == 16 else 0, bits, 4)
-            described[argument] = f"tensordesc<{number}{list(block)},{layout!r}>"
+    types = tile_types(kernel, tiles, dim)
     constants = {
         "D": dim, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True,
         "POWERS": 3, "MASK": mask, "EXCLUSIVE": exclusive, "group": 1,
     }  # fmt: skip
-    described["mask"] = "*i32"
-    compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, described, constants, tiles.warps)
+    types["mask"] = "*i32"
+    compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, types, constants, tiles.warps)
     print(name, mask, usage)
     assert "STACK:0 " in usage
     together = 3 if dim == 64 else 2

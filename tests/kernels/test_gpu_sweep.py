@@ -13,8 +13,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from gfsa.functional import graph_filter_attention
-from gfsa.kernels import op, routes, sweep
-from gfsa.kernels import two_pass as long
+from gfsa.kernels import op, routes, sweep, two_pass
 from gfsa.kernels.launching import Options
 from gfsa.kernels.op import filter_attention
 from support.fused_cases import NAMES, Problem, attention_errors, error, run
@@ -102,7 +101,7 @@ def test_many_heads_many_times(problem: Problem) -> None:
     """Each run gives the same bits, and every number is that of two passes to rounding."""
     q, k, v, coeffs, _ = problem.tensors()
     options = Options(problem.head_dim**-0.5, True)
-    expected = long.forward(q, k, v, coeffs, None, None, options)
+    expected = two_pass.forward(q, k, v, coeffs, None, None, options)
     first = sweep.forward(q, k, v, coeffs, None, None, options)
     for x, y in zip(first, expected, strict=True):
         assert (x.double() - y.double()).abs().max() <= 0.02 * y.abs().max()
@@ -268,7 +267,7 @@ def test_many_documents_many_times(case: Packed) -> None:
     """Each run gives the same bits, and every number is that of two passes to rounding."""
     q, k, v, coeffs, _ = case.tensors()
     options, spans = Options(case.head_dim**-0.5, True), spans_of(case)
-    expected = long.forward(q, k, v, coeffs, spans, None, options)
+    expected = two_pass.forward(q, k, v, coeffs, spans, None, options)
     first = sweep.forward(q, k, v, coeffs, spans, None, options)
     for x, y in zip(first, expected, strict=True):
         assert (x.double() - y.double()).abs().max() <= 0.02 * y.abs().max()

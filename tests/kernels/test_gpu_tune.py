@@ -13,8 +13,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from gfsa import tune
-from gfsa.kernels import routes, tuned
-from gfsa.kernels import two_pass as long
+from gfsa.kernels import routes, tuned, two_pass
 from gfsa.kernels.tune_gpu import GPU
 from gfsa.kernels.tuned import Shape
 from gfsa.operators import AttentionCall
@@ -41,9 +40,9 @@ def file(
     monkeypatch.setenv("GFSA_TUNED", str(path))
     monkeypatch.setattr(routes, "_capability", lambda device: request.param)
     # what other tests have launched by the copy engine is found by shape
-    for kernel in long._KERNELS.values():
+    for kernel in two_pass._KERNELS.values():
         monkeypatch.setattr(kernel, "compiled", {})
-    caches = (tuned._table, long._launches)
+    caches = (tuned._table, two_pass._launches)
     for cache in caches:
         cache.cache_clear()
     yield path

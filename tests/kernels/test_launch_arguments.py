@@ -11,9 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from gfsa.kernels import hopper, op, routes, sweep
-from gfsa.kernels import one_pass as hopper_once
-from gfsa.kernels import one_pass as sweep_once
+from gfsa.kernels import hopper, one_pass, op, routes, sweep
 from gfsa.kernels.launching import Launch, Options, Saved
 from gfsa.operators import Visibility
 
@@ -40,11 +38,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Launch, dic
         taken.append((self, dict(zip(names, (*given, *self.constants), strict=True))))
 
     monkeypatch.setattr(Launch, "__call__", record)
-    for module in (sweep, sweep_once):
+    for module in (sweep, one_pass):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     caches = (
-        *(sweep._launch, sweep._plan, sweep_once._sweep_launch),
-        *(hopper._launches, hopper_once._hopper_launch),
+        *(sweep._launch, sweep._plan, one_pass._sweep_launch),
+        *(hopper._launches, one_pass._hopper_launch),
     )
     for cache in caches:
         cache.cache_clear()
@@ -96,7 +94,7 @@ def check(launch: Launch, arguments: dict[str, Any], mask: Tensor | None) -> Non
         assert arguments.get(argument, expected) == expected, (name, argument)
 
 
-@pytest.mark.parametrize("path", [sweep, sweep_once])
+@pytest.mark.parametrize("path", [sweep, one_pass])
 @pytest.mark.parametrize(
     # 12 heads of 9 and of 128 blocks: what the tests of deadlocks on a GPU count on
     ("length", "processors", "programs"),
@@ -117,7 +115,7 @@ def test_a_program_for_each_multiprocessor_or_block(
         sweep.forward(q, k, v, torch.zeros(6, 3), None, None, options)
     else:
         lse = torch.empty(q.shape[:3])
-        sweep_once.attend_by_sweep(q, k, v, torch.zeros(6, 2), None, options, lse, None)
+        one_pass.attend_by_sweep(q, k, v, torch.zeros(6, 2), None, options, lse, None)
     ((launch, _),) = launched
     assert launch.grid == (programs, 1, 1)
 

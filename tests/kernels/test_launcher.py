@@ -12,8 +12,7 @@ pytest.importorskip("triton")
 
 import pytest
 
-from gfsa.kernels import hopper as hopper_backward
-from gfsa.kernels import launching
+from gfsa.kernels import hopper, launching
 from gfsa.kernels.launching import Kernel, Launch, Options, problem_of
 from gfsa.kernels.op import FusedOperator
 from gfsa.operators import AttentionCall
@@ -179,10 +178,10 @@ def test_dq_is_added_up_in_any_order_unless_bits_have_to_be_equal(
     q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     mask = torch.ones(shape[0], 1, 1, shape[2], dtype=torch.bool) if masked else None
     problem = problem_of(q, q, mask, options)
-    assert hopper_backward.adds_up_queries(problem) is expected
+    assert hopper.adds_up_queries(problem) is expected
     torch.use_deterministic_algorithms(True)
     try:
-        assert not hopper_backward.adds_up_queries(problem)
+        assert not hopper.adds_up_queries(problem)
     finally:
         torch.use_deterministic_algorithms(False)
 

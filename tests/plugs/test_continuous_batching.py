@@ -1,6 +1,6 @@
 """Continuous batching of plugged models: filters of degree 1 as in ``generate``, others refused.
 
-More models and implementations are in ``tests/engines/transformers``.
+More models and implementations are in ``tests/engines/test_transformers.py``.
 """
 
 from __future__ import annotations

@@ -118,6 +118,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"SGD does not hold.*lr_multiplier"):
             run.create_optimizer()
 
+    def test_filters_are_no_matrix_for_muon(self) -> None:
+        model = gpt2()
+        muon = torch.optim.Muon([f.theta for f in gfsa.filters_of(model).values()], lr=MODEL_LR)
+        with pytest.warns(UserWarning, match="the filters to AdamW"):
+            give_rate(muon, model, FILTER_LR)
+
     def test_two_rates(self, tmp_path: Path) -> None:
         model = gpt2()
         run = trainer(model, tmp_path)

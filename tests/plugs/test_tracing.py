@@ -151,6 +151,30 @@ def test_what_looks_like_attention():
     assert not looks_like_attention(wrapper), "the innermost is meant"
 
 
+class KeepsBiases(WrittenAttention):
+    """Computes its biases once, as LeViT does in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.biases, self.kept = nn.Parameter(torch.zeros(HEADS, 1, N)), {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.kept.setdefault("cpu", self.biases * 1.0)
+        q, k, v = self.qkv(x).reshape(B, N, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        y = (q @ k.mT * DIM**-0.5 + bias).softmax(-1) @ v
+        return self.proj(y.transpose(1, 2).reshape(B, N, DIM))
+
+
+def test_the_proof_leaves_nothing_in_what_a_module_keeps() -> None:
+    model = nn.Sequential(KeepsBiases()).eval()
+    expected = copy.deepcopy(model)(X)
+    gfsa.plug(model, unknown="trace")
+    y = model(X)
+    assert torch.equal(y, expected)
+    y.sin().sum().backward()
+    assert model[0].biases.grad is not None
+
+
 class OutsideTorch(torch.autograd.Function):
     """A product that the tracer does not see, as that of quantised layers."""
 
@@ -500,3 +524,114 @@ def test_a_fixed_number_of_keys_is_refused() -> None:
     layer = SpoolAttention()
     layer.pool = nn.AdaptiveAvgPool2d(7)
     assert "pool" in str(refusal_by_code(layer))
+
+
+class Convolved(WrittenAttention):
+    """Its projections look at neighbouring tokens, as those of CvT do."""
+
+    def __init__(self, groups: int, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Conv1d(DIM, 3 * DIM, width, padding=width // 2, groups=groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        # a group is a head
+        qkv = self.qkv(x.mT).reshape(b, HEADS, 3, DIM // HEADS, n).permute(2, 0, 1, 4, 3)
+        y = self.by_matmul(*qkv.unbind(0))
+        return y.transpose(1, 2).reshape(b, n, DIM)
+
+
+def test_projections_that_mix_tokens_are_refused() -> None:
+    module = Convolved(1, 3)
+    gfsa.plug(module, unknown="trace")
+    with pytest.raises(TraceError, match="its projections mix tokens"):
+        module(X)
+
+
+@pytest.mark.parametrize("batch", [2, HEADS])
+def test_heads_with_features_of_their_own_are_no_samples(batch: int) -> None:
+    module = Convolved(HEADS, 1).double().eval()
+    x = torch.randn(batch, N, DIM, dtype=torch.float64)
+    gfsa.plug(module, unknown="trace")
+    disturb(module)
+    alone = torch.cat([module(sample[None]) for sample in x])
+    torch.testing.assert_close(module(x), alone)
+
+
+class OwnSoftmax(torch.autograd.Function):
+    """As XSoftmax of SEW-D: each score has a gradient of its whole row."""
+
+    @staticmethod
+    def forward(ctx, scores):
+        y = torch.softmax(scores, -1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (y,) = ctx.saved_tensors
+        return torch._softmax_backward_data(gradient, y, -1, y.dtype)
+
+
+class Keeping(WrittenAttention):
+    """Weights of queries that begin at zero, and a bias that is kept once it was computed."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.kept: dict[str, Tensor] = {}
+        nn.init.zeros_(self.qkv.weight[:DIM])
+        nn.init.zeros_(self.mix)
+
+    def by_kept_bias(self, q, k, v):
+        if "bias" not in self.kept:
+            self.kept["bias"] = self.mix[:, :1, None] * 1.0
+        return (q @ k.mT + self.kept["bias"]).softmax(-1) @ v
+
+    def by_own_softmax(self, q, k, v):
+        return OwnSoftmax.apply(q @ k.mT) @ v
+
+    def by_own_softmax_of_rolled_values(self, q, k, v):
+        # two tokens of each sample in one row
+        return OwnSoftmax.apply(q @ k.mT) @ (v + v.roll(1, 2))
+
+
+@torch.no_grad()
+def test_zero_weights_kept_tensors_and_a_softmax_of_its_own() -> None:
+    for way in ("kept_bias", "own_softmax"):
+        module = Keeping(way).eval()
+        expected = module(X)
+        module.kept.clear()
+        gfsa.plug(module, unknown="trace")
+        torch.testing.assert_close(module(X), expected)
+        if way == "kept_bias":
+            assert not module.kept["bias"].any(), "that of the forward, not of the proof"
+    module = Keeping("own_softmax_of_rolled_values")
+    gfsa.plug(module, unknown="trace")
+    with pytest.raises(TraceError, match="mix tokens"):
+        module(X)
+
+
+def test_another_sequence_behind_a_softmax_of_its_own_is_refused() -> None:
+    class Hidden(TwoInputs):
+        def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            return OwnSoftmax.apply(self.q(queries) @ self.k(keys).mT) @ self.v(values)
+
+    module = Hidden()
+    module.num_heads = 1
+    gfsa.plug(module, unknown="trace")
+    with pytest.raises(TraceError, match="autograd function of its own"):
+        module(X, X.flip(1))
+
+
+def test_where_gradients_are_off_or_transformed() -> None:
+    model = traced("matmul")
+    expected = model(X)
+    for batch in (X, X[:1]):
+        fresh = copy.deepcopy(model)
+        fresh.attn.__dict__["_gfsa_memory"].verified.clear()
+        with torch.inference_mode():
+            torch.testing.assert_close(fresh(batch.clone()), expected[: len(batch)])
+    fresh.attn.__dict__["_gfsa_memory"].verified.clear()
+    by_sample = torch.vmap(lambda x: fresh(x[None])[0])(X)
+    torch.testing.assert_close(by_sample, expected)

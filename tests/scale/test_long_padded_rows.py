@@ -149,7 +149,7 @@ def peak(work: Callable[[], Any]) -> int:
     return taken
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [128])
 def test_4k_tokens_with_padding_make_no_tensor_of_all_pairs(
     head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,7 +202,8 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        dv, du, parts = _run_backward(g, *ctx.saved_tensors, ctx.exclusive)
+        v, u, coeffs = ctx.saved_tensors
+        dv, du, parts = _run_backward(g, v, u, coeffs, ctx.exclusive)
         return dv, du, coefficients.gradient(parts, ctx.basis), None, None
 
 

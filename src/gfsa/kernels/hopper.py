@@ -19,13 +19,12 @@ from gfsa.kernels.launching import (
     SPANS,
     Block,
     Grid,
-    Kernel,
     Launch,
     Options,
     Problem,
     Saved,
-    describe_tiles,
     empty_like,
+    gluon_kernel,
     padded,
     pointers,
     problem_of,
@@ -135,22 +134,6 @@ def as_tiles(x: Tensor) -> Tensor:
     return x.view(*x.shape[:2], 1, x.shape[2])
 
 
-class _Kernels:
-    """The kernels by name; Gluon is imported when they are first used."""
-
-    def __init__(self) -> None:
-        from gfsa.kernels import gluon_hopper
-
-        describe = describe_tiles()
-        names = ("grad_first_pass", "grad_keys", "grad_queries", "finish_queries")
-        self.by_name = {name: Kernel(getattr(gluon_hopper, name), describe) for name in names}
-
-
-@functools.cache
-def _kernels() -> _Kernels:
-    return _Kernels()
-
-
 @functools.lru_cache(maxsize=1024)
 def _launches(problem: Problem, with_queries: bool) -> dict[str, Launch]:
     """Each kernel over the rows of one problem."""
@@ -165,7 +148,7 @@ def _launches(problem: Problem, with_queries: bool) -> dict[str, Launch]:
 
 def _launch(name: str, problem: Problem, *constants: bool) -> Launch:
     """A kernel with the constants that all have, then its own."""
-    kernel = _kernels().by_name[name]
+    kernel = gluon_kernel("gluon_hopper", name)
     scale, is_causal, _, _ = problem.options
     mask_b, mask_h, _, mask_j = problem.mask_strides
     width = width_of(problem)
@@ -198,7 +181,7 @@ def _finish_queries(problem: Problem) -> Launch:
     width = width_of(problem)
     tiles = TILES["grad_keys"][width]
     return Launch(
-        _kernels().by_name["finish_queries"],
+        gluon_kernel("gluon_hopper", "finish_queries"),
         (-(-problem.length // tiles.cols), problem.batch * problem.heads, 1),
         problem.variant,
         [(1, 1, tiles.cols, width)],

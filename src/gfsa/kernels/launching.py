@@ -7,6 +7,7 @@ without the per-call work of Triton's own launcher.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -61,6 +62,18 @@ class Saved(NamedTuple):
     coeffs: Tensor
     mask: Tensor | None = None
     seed: Tensor | None = None
+
+
+class Tiles(NamedTuple):
+    """How one kernel cuts its work."""
+
+    rows: int
+    """Rows that a program owns."""
+    cols: int
+    """Rows of the other side that it takes at a time."""
+    warps: int
+    stages: int
+    """Depth of the load pipeline."""
 
 
 class Problem(NamedTuple):
@@ -520,6 +533,14 @@ def _places(tensor, b, h, row, ROWS: tl.constexpr, D: tl.constexpr):
     return at, (i < n)[:, None] & (d < width * UNIT)[None, :]
 
 
+@functools.cache
+def gluon_kernel(module: str, name: str) -> Kernel:
+    """A Gluon kernel; its module is imported when one of its kernels is first used."""
+    kernels = importlib.import_module(f"gfsa.kernels.{module}")
+    return Kernel(getattr(kernels, name), describe_tiles())
+
+
+@functools.cache
 def describe_tiles() -> Callable[[Tensor, Block], Any]:
     """What makes descriptors of tokens, and of numbers in float32, as Gluon kernels take them."""
     from triton.experimental.gluon.language import NVMMASharedLayout

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -45,9 +45,10 @@ from gfsa.kernels.launching import (
     Options,
     Problem,
     Saved,
+    Tiles,
     describe,
-    describe_tiles,
     empty_like,
+    gluon_kernel,
     load_tile,
     multiprocessors,
     padded,
@@ -175,18 +176,6 @@ def _attend_range(
 CACHED_BYTES = 24 * 2**20
 
 
-class Tiles(NamedTuple):
-    """How one kernel cuts its work."""
-
-    rows: int
-    """Rows that a program owns."""
-    cols: int
-    """Rows of the other side that it takes at a time."""
-    warps: int
-    stages: int
-    """Depth of the load pipeline."""
-
-
 # the fastest measured on an H200
 TILES = Tiles(64, 64, 4, 2)
 # wider steps where every query sees every key, from this length on
@@ -278,16 +267,10 @@ ROWS = 128
 HALF = 64
 
 
-class SweepTiles(NamedTuple):
-    """How the kernel cuts the keys."""
-
-    keys: int
-    stages: int
-    """Tiles of keys, and of values, that are on the chip at a time."""
-
-
 # at every head dim: the fastest measured on an H200 (results/kernels.md)
-SWEEP_TILES = SweepTiles(128, 2)
+SWEEP_KEYS = 128
+# tiles of keys, and of values, that are on the chip at a time
+SWEEP_STAGES = 2
 
 
 def attend_by_sweep(
@@ -324,9 +307,9 @@ def _heads_at_a_time(problem: Problem) -> int:
 def _sweep_launch(problem: Problem, powers: int, keeps: bool, natural: bool) -> Launch:
     heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
     dim = problem.head_dim
-    rows, keys = (1, 1, HALF, dim), (1, 1, SWEEP_TILES.keys, dim)
+    rows, keys = (1, 1, HALF, dim), (1, 1, SWEEP_KEYS, dim)
     return Launch(
-        sweep_kernel(),
+        gluon_kernel("gluon_sweep_once", "attend_sweep"),
         (min(heads * blocks, multiprocessors(problem.device)), 1, 1),
         problem.variant,
         [rows, keys, keys, rows, rows],
@@ -341,19 +324,11 @@ def _sweep_launch(problem: Problem, powers: int, keeps: bool, natural: bool) -> 
             problem.mask_strides[0],
         ),
         (
-            *(dim, SWEEP_TILES.keys, SWEEP_TILES.stages, powers, keeps, natural, problem.mask_kind),
+            *(dim, SWEEP_KEYS, SWEEP_STAGES, powers, keeps, natural, problem.mask_kind),
             problem.options.exclusive,
         ),
         num_warps=4,
     )
-
-
-@functools.cache
-def sweep_kernel() -> Kernel:
-    """The kernel; Gluon is imported when it is first used."""
-    from gfsa.kernels.gluon_sweep_once import attend_sweep
-
-    return Kernel(attend_sweep, describe_tiles())
 
 
 HOPPER_KERNELS = ("grad_queries_one", "grad_keys_one")
@@ -382,17 +357,9 @@ def gradient_by_hopper(
     return dq, sum_groups(dk, k), sum_groups(dv, v), parts
 
 
-@functools.cache
-def hopper_kernel(name: str) -> Kernel:
-    """A kernel by its name; Gluon is imported when one is first used."""
-    from gfsa.kernels import gluon_hopper_once
-
-    return Kernel(getattr(gluon_hopper_once, name), describe_tiles())
-
-
 @functools.lru_cache(maxsize=1024)
 def _hopper_launch(name: str, problem: Problem, powers: int) -> Launch:
-    kernel = hopper_kernel(name)
+    kernel = gluon_kernel("gluon_hopper_once", name)
     scale, is_causal, _, exclusive = problem.options
     arguments: Any = inspect.signature(kernel.function.fn).parameters
     return Launch(

@@ -18,14 +18,13 @@ from torch import Tensor
 from gfsa.kernels.launching import (
     FULL_MASK,
     Block,
-    Kernel,
     Launch,
     Options,
     Problem,
     Saved,
     copyable_by_tile,
-    describe_tiles,
     empty_like,
+    gluon_kernel,
     launch_on_device_of,
     multiprocessors,
     padded,
@@ -112,7 +111,7 @@ def forward_launch(problem: Problem) -> Launch:
         launch_options["maxnreg"] = 128
     total = problem.batch * problem.heads
     return Launch(
-        kernels().filter_short,
+        gluon_kernel("gluon_short", "filter_short"),
         (min(total, at_once * multiprocessors(problem.device)), 1, 1),
         problem.variant,
         [cut.block] * 5,
@@ -127,7 +126,7 @@ def backward_launch(problem: Problem) -> Launch:
     length = problem.length
     cut = chunks(length, 128 if 64 < length <= 128 else 64)
     return Launch(
-        kernels().grad_short,
+        gluon_kernel("gluon_short", "grad_short"),
         (problem.batch * problem.heads, 1, 1),
         problem.variant,
         [cut.block] * 9,
@@ -148,22 +147,6 @@ def _constants(problem: Problem) -> tuple[Any, ...]:
     """The kernels' last constants: CAUSAL, MASK and DROPOUT."""
     _, is_causal, dropout_p, _ = problem.options
     return is_causal, problem.mask_kind, dropout_p > 0.0
-
-
-class _Kernels:
-    """The kernels; Gluon is imported when they are first used."""
-
-    def __init__(self) -> None:
-        from gfsa.kernels.gluon_short import filter_short, grad_short
-
-        describe = describe_tiles()
-        self.filter_short = Kernel(filter_short, describe)
-        self.grad_short = Kernel(grad_short, describe)
-
-
-@functools.cache
-def kernels() -> _Kernels:
-    return _Kernels()
 
 
 def zero(device: torch.device) -> Tensor:

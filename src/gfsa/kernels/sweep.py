@@ -29,8 +29,8 @@ from gfsa.kernels.launching import (
     Launch,
     Options,
     Problem,
-    describe_tiles,
     empty_like,
+    gluon_kernel,
     multiprocessors,
     pointers,
     problem_of,
@@ -228,7 +228,7 @@ def heads_at_a_time(length: int, mask_kind: int) -> int:
 def _launch(problem: Problem, out_strides: tuple[int, int, int]) -> Launch:
     heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
     return Launch(
-        kernel(),
+        gluon_kernel("gluon_sweep", "filter_sweep"),
         (min(heads * blocks, multiprocessors(problem.device)), 1, 1),
         (*problem.variant, max(out_strides) >= 2**31),
         [(1, 1, HALF, problem.head_dim)] * 4,
@@ -262,14 +262,6 @@ def _plan(problem: Problem) -> Launch:
         (ROWS, HALF, PARTS[problem.head_dim] * HALF, LOOKED_AT, WINDOWS, FLAGS),
         num_warps=8,
     )
-
-
-@functools.cache
-def kernel() -> Kernel:
-    """The kernel; Gluon is imported when it is first used."""
-    from gfsa.kernels.gluon_sweep import filter_sweep
-
-    return Kernel(filter_sweep, describe_tiles())
 
 
 _PLAN = Kernel(plan_blocks)

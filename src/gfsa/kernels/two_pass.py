@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import NamedTuple
 
 import torch
 import triton
@@ -44,6 +43,7 @@ from gfsa.kernels.launching import (
     Options,
     Problem,
     Saved,
+    Tiles,
     describe,
     empty_like,
     load_tile,
@@ -674,18 +674,6 @@ def _grad_queries_range(
         ds = p * (da - delta[:, None])
         dq = tl.dot(ds.to(q.dtype), k, dq)
     return dq
-
-
-class Tiles(NamedTuple):
-    """How one kernel cuts its work."""
-
-    rows: int
-    """Rows that a program owns."""
-    cols: int
-    """Rows of the other side that it takes at a time."""
-    warps: int
-    stages: int
-    """Depth of the load pipeline."""
 
 
 # by kernel, then by the largest head dim that an entry serves

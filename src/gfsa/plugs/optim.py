@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -215,6 +216,12 @@ def give_rate(optimizer: Any, model: nn.Module, filter_lr: float) -> None:
         raise ValueError(
             f"filter_lr={filter_lr}: {type(optimizer).__name__} does not hold the filters' "
             f"parameters in its groups, so they cannot have a rate of their own there. {_INSTEAD}"
+        )
+    if type(optimizer).__name__ == "Muon":
+        warnings.warn(
+            "Muon has the filters' parameters and would orthogonalise them as if (heads, learned "
+            "numbers) were a matrix: give it the other weights, and the filters to AdamW",
+            stacklevel=3,
         )
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in wanted]

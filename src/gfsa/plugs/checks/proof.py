@@ -174,11 +174,18 @@ class Evidence:
         scores: the map before its softmax, ``(..., H, N, N)``; or queries and keys, ``(..., H, N,
             D)``.
         values: ``(..., H, N, D)``.
+        hidden: whether the softmax has a gradient of its own (an autograd function), so that each
+            score depends on its whole row. Then the order of queries and keys is not compared.
     """
 
     def __init__(
-        self, inputs: Mapping[str, Tensor], scores: Sequence[Tensor], values: Tensor
+        self,
+        inputs: Mapping[str, Tensor],
+        scores: Sequence[Tensor],
+        values: Tensor,
+        hidden: bool = False,
     ) -> None:
+        self.hidden = hidden
         self.inputs = inputs
         self.scores = scores
         self.values = values
@@ -187,11 +194,20 @@ class Evidence:
         # of the entries whose gradients are taken, by the tensor
         self.weights: dict[int, Tensor] = {}
 
-    def separates_lead(self) -> bool:
-        """Whether no token is in two places of the leading axes, the heads apart."""
+    def separates_lead(self, merged: bool) -> bool:
+        """Whether no token is in two places of the leading axes, the heads apart.
+
+        Args:
+            merged: whether an axis of the inputs may hold tokens and their features, so that no
+                axis is known to hold features alone.
+        """
         half = self._half(self.rows[:-1])[..., None].expand(self.rows)
-        one, other = self._of_values(half), self._of_values(~half)
-        return not any(_meet(one[name], other[name]) for name in self.inputs)
+        one, other, row = map(self._of_values, (half, ~half, self._row(0)))
+        axes = {name: [] if merged else _extent([row[name]]) for name in self.inputs}
+        return not any(
+            _meet(_without(one[name], axes[name]), _without(other[name], axes[name]))
+            for name in self.inputs
+        )
 
     def refusal(self) -> str | None:
         """Why this is not attention of tokens to themselves, or None if it is."""
@@ -211,7 +227,8 @@ class Evidence:
         columns = {name for name in self.inputs if _meet(across[name], beyond[name])}
         if not (rows or columns):
             # one token in each place, or a mask that shows each token itself alone
-            rows = columns = {n for n in self.inputs if bool((within[n] | beyond[n]).any())}
+            every = torch.ones_like(halves[0])
+            rows = columns = {n for n, x in self._of_scores(every, every).items() if bool(x.any())}
         values = {n for n in self.inputs if bool((of_values[0][n] | of_values[1][n]).any())}
         for side, names in (("queries", rows), ("keys", columns), ("values", values)):
             if not names:
@@ -219,6 +236,14 @@ class Evidence:
                     f"how its {side} follow from its inputs could not be followed, so whether "
                     "queries and keys are the same tokens is unknown"
                 )
+        sequences = {
+            n for n in rows if self.inputs[n].shape in [self.inputs[v].shape for v in values]
+        }
+        if self.hidden and not sequences <= values:
+            return (
+                f"its softmax is an autograd function of its own, so which of {_listed(sequences)} "
+                "its queries and keys come from could not be followed"
+            )
         shared = rows & columns
         # positions may be an input, too, and be added to the queries and keys of two sequences
         if not values <= shared and rows != columns:
@@ -244,9 +269,8 @@ class Evidence:
         """
         one_row = []
         for place in (self.rows.numel() // 2, -1):
-            row = torch.zeros(self.rows, dtype=torch.bool, device=self.values.device)
-            row.view(-1)[place] = True
-            one_row.append((self._of_scores(row, row, 1)[name], self._of_values(row, 1)[of_values]))
+            row = self._row(place)
+            one_row.append((self._of_scores(row, row, 1)[name], self._of_values(row)[of_values]))
         names = (name, name, of_values, of_values)
         halves = [tuple(x[n] for x, n in zip(half, names, strict=True)) for half in self.halves]
         n = self.rows[-1]
@@ -278,6 +302,12 @@ class Evidence:
             )
         return None
 
+    def _row(self, place: int) -> Tensor:
+        """One row alone."""
+        row = torch.zeros(self.rows, dtype=torch.bool, device=self.values.device)
+        row.view(-1)[place] = True
+        return row
+
     def _half(self, shape: Sequence[int]) -> Tensor:
         """About half of the rows, by chance; the first is not among them, the second is."""
         chosen = torch.rand(shape, generator=self.random, device=self.values.device) < 0.5
@@ -288,18 +318,20 @@ class Evidence:
         self, rows: Tensor, columns: Tensor, heads: int | None = None
     ) -> dict[str, Tensor]:
         """The places of the inputs that the scores of some rows and columns depend on."""
+        if self.hidden and not bool(rows.all()):
+            return {name: torch.zeros_like(x, dtype=torch.bool) for name, x in self.inputs.items()}
         if len(self.scores) == 1:
             chosen = [rows[..., :, None] & columns[..., None, :]]
         else:
             chosen = [rows[..., None], columns[..., None]]
         return self._touched(self.scores, chosen, heads)
 
-    def _of_values(self, rows: Tensor, heads: int | None = None) -> dict[str, Tensor]:
+    def _of_values(self, rows: Tensor) -> dict[str, Tensor]:
         """The places of the inputs that some rows of the values depend on."""
-        return self._touched([self.values], [rows[..., None]], heads)
+        return self._touched([self.values], [rows[..., None]])
 
     def _touched(
-        self, outputs: Sequence[Tensor], chosen: Sequence[Tensor], heads: int | None
+        self, outputs: Sequence[Tensor], chosen: Sequence[Tensor], heads: int | None = None
     ) -> dict[str, Tensor]:
         """The places of the inputs with a gradient of the chosen entries of some heads."""
         weights = []

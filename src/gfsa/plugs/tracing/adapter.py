@@ -96,14 +96,10 @@ class Traced(nn.Module):
             return verified
         if not all(map(can_be_differentiated, inputs.values())):
             return memory.for_any_batch.get(kind, _UNREADABLE)
-        heads = self.gfsa.num_heads  # type: ignore[union-attr]
-        proven = prove(self, _name(self), heads, inputs, args, kwargs)
+        proven = prove(self, inputs, args, kwargs)
         if not isinstance(proven, Proven):
             return proven
-        any_batch = None
-        if not any(x.is_meta for x in inputs.values()):
-            any_batch = proven.verified.layout.for_any_batch(proven.scores, heads)
-        memory.keep(signature, kind, proven.verified, any_batch)
+        memory.keep(signature, kind, *proven)
         return proven.verified
 
     def _require_same_tokens(self, given: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> None:
@@ -177,7 +173,7 @@ def _described(value: Any) -> Hashable:
 
 def _state(module: nn.Module) -> Hashable:
     """What a module keeps and may choose a path through its forward by; numbers may be counters."""
-    state = []
+    state: list[Hashable] = []
     for name, value in vars(module).items():
         if name.startswith("_gfsa"):
             continue

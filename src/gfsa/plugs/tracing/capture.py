@@ -8,7 +8,9 @@ copy of the module up to there, and proves that the product is self-attention.
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -261,7 +263,8 @@ class Rehearsal(Watch):
 
     def __init__(self, refusals: Refusals) -> None:
         super().__init__(self, MapHistory(), refusals)
-        self.count = 0
+        self.hidden = False
+        """Whether a softmax is in an autograd function of the module's own."""
         # the scores, or queries and keys; the values; the shape of the map
         self.reached: tuple[tuple[Tensor, ...], Tensor, tuple[int, ...]] | None = None
 
@@ -304,53 +307,49 @@ class Rehearsal(Watch):
             result: Tensor = self._run(func, args, kwargs)
             return result
         scores = args[0] if args else kwargs["input"]
-        # masked entries have no gradient
-        scores = scores.clamp(-_MASKED, _MASKED).to(kwargs.get("dtype") or scores.dtype)
+        self.hidden = self.hidden or not torch.is_grad_enabled()
+        # a mask that is added to the scores hides no entry here
+        scores = scores.masked_fill(scores.isinf(), -_MASKED)
+        scores = scores.to(kwargs.get("dtype") or scores.dtype)
         self.history.start(scores)
         return scores
 
 
-UNPROVEN = (
+_UNPROVEN = (
     "how its queries and keys follow from its inputs could not be followed ({}), so whether they "
     "are the same tokens is unknown"
 )
 
-# scores beyond this are those of a mask
+# numbers beyond this are those of a mask
 _MASKED = 1e4
 
 
+class Proven(NamedTuple):
+    """What a proof has shown of one call: for its own sizes, and for any batch, or None."""
+
+    verified: Verified
+    for_any_batch: Verified | None
+
+
 def prove(
-    module: Any,
-    name: str,
-    heads: int,
-    inputs: Mapping[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    module: Any, inputs: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Proven | str:
-    """Prove that a forward is attention of the module's tokens to themselves.
+    """Prove that a forward is attention of the module's tokens to themselves, or say why not.
 
     The forward runs up to its product, on a copy of the module and of its arguments. Random
     generators, buffers and a cache are afterwards as they were before.
 
     Args:
         module: the traced module.
-        name: its name in errors.
-        heads: how many heads its filter has.
         inputs: the tensors among the arguments that may hold tokens, by name.
         args, kwargs: the arguments.
-
-    Returns:
-        What is proven, or why it is not self-attention, or could not be proven.
     """
-    equal: tuple[tuple[str, str], ...] = ()
-    while True:
-        found = _rehearse(module, name, heads, inputs, equal, args, kwargs)
-        if not isinstance(found, Crossing) or equal:
-            return found
-        # another input may hold the same tokens, as in attention(x, x.clone())
-        equal = _equal_pairs(inputs, found.names)
-        if not equal:
-            return found
+    found = _rehearse(module, inputs, (), args, kwargs)
+    if not isinstance(found, Crossing):
+        return found
+    # another input may hold the same tokens, as in attention(x, x.clone())
+    pairs = _equal_pairs(inputs, found.names)
+    return _rehearse(module, inputs, pairs, args, kwargs) if pairs else found
 
 
 def _equal_pairs(inputs: Mapping[str, Tensor], names: Iterable[str]) -> tuple[tuple[str, str], ...]:
@@ -367,17 +366,8 @@ def _equal_pairs(inputs: Mapping[str, Tensor], names: Iterable[str]) -> tuple[tu
     return tuple(pairs)
 
 
-class Proven(NamedTuple):
-    """What a proof has shown of one call, and the shape of its map."""
-
-    verified: Verified
-    scores: tuple[int, ...]
-
-
 def _rehearse(
     module: Any,
-    name: str,
-    heads: int,
     inputs: Mapping[str, Tensor],
     equal: tuple[tuple[str, str], ...],
     args: tuple[Any, ...],
@@ -397,39 +387,51 @@ def _rehearse(
                 by_id[id(x)] = leaves[first[key]]
             elif id(x) not in by_id:
                 leaves[key] = by_id[id(x)] = _leaf(x)
-        watch = Rehearsal(Refusals(module, name))
+        rehearsal = Rehearsal(Refusals(module, ""))
         own = [_argument(value, by_id) for value in args]
         named = {key: _argument(value, by_id) for key, value in kwargs.items()}
         try:
-            with watch:
+            with rehearsal:
                 module.run_untraced(_replica(module), own, named)
         except (_Reached, TraceError):
             # the forward itself raises such an error again
             pass
         except Exception as error:
-            return UNPROVEN.format(
-                f"with gradients its forward raised {type(error).__name__}: {error}"
-            )
-        if watch.reached is None:
-            return UNPROVEN.format("its forward had no attention product when it was verified")
-        scores, values, shape = watch.reached
-        if shape[-2] != shape[-1]:
-            return NOT_SQUARE.format(*shape[-2:])
-        layouts = possible_layouts(shape, heads)
-        if not layouts:
-            return no_heads(shape, heads)
-        if 0 in shape or values.numel() == 0 or values.is_meta:
-            # nothing is computed, so any layout of these sizes will do
-            return Proven(Verified(layouts[0], equal), shape)
-        for layout in layouts:
-            sides = [layout.split(x, heads) for x in (*scores, values)]
-            evidence = Evidence(leaves, sides[:-1], sides[-1])
-            if len(layouts) == 1 or evidence.separates_lead():
-                break
-        else:
-            return no_heads(shape, heads)
+            why = f"with gradients its forward raised {type(error).__name__}: {error}"
+            return _UNPROVEN.format(why)
+        if rehearsal.reached is None:
+            return _UNPROVEN.format("its forward had no attention product when it was verified")
+        hidden = rehearsal.hidden
+        return _proof(leaves, *rehearsal.reached, hidden, module.gfsa.num_heads, equal)
+
+
+def _proof(
+    leaves: Mapping[str, Tensor],
+    scores: tuple[Tensor, ...],
+    values: Tensor,
+    shape: tuple[int, ...],
+    hidden: bool,
+    heads: int,
+    equal: tuple[tuple[str, str], ...],
+) -> Proven | str:
+    """What gradients show of the product that a rehearsal has reached."""
+    if shape[-2] != shape[-1]:
+        return NOT_SQUARE.format(*shape[-2:])
+    layouts = possible_layouts(shape, heads)
+    if layouts and (0 in shape or values.numel() == 0 or values.is_meta):
+        # nothing is computed, so any layout of these sizes will do
+        return Proven(Verified(layouts[0], equal), None)
+    for merged, layout in itertools.product((False, True), layouts):
+        sides = [layout.split(x, heads) for x in (*scores, values)]
+        evidence = Evidence(leaves, sides[:-1], sides[-1], hidden)
+        if len(layouts) > 1 and not evidence.separates_lead(merged):
+            continue
         refusal = evidence.refusal()
-        return refusal or Proven(Verified(layout, equal), shape)
+        if refusal is not None:
+            return refusal
+        general = layout.for_any_batch(shape, heads)
+        return Proven(Verified(layout, equal), general and Verified(general, equal))
+    return no_heads(shape, heads)
 
 
 def _leaf(x: Tensor) -> Tensor:
@@ -462,7 +464,11 @@ def _replica(module: nn.Module) -> nn.Module:
         copies[inner] = inner
         if not isinstance(inner, torch.jit.ScriptModule):
             copies[inner] = object.__new__(type(inner))
-            copies[inner].__dict__.update(inner.__dict__)
+            # what the copy keeps in a dict, as LeViT does its biases, is not the module's
+            attributes = vars(inner).items()
+            copies[inner].__dict__.update(
+                {n: copy.copy(x) if type(x) in (dict, list, set) else x for n, x in attributes}
+            )
     for inner, own in copies.items():
         if own is inner:
             continue

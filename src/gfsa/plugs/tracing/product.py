@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -159,15 +159,14 @@ class Memory:
     """By the kind of the call, without sizes: for graphs that are compiled."""
     rows_checked: bool = False
 
-    def keep(self, signature: Hashable, kind: Hashable, proven: Verified, any_batch: Any) -> None:
-        """Remember a proof; ``any_batch`` is its layout for other batches, or None."""
+    def keep(
+        self, signature: Hashable, kind: Hashable, proven: Verified, any_batch: Verified | None
+    ) -> None:
+        """Remember what was proven of a call, and for any batch of its kind if that is known."""
         if len(self.verified) >= _CALLS_KEPT:
             self.verified.clear()
         self.verified[signature] = proven
-        if any_batch is None:
-            return
-        general = replace(proven, layout=any_batch)
-        if self.for_any_batch.setdefault(kind, general) != general:
+        if any_batch is not None and self.for_any_batch.setdefault(kind, any_batch) != any_batch:
             # two paths through the forward: which of them a compiled graph takes is unknown
             self.for_any_batch[kind] = Verified(HeadLayout(0, 0))
 

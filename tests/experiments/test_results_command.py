@@ -133,7 +133,7 @@ def test_filters(folder):
         (("--plan", "x.txt"), "--plan writes the runs of a family; name it by --family"),
         (("--contrast", "gfsa"), "--contrast takes 'A - B', two lines of a table"),
         (("--contrast", "gfsa - plain", "--method", "gfsa"), "leave out --method"),
-        (("--show", "all"), "--show takes verdicts, domains, costs, tables, tuning, forest, got"),
+        (("--show", "all"), "--show takes verdicts, domains, costs"),
         (("--family", "nope", "--recipe", "glue"), "leave out --recipe, --task and --method"),
         (("--contrast", "gfsa - nope"), "no task has both lines of 'gfsa - nope'"),
         (("--plot", "x.jpeg2"), "cannot write .jpeg2; known extensions: "),

@@ -23,7 +23,7 @@ from gfsa_experiments.data.own import (
     text_of,
 )
 from gfsa_experiments.data.tables import ENDINGS as TABLES
-from gfsa_experiments.data.tables import HALF, column_of, load_parts, open_table
+from gfsa_experiments.data.tables import column_of, load_parts, open_table
 
 SHARE = 0.05
 """Of the text, for each of ``valid`` and ``test``."""
@@ -157,12 +157,6 @@ class Corpus:
 
     def _texts(self, where: str, table: Any) -> Iterator[str]:
         for number, text in enumerate(column_of(where, table, self.column, "text"), start=1):
-            # no tokenizer takes them; JSON may have them
-            if isinstance(text, str) and HALF.search(text):
-                raise ValueError(
-                    f"{where}, row {number}: half of a surrogate pair in {self.column}, which is "
-                    "no character: leave it out"
-                )
             # NaN stands for a missing cell
             if isinstance(text, str) and text.strip():
                 yield text

@@ -34,7 +34,7 @@ from gfsa_experiments.data.own import (
 from gfsa_experiments.engine.task import OwnData
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
-HALF = re.compile("[\ud800-\udfff]")
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _usable(
         texts = tuple("" if cell is None or cell != cell else str(cell).strip() for cell in row)
         lacking = [c for c, text in zip(columns, texts, strict=True) if not text and c != empty]
         # JSON may have halves of surrogate pairs; no tokenizer takes them
-        if lacking or any(map(HALF.search, texts)):
+        if lacking or any(map(_HALF.search, texts)):
             bad.add(number, f"nothing in {', '.join(lacking)}" if lacking else "half a character")
         else:
             found.append(texts)

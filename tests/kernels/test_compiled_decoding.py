@@ -52,7 +52,7 @@ def filled(plugged: Any, degree: int) -> Any:
             layer.gfsa_counters = counters
         else:
             (((companion,),),) = (layer.gfsa_powers.values(),)
-            companion.counters = counters
+            companion.gfsa_counters = counters
     return cache
 
 

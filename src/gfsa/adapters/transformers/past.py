@@ -121,7 +121,7 @@ class LayerPast(Past):
     def counters(self, heads: int, device: torch.device) -> Tensor | None:
         layer = self.layer
         # the most common class first, because isinstance is slow here
-        if type(layer) is DynamicLayer or device.type != "cuda":
+        if type(layer) is DynamicLayer:
             return None
         companions = getattr(layer, "gfsa_powers", {}).get(self.owner)
         # a compiled call checks less of a companion, which is a module
@@ -130,6 +130,8 @@ class LayerPast(Past):
         if counters is not None and len(counters) >= heads and counters.device == device:
             return counters
         if torch.compiler.is_compiling() or not isinstance(layer, StaticLayer):
+            return None
+        if device.type != "cuda":
             return None
         if torch.cuda.is_current_stream_capturing():
             # they would be the graph's memory

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gfsa_experiments.models import GraphormerCollator, GraphViTCollator
-from gfsa_experiments.models.graph_features import dense_adjacency, random_walk_encoding
+from gfsa_experiments.models.graphs import dense_adjacency, random_walk_encoding
 from gfsa_experiments.tasks.graph.features import (
     MAX_HOPS,
     laplacian_encoding,

@@ -115,7 +115,7 @@ def _known(name: str, data_dir: Path) -> GraphSet:
         # the first excitation energy is the closest to PCQM4M's gap
         y = y[:, :1] * _HARTREE
     facts: dict[str, Any] = {"metric": metric, "node_features": nodes, "edge_features": edges}
-    graphs = GraphSet(name=name, kind=KINDS[metric], y=y, **facts, **read)
+    graphs = GraphSet(name=name, kind=KINDS[metric], y=y, **(facts | read))
     # the fourth split of zinc12k has molecules that the official 12,000 lack
     return usable(graphs, path, source.sizes, unused=TEST + 1 if name == "zinc" else None)
 

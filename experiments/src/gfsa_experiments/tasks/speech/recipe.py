@@ -179,8 +179,10 @@ class SpeechConfig(TrainConfig):
             unused |= dict.fromkeys(("beam", "search_ctc_weight"), "decode=beam alone searches")
         if not self.decoder_layers:
             alone = "decoder_layers=0 is CTC alone, without a decoder"
-            of_decoder = ("decoder_hidden", "label_smoothing", "decode", "beam")
-            unused |= dict.fromkeys((*of_decoder, "search_ctc_weight"), alone)
+            of_decoder = ("decoder_hidden", "label_smoothing", "beam", "search_ctc_weight")
+            unused |= dict.fromkeys(of_decoder, alone)
+            if self.decode == "beam":
+                unused["decode"] = alone
         return unused
 
     @property

@@ -607,6 +607,12 @@ def test_layers_by_name_and_pattern() -> None:
 def test_a_report_in_place_of_the_model_says_so() -> None:
     report: Any = gfsa.plug(bert())
     assert copy.deepcopy(report) == report
-    for use in (lambda: report(1), lambda: report.train(), lambda: gfsa.unplug(report)):
+    uses = (
+        lambda: report(1),
+        lambda: report.train(),
+        lambda: report.parameters(),
+        lambda: gfsa.unplug(report),
+    )
+    for use in uses:
         with pytest.raises((TypeError, AttributeError), match="in place and returns a report"):
             use()

@@ -352,7 +352,6 @@ def test_compiled_decoding_calls_one_operator_a_layer(
         ("decided once", 2),
         ("decided once", 6),
         ("compiled", 1),
-        ("compiled", 6),
     ],
 )
 @pytest.mark.parametrize("degree", [1, 2])

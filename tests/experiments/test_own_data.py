@@ -59,7 +59,7 @@ class TestNames:
             ("code", {"data": "devign.csv"}, "data=devign codebert-base"),
             ("graph", {"data": "./zinc"}, "data=zinc graphormer-slim"),
             ("graph", {"data": "pyg:TUDataset:MUTAG"}, "data=TUDataset-MUTAG graphormer-slim"),
-            ("speech", {"data": "an4"}, "data=an4 transformer-d12"),
+            ("speech", {"data": "./an4"}, "data=an4 transformer-d12"),
             ("lra", {"data": "image.csv"}, "data=image softmax"),
             ("image", {"data": "a/cifar10", **SMALL_IMAGES}, "folder=cifar10 deit_tiny-d1"),
             ("pretrain", {"data": "hub:someone/wiki:en"}, "wiki-en qwen3-15m"),

@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gfsa_experiments.data.files import check_count, not_found, read_npz, source_of
-from gfsa_experiments.data.own import PARTS, entries_of, hold_out, part_named, three_parts
+from gfsa_experiments.data.own import (
+    Labels,
+    entries_of,
+    part_named,
+    refuse_unseen,
+    three_parts,
+)
 
 Cifar = Literal["cifar10", "cifar100"]
 SIDE = 32
@@ -98,8 +104,8 @@ class ImageFiles:
 def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
     """The images in ``train/CLASS``, ``val/CLASS`` and ``test/CLASS``, or in ``CLASS`` alone.
 
-    With ``val`` and no ``test`` it is ``val`` that is reported, and ``valid`` is held out of train.
-    Images without parts are split: 10 % test, ``holdout`` valid, the rest train.
+    Parts that are not named are split off: 10 % of all images for test, ``holdout`` for valid; with
+    ``val`` and no ``test`` it is ``val`` that is reported.
 
     Args:
         root: the folder.
@@ -112,28 +118,15 @@ def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
     if folders and ("train" not in folders or len(folders) == 1):
         raise _not_images(root)
     classes, files = _images_in(folders.get("train", root))
-    if not folders:
-        labels = [label for _, label in files]
-        rows, split_by = three_parts(
-            {"train": range(len(files))}, str(root), labels, holdout=holdout
-        )
-        listed = {part: [files[row] for row in chosen] for part, chosen in rows.items()}
-        return ImageFiles(listed, classes, split_by)
-    parts = {part: _images_in(folder, classes)[1] for part, folder in folders.items()}
-    if len(parts) == len(PARTS):
-        return ImageFiles({part: parts[part] for part in PARTS}, classes, "the parts that it names")
-    reported = "test" if "test" in parts else "valid"
-    parts = {"train": parts["train"], "test": parts[reported]}
-    split_by = f"{folders[reported].name} is reported as test"
-    if holdout:
-        train, valid = hold_out(len(files), holdout)
-        parts |= {"train": [files[row] for row in train], "valid": [files[row] for row in valid]}
-        if {label for _, label in parts["train"]} != set(range(len(classes))) or not valid:
-            raise ValueError(
-                f"holdout={holdout:g} leaves a class without images to train on, or none in valid; "
-                "add images or folders of both val and test, or set another holdout"
-            )
-        split_by += f", valid is {100 * holdout:g} % of train at random, the same in every run"
+    named = {"train": range(len(files))}
+    for part in folders.keys() - {"train"}:
+        found = _images_in(folders[part], classes)[1]
+        named[part] = range(len(files), len(files) + len(found))
+        files = files + found
+    labels = [label for _, label in files]
+    rows, split_by = three_parts(named, str(root), labels, holdout=holdout)
+    refuse_unseen(Labels(tuple(classes), [float(n) for n in labels], ""), rows, str(root))
+    parts = {part: [files[row] for row in chosen] for part, chosen in rows.items()}
     return ImageFiles(parts, classes, split_by)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from dataclasses import dataclass
@@ -140,15 +139,11 @@ class ImageConfig(TrainConfig):
     def sketch(self) -> nn.Module | None:
         if find_spec("timm") is None:
             return None
-        built_from = (self.timm_name, self.size, *self.model_arguments().items())
-        if built_from not in _sketches:
-            try:
-                _sketches[built_from] = _checked_model(self, "meta")
-            except ValueError:
-                # some models cannot be built on meta; those that cannot be built at all raise again
-                return _checked_model(self, "cpu")
-        # a method changes the model that it is tried on
-        return copy.deepcopy(_sketches[built_from])
+        try:
+            return _checked_model(self, "meta")
+        except ValueError:
+            # some models cannot be built on meta; those that cannot be built at all raise again
+            return _checked_model(self, "cpu")
 
     @property
     def size(self) -> int:
@@ -283,10 +278,6 @@ def _own_size(name: str) -> int:
 
     found = get_pretrained_cfg(name)
     return 224 if found is None else int(found.input_size[-1])
-
-
-# a plan has many runs of few models, each of which takes half a second to build
-_sketches: dict[tuple[Any, ...], nn.Module] = {}
 
 
 def _checked_model(config: ImageConfig, device: str) -> nn.Module:

@@ -161,15 +161,15 @@ def _not_images(root: Path, wanted: list[str] | None = None) -> FileNotFoundErro
 
 
 class FolderImages(Dataset[Any]):
-    """Pairs of an RGB image (PIL) and its label, read on demand."""
+    """Pairs of a transformed RGB image and its label, read on demand."""
 
-    def __init__(self, files: Sequence[File]) -> None:
-        self.files = files
+    def __init__(self, files: Sequence[File], transform: Any) -> None:
+        self.files, self.transform = files, transform
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         from PIL import Image
 
         path, label = self.files[index]
@@ -178,7 +178,7 @@ class FolderImages(Dataset[Any]):
                 if image.mode.startswith("I"):
                     # of 16 bits the upper 8: Pillow would clip them, everything above 255 white
                     image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-                return image.convert("RGB"), label
+                return self.transform(image.convert("RGB")), label
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise ValueError(
                 f"{path} is no readable image: {error}; replace or delete it"
@@ -199,13 +199,6 @@ class MemoryImages(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        """An image for timm's transforms (PIL) and its label."""
-        from PIL import Image
-
-        pixels, label = self.source(index)
-        return Image.fromarray(pixels.numpy()), label
-
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         at = self.indices[indices]
         return {
@@ -217,24 +210,6 @@ class MemoryImages(Dataset[Any]):
         """Pixels and label before any transform."""
         at = self.indices[index]
         return self.images.pixels[at], int(self.images.labels[at])
-
-
-class Transformed(Dataset[Any]):
-    """Pairs of image and label, with the image transformed."""
-
-    def __init__(self, dataset: FolderImages | MemoryImages, transform: Any) -> None:
-        self.dataset, self.transform = dataset, transform
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image, label = self.dataset[index]
-        return self.transform(image), label
-
-    def source(self, index: int) -> Any:
-        """The image before its transform."""
-        return self.dataset.source(index)
 
 
 def stack(items: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:

@@ -92,8 +92,8 @@ def test_an_interrupted_run_goes_on_with_the_same_random_images(
 ) -> None:
     settings = {"max_steps": 4, "checkpoint_every": 2, "dataset": dataset, "erase": 0.5}
     if dataset == "folder":
-        write_folder(data / "photos", {"train": 12, "val": 2, "test": 2})
-        settings |= {"data": "photos", "image_size": 32}
+        write_folder(data, {"train": 12, "val": 2, "test": 2})
+        settings["image_size"] = 32
     whole = carry_out(run(data, out="whole", **settings))
     loss, calls = ImageTask.loss, []
 
@@ -153,8 +153,8 @@ def test_parts_are_the_same_for_every_seed_and_disjoint(data: Path) -> None:
 
 
 def test_timms_transforms_depend_on_seed_epoch_and_index(data: Path) -> None:
-    write_folder(data / "photos", {"train": 4, "val": 2, "test": 2})
-    task = made(data, dataset="folder", data="photos", image_size=32)
+    write_folder(data, {"train": 4, "val": 2, "test": 2})
+    task = made(data, dataset="folder", image_size=32)
     train = task.splits["train"].dataset
     first = train[3][0]
     assert first.shape == (3, 32, 32)

@@ -278,7 +278,7 @@ def test_a_row_has_no_folders_of_a_machine(path: str, kept: str) -> None:
     (run,) = Request("text", settings=settings).runs()
     # the label has the model's name
     assert run.key().settings == f"data={kept}"
-    assert run.command.endswith(f"--set data={kept} --set model=bert")
+    assert run.command.endswith(f"--set model=bert --set data={kept}")
     assert run.config.data == path  # type: ignore[attr-defined]
 
 

@@ -45,9 +45,6 @@ _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 _START, _PAD, _END = 0, 1, 2
 
 
-# --- what is read ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextTaskConfig(TrainConfig):
     """What the three recipes have in common."""
@@ -229,9 +226,6 @@ class CodeConfig(TextTaskConfig):
         return "f1" if not self.data and self.dataset == "bigclonebench" else "accuracy"
 
 
-# --- how it is encoded ----------------------------------------------------------------------------
-
-
 class Examples(Dataset[Any]):
     """Examples of one or several encoded texts, with a label each; a batch is a slice of arrays.
 
@@ -360,9 +354,6 @@ def encode(config: TextTaskConfig, data_dir: Path) -> Encoded:
         for part, chosen in parts.items()
     }
     return Encoded(examples, rows, vocabulary, mean, deviation)
-
-
-# --- who predicts ---------------------------------------------------------------------------------
 
 
 class PairClassifier(nn.Module):

@@ -198,8 +198,10 @@ class NeuTRENO(BaselineFilter):
     def depth(self) -> Tensor | None:
         return self.base.new_full((len(self.base),), self.alpha) if self.has_depth else None
 
-    def mixed(self, operator: Operator, v: Tensor) -> Tensor:
-        # the map acts on the layer's own values
+    def mix_values(self, v: Tensor) -> Tensor:
+        # the map acts on the layer's own values; those of the first layer become v⁰
+        if not self.has_depth and self.first_values is not None:
+            self.first_values.keep(v)
         return v
 
     def forward(self, operator: Operator, v: Tensor) -> Tensor:
@@ -210,14 +212,16 @@ class NeuTRENO(BaselineFilter):
                 "NeuTRENO needs the first layer's values: gfsa.baselines.apply(model, 'neutreno') "
                 "connects the layers"
             )
+        if not operator.values_are_mixed:
+            v = self.mix_values(v)
         own, mixed = operator.powers(v, 1)
-        own = repeat_heads(own, mixed)
-        # v + α·v⁰; in the first layer v, which becomes v⁰
-        pulled = self.mix_values(own)
-        if not self.has_depth:
+        alpha = self.depth()
+        if alpha is None:
             return mixed
+        pulled = self.first_values.add(own, alpha, self.place)
         wide = at_least_float32(mixed.dtype)
-        y = mixed + (pulled.to(wide) - (1 + self.alpha) * own.to(wide))
+        pull = pulled.to(wide) - (1 + self.alpha) * own.to(wide)
+        y = mixed + repeat_heads(pull, mixed)
         return y.to(mixed.dtype)
 
     def map(self, operator: DenseOperator, v: Tensor | None = None) -> Tensor:

@@ -17,8 +17,7 @@ from gfsa._version import __version__
 from gfsa.plugs.saving.checkpoint import describe, save, write_filters
 from gfsa.plugs.saving.files import OLD_DESCRIPTION, hub_library, is_hub_name
 from gfsa.plugs.saving.identity import canonical_name
-from gfsa.plugs.saving.peft import PEFT_ENTRY
-from gfsa.plugs.saving.pretrained import CONFIG_ENTRY, is_of_diffusers
+from gfsa.plugs.saving.pretrained import CONFIG_ENTRY, PEFT_ENTRY, is_of_diffusers
 from gfsa.plugs.sites import check_model, counted, filters_of, is_sharded, plugged_sites
 
 CARD = "README.md"

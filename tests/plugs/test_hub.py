@@ -100,7 +100,7 @@ class TestFilters:
         self, server: HubServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        with pytest.raises(FileNotFoundError, match="cannot find the requested files|offline"):
+        with pytest.raises(FileNotFoundError, match=r"cannot find the requested files|offline"):
             gfsa.load(encoder(), "user/filters")
 
     def test_revisions(self, server: HubServer) -> None:

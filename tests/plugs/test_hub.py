@@ -75,7 +75,6 @@ class TestFilters:
         files = server.repositories["user/filters"].files()
         assert sorted(files) == [
             "README.md",
-            "coefficients.svg",
             "filters.safetensors",
         ]
         again = encoder()

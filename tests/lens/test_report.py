@@ -40,7 +40,7 @@ def layer(coefficients: list[float], verdict: str, share: float = 0.5) -> Attent
 def model(
     features: list[FeatureReading], attention: list[AttentionReading] | None = None
 ) -> ModelReading:
-    return ModelReading("m", "M", 1, 0, 1, 1, 0, {"total": 1.0}, features, attention or [])
+    return ModelReading("m", "M", 1, 0, 1, 1, 0, 1.0, features, attention or [])
 
 
 def test_json_and_back(report: LensReport, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_file_that_is_no_report_is_named(content: bytes, tmp_path: Path) -> No
         (("models", 0), 3),
         (("models", 0, "name"), ["a"]),
         (("models", 0, "name"), "GFSA <all>"),
-        (("models", 0, "seconds"), {}),
+        (("models", 0, "seconds"), [1.0]),
         (("models", 0, "parameters"), 10**400),
         (("models", 0, "samples"), "3"),
         (("models", 0, "unknown"), 1),
@@ -287,7 +287,7 @@ def reading(
         for depth, value in enumerate((0.1, cosine))
     ]
     parameters = 0 if coefficients is None else learned
-    return ModelReading(name, "M", 9, parameters, 1, 1, 0, {"total": 1.0}, features, [layer])
+    return ModelReading(name, "M", 9, parameters, 1, 1, 0, 1.0, features, [layer])
 
 
 def advice(*models: ModelReading) -> str:

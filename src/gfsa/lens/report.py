@@ -151,7 +151,6 @@ def show(report: LensReport, console: Console | None) -> None:
             console.print(f" • {sentence}", highlight=False, markup=False)
         for reason in grouped_reasons(model.skipped):
             console.print(f" • Not measured: {reason}", highlight=False, markup=False)
-        console.print(_cost(model), style="dim", highlight=False)
         console.print()
     for sentence in report.headline.sentences:
         console.print(sentence, highlight=False, markup=False)
@@ -168,9 +167,10 @@ def table(model: ModelReading) -> Table:
         # a label in brackets is no markup
         title=escape(f"{model.name} ({model.kind})"),
         caption=(
-            f"{model.samples} samples, {model.tokens} tokens; heads are averaged. rank: effective"
-            f"{most}. energy: of v → after the layer. high: gain on the upper half of the "
-            "frequencies relative to frequency 0, map → filter. filter: heads by Theorem 3.1"
+            f"{model.samples} samples, {model.tokens} tokens, {model.seconds:.1f} s; heads are "
+            f"averaged. rank: effective{most}. energy: of v → after the layer. high: gain on "
+            "the upper half of the frequencies relative to frequency 0, map → filter. filter: heads "
+            "by Theorem 3.1"
         ),
         box=box.SIMPLE_HEAD,
         padding=0,
@@ -232,12 +232,6 @@ def _own_cells(reading: AttentionReading | None) -> list[str]:
         return [""] * 3
     own = reading.own
     return [_number(fmean(heads), ".3f") for heads in (own.part, own.weight, own.cosine)]
-
-
-def _cost(model: ModelReading) -> str:
-    seconds = model.seconds
-    inside = ", ".join(f"{name} {seconds[name]:.1f} s" for name in seconds if name != "total")
-    return f"   {seconds['total']:.1f} s in all, of which {inside}"
 
 
 def _number(value: float, form: str) -> str:

@@ -111,7 +111,7 @@ def _summary(report: LensReport) -> str:
         model = report.models[name]
         facts = (
             f"{model.kind}, {model.parameters:,} parameters"
-            f" ({model.filter_parameters:,} in filters); {model.seconds['total']:.1f} s"
+            f" ({model.filter_parameters:,} in filters); {model.seconds:.1f} s"
         )
         items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
         skipped = "".join(

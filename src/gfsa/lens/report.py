@@ -73,8 +73,20 @@ class LensReport:
         return draw(list(self.models.values()), self.trajectories)
 
     def table(self, console: Console | None = None) -> None:
-        """Print a table for each model, with a row for each layer."""
-        show(self, console)
+        """Print a table and the findings for each model, then the headline."""
+        try:
+            from rich.console import Console
+        except ImportError:
+            raise ImportError("tables need rich: pip install rich") from None
+        console = console or Console()
+        for name, model in self.models.items():
+            console.print(_table(model))
+            notes = [f"Not measured: {reason}" for reason in grouped_reasons(model.skipped)]
+            for sentence in self.findings[name] + notes:
+                console.print(f" • {sentence}", highlight=False, markup=False)
+            console.print()
+        for sentence in self.headline.sentences:
+            console.print(sentence, highlight=False, markup=False)
 
     def to_plain(self) -> dict[str, Any]:
         """The report in JSON's types."""
@@ -83,8 +95,8 @@ class LensReport:
             "gfsa": self.version,
             "created": self.created,
             "data": self.data,
-            "models": [to_plain(model) for model in self.models.values()],
-            "trajectories": {name: path.to_plain() for name, path in self.trajectories.items()},
+            "models": to_plain(list(self.models.values())),
+            "trajectories": to_plain(self.trajectories),
         }
 
     def to_json(self, path: str | Path) -> None:
@@ -108,8 +120,7 @@ class LensReport:
             )
         try:
             models = from_plain(list[ModelReading], plain.get("models"), "models")
-            # reports of earlier versions have no trajectories
-            paths = from_plain(dict[str, Trajectory], plain.get("trajectories", {}), "trajectories")
+            paths = from_plain(dict[str, Trajectory], plain.get("trajectories"), "trajectories")
             created, version, data = (
                 from_plain(str, plain.get(key), key) for key in ("created", "gfsa", "data")
             )
@@ -136,68 +147,63 @@ class LensReport:
 
 
 _SHORT = {"low-pass": "low", "high-pass": "high", "all-pass": "all", "mixed": "mix"}
+_OF_FEATURES = ("cosine", "rank", "residual", "norm")
+_OF_ATTENTION = ("entropy", "energy", "high", "filter")
+_OF_OWN = ("p", "A_ii", "cos(y, v)")
 
 
-def show(report: LensReport, console: Console | None) -> None:
-    """Print a table and the findings for each model."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        raise ImportError("tables need rich: pip install rich") from None
-    console = console or Console()
-    for name, model in report.models.items():
-        console.print(table(model))
-        for sentence in report.findings[name]:
-            console.print(f" • {sentence}", highlight=False, markup=False)
-        for reason in grouped_reasons(model.skipped):
-            console.print(f" • Not measured: {reason}", highlight=False, markup=False)
-        console.print()
-    for sentence in report.headline.sentences:
-        console.print(sentence, highlight=False, markup=False)
+def caption(model: ModelReading) -> str:
+    """What the columns of :func:`rows` are."""
+    most = f", of {model.features[-1].most_rank:.0f} at most" if model.features else ""
+    return (
+        f"{model.samples} samples, {model.tokens} tokens, {model.seconds:.1f} s; heads are "
+        f"averaged. rank: effective{most}. energy: of v → after the layer. high: gain on the upper "
+        "half of the frequencies relative to frequency 0, map → filter. filter: heads by Theorem "
+        "3.1"
+    )
 
 
-def table(model: ModelReading) -> Table:
-    """One row per layer, averaged over heads."""
+def rows(model: ModelReading) -> list[list[str]]:
+    """The numbers as text: a row of headings, then one for each layer, averaged over heads."""
+    has_own = any(reading.own is not None for reading in model.attention)
+    features = {reading.depth: reading for reading in model.features}
+    attention = {reading.depth: reading for reading in model.attention}
+    found = [["layer", *_OF_FEATURES, *_OF_ATTENTION, *(_OF_OWN if has_own else ())]]
+    for depth in sorted(features.keys() | attention.keys()):
+        cells = ["input" if depth == 0 else str(depth)]
+        cells += _feature_cells(features[depth]) if depth in features else [""] * 4
+        cells += _attention_cells(attention[depth]) if depth in attention else [""] * 4
+        own = attention[depth].own if depth in attention else None
+        if own is not None:
+            cells += [_mean(heads, ".3f") for heads in (own.part, own.weight, own.cosine)]
+        found.append(cells + [""] * (len(found[0]) - len(cells)))
+    return found
+
+
+def _table(model: ModelReading) -> Table:
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    most = f", of {model.features[-1].most_rank:.0f} at most" if model.features else ""
-    rows = Table(
+    table = Table(
         # a label in brackets is no markup
         title=escape(f"{model.name} ({model.kind})"),
-        caption=(
-            f"{model.samples} samples, {model.tokens} tokens, {model.seconds:.1f} s; heads are "
-            f"averaged. rank: effective{most}. energy: of v → after the layer. high: gain on "
-            "the upper half of the frequencies relative to frequency 0, map → filter. filter: heads "
-            "by Theorem 3.1"
-        ),
+        caption=caption(model),
         box=box.SIMPLE_HEAD,
         padding=0,
         title_justify="left",
         caption_justify="left",
     )
-    for heading in ("layer", "cosine", "rank", "residual", "norm", "entropy", "energy", "high"):
-        rows.add_column(heading, justify="right", no_wrap=True)
-    rows.add_column("filter")
-    has_own = any(reading.own is not None for reading in model.attention)
-    for heading in ("p", "A_ii", "cos(y, v)") if has_own else ():
-        rows.add_column(heading, justify="right", no_wrap=True)
-    features = {reading.depth: reading for reading in model.features}
-    attention = {reading.depth: reading for reading in model.attention}
-    for depth in sorted(features.keys() | attention.keys()):
-        rows.add_row(
-            "input" if depth == 0 else str(depth),
-            *_feature_cells(features.get(depth)),
-            *_attention_cells(attention.get(depth)),
-            *(_own_cells(attention.get(depth)) if has_own else ()),
-        )
-    return rows
+    headings, *layers = rows(model)
+    for heading in headings:
+        is_text = heading == "filter"
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
+    for layer in layers:
+        table.add_row(*layer)
+    return table
 
 
-def _feature_cells(reading: FeatureReading | None) -> list[str]:
-    if reading is None:
-        return [""] * 4
+def _feature_cells(reading: FeatureReading) -> list[str]:
     return [
         _number(reading.cosine, ".3f"),
         _number(reading.effective_rank, ".1f"),
@@ -206,32 +212,21 @@ def _feature_cells(reading: FeatureReading | None) -> list[str]:
     ]
 
 
-def _attention_cells(reading: AttentionReading | None) -> list[str]:
-    if reading is None:
-        return [""] * 4
-    high = ""
+def _attention_cells(reading: AttentionReading) -> list[str]:
+    high, verdicts = "", "none"
     if reading.spectrum is not None:
         high = percent(passed(reading.spectrum.map_response))
-        if reading.filter is not None:
-            high += f"→{percent(passed(reading.spectrum.filter_response))}"
-    verdicts = "none"
     if reading.filter is not None:
+        if reading.spectrum is not None:
+            high += f"→{percent(passed(reading.spectrum.filter_response))}"
         counts = Counter(reading.verdict).most_common()
         verdicts = " ".join(f"{count} {_SHORT[word]}" for word, count in counts)
-    return [
-        _number(fmean(reading.entropy_share), ".2f"),
-        f"{_number(fmean(reading.energy_before), '.2f')}→"
-        f"{_number(fmean(reading.energy_after), '.2f')}",
-        high,
-        verdicts,
-    ]
+    energy = f"{_mean(reading.energy_before, '.2f')}→{_mean(reading.energy_after, '.2f')}"
+    return [_mean(reading.entropy_share, ".2f"), energy, high, verdicts]
 
 
-def _own_cells(reading: AttentionReading | None) -> list[str]:
-    if reading is None or reading.own is None:
-        return [""] * 3
-    own = reading.own
-    return [_number(fmean(heads), ".3f") for heads in (own.part, own.weight, own.cosine)]
+def _mean(heads: Numbers, form: str) -> str:
+    return _number(fmean(heads), form)
 
 
 def _number(value: float, form: str) -> str:
@@ -319,20 +314,14 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if share < 9.995 else ">999%"
 
 
-def _passed_by(model: ModelReading) -> tuple[float, float] | None:
-    """What the maps and the filters of a model pass of high frequencies."""
+def _response(model: ModelReading) -> str:
     spectra = [layer.spectrum for layer in model.attention if layer.spectrum is not None]
     if not spectra:
-        return None
-    on_map = passed(row for spectrum in spectra for row in spectrum.map_response)
-    return on_map, passed(row for spectrum in spectra for row in spectrum.filter_response)
-
-
-def _response(model: ModelReading) -> str:
-    found = _passed_by(model)
-    if found is None:
         return ""
-    on_map, on_filter = map(percent, found)
+    on_map, on_filter = (
+        percent(passed(row for rows in responses for row in rows))
+        for responses in zip(*((s.map_response, s.filter_response) for s in spectra), strict=True)
+    )
     low, high = map(percent, USUAL_PASSED)
     with_filters = f"; with its filters {on_filter}" if _is_filtered(model) else ""
     return (
@@ -347,13 +336,10 @@ def _filters(model: ModelReading) -> str:
     counts = Counter(word for layer in _filtered(model) for word in layer.verdict)
     verdicts = ", ".join(f"{count} {word}" for word, count in counts.most_common())
     moved, where = _largest_move(model)
-    text = (
+    return (
         f"Of {sum(counts.values())} filtered heads, by their coefficients: {verdicts} "
-        "(Theorem 3.1)."
+        f"(Theorem 3.1). The largest move from ordinary attention is {moved:.2g}, in layer {where}."
     )
-    if moved < 1e-6:
-        return text + " No filter has moved from where it started: train, or raise filter_lr."
-    return text + f" The largest move from ordinary attention is {moved:.2g}, in layer {where}."
 
 
 def _filtered(model: ModelReading) -> list[AttentionReading]:
@@ -415,13 +401,7 @@ def headline(
         unfiltered = [model for model in models if not _is_filtered(model)]
         reference = (named or unfiltered or list(models))[0]
         ordered = [reference, *(model for model in models if model is not reference)]
-        gains = [(model.name, _passed_by(model)) for model in ordered]
-        known = [f"{percent(gain[1])} in {name}" for name, gain in gains if gain is not None]
         found.compares += _compared(ordered)
-        if known:
-            found.compares.append(
-                f"Relative to frequency 0, the gain at high frequencies is {', '.join(known)}."
-            )
         found.advises += _advice(ordered)
     for name, trajectory in (trajectories or {}).items():
         found.compares += _path(name, trajectory)

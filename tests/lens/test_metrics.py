@@ -14,7 +14,7 @@ from torch import Tensor
 from gfsa.lens import measure
 from gfsa.lens.measure import attention_entropy
 from gfsa.lens.readings import AttentionReading
-from gfsa.lens.report import passed
+from gfsa.lens.sentences import passed
 from gfsa.operators import (
     AttentionCall,
     AttentionOperator,

@@ -15,7 +15,7 @@ import gfsa
 from gfsa.lens import LensReport
 from gfsa.lens.page import render
 from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading
-from gfsa.lens.report import findings, headline, passed
+from gfsa.lens.sentences import findings, headline, passed
 from gfsa.lens.trajectory import LayerTrajectory, Trajectory
 from support.lens import example_report, example_trajectory
 from support.tiny import TinyEncoder, padded_batch

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from operator import length_hint
 from typing import Any
@@ -20,20 +18,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GFSA, GraphFilter
-from gfsa.lens import measure
-from gfsa.lens.readings import (
-    AttentionReading,
-    FeatureReading,
-    ModelReading,
-    OwnValue,
-    Spectrum,
-    printable,
-)
+from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading, printable
+from gfsa.lens.record import LayerRecord, LensOptions
 from gfsa.lens.report import LensReport
 from gfsa.lens.tokens import AXES_IN_DOUBT, AxesInDoubtError, axes_in_doubt, checked_mask
 from gfsa.lens.watch import Layer, Watch
 from gfsa.operators import Operator
-from gfsa.operators.base import own_share, repeat_heads
 from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import Unknown
 from gfsa.plugs.running import call, evaluating
@@ -58,7 +48,7 @@ def diagnose(
     most_frequencies: int = 33,
     most_tokens: int = 1024,
     unknown: Unknown = "refuse",
-    progress: bool | Progress | None = None,
+    progress: bool | None = None,
 ) -> LensReport:
     """Measure whether a model over-smooths, where, and what its filters change.
 
@@ -88,8 +78,7 @@ def diagnose(
         most_tokens: no n×n map is built beyond this length, so no singular values of maps.
         unknown: attention that no adapter knows is skipped (``"refuse"``) or traced
             (``"trace"``), as in :func:`gfsa.plug`.
-        progress: True or False for a progress bar (default: in a terminal), or a function that is
-            called with (batches done, number of batches or None).
+        progress: whether to show a progress bar; default: in a terminal.
 
     Returns:
         A report with the readings of each model by its name. A single model has the name of its
@@ -126,7 +115,7 @@ def diagnose(
     readings = {}
     for name, module in models.items():
         chosen = itertools.islice(batches, max_batches)
-        with progress_bar(progress, name, total) as advance:
+        with _progress_bar(progress, name, total) as advance:
             readings[name] = _measure(
                 name,
                 module,
@@ -230,24 +219,11 @@ def _to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-Progress = Callable[[int, int | None], None]
-
-
 @contextmanager
-def progress_bar(
-    progress: bool | Progress | None, title: str, total: int | None
+def _progress_bar(
+    progress: bool | None, title: str, total: int | None
 ) -> Iterator[Callable[[], None]]:
     """Yields a function that the caller calls after each batch."""
-    if callable(progress):
-        report, done = progress, 0
-
-        def advance() -> None:
-            nonlocal done
-            done += 1
-            report(done, total)
-
-        yield advance
-        return
     if progress is None:
         # a single batch needs no bar
         progress = sys.stderr.isatty() and total != 1
@@ -256,10 +232,10 @@ def progress_bar(
         return
     try:
         from rich.console import Console
-        from rich.progress import Progress as Bar
+        from rich.progress import Progress
     except ImportError:
         raise ImportError("a progress bar needs rich: pip install rich") from None
-    with Bar(console=Console(stderr=True), transient=True) as bar:
+    with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"measuring {title}", total=total)
         yield lambda: bar.advance(task)
 
@@ -304,172 +280,6 @@ def no_nested_tensors(model: nn.Module) -> Iterator[None]:
     finally:
         for module in packing:
             module.use_nested_tensor = True
-
-
-# points of the axis on which singular values of several lengths are averaged
-POINTS = 64
-
-
-@dataclass
-class LensOptions:
-    """What to measure."""
-
-    features: bool = True
-    attention: bool = True
-    spectral: bool = True
-    spectral_samples: int = 8
-    """Spectra are averaged over this many samples: they vary little, and are costly."""
-    most_frequencies: int = 33
-    most_tokens: int = 1024
-    """For longer sequences no n×n map is built, so there are no singular values."""
-
-
-class Mean:
-    """A running mean over samples that ignores NaN, element by element."""
-
-    def __init__(self) -> None:
-        self.total = torch.zeros(())
-        self.count = torch.zeros(())
-
-    def add(self, values: Tensor) -> None:
-        """``values``: ``(samples, ...)``."""
-        values = values.detach().double().cpu()
-        known = ~values.isnan()
-        self.total = self.total + torch.where(known, values, 0.0).sum(0)
-        self.count = self.count + known.sum(0)
-
-    def value(self) -> Any:
-        """A float, or nested lists of them."""
-        return torch.where(self.count > 0, self.total / self.count, math.nan).tolist()
-
-
-class LayerRecord:
-    """The measurements of one layer so far."""
-
-    def __init__(self, depth: int, options: LensOptions) -> None:
-        self.depth = depth
-        self.options = options
-        self.features: dict[str, Mean] = {}
-        self.heads: dict[str, Mean] = {}
-        self.frequencies: Tensor | None = None
-        self.spectral_samples = 0
-
-    def add_features(self, x: Tensor, valid: Tensor | None) -> None:
-        """Measure tokens ``(B, N, D)`` with their mask ``(B, N)``."""
-        most = measure.token_count(x, valid).clamp(max=x.shape[-1])
-        values = measure.singular_values(x, valid)
-        found = {
-            "cosine": measure.cosine_similarity(x, valid),
-            "effective_rank": measure.effective_rank(values),
-            "most_rank": most,
-            "residual": measure.rank_one_residual(x, valid),
-            "norm": measure.token_norm(x, valid),
-            "singular_values": _profile(self.features, "singular_values", values, most),
-        }
-        for name, value in found.items():
-            self.features.setdefault(name, Mean()).add(value)
-
-    def add_attention(
-        self, filter: GraphFilter, operator: Operator, v: Tensor, y: Tensor, valid: Tensor | None
-    ) -> None:
-        """Measure a map, the values ``(..., H, N, D)`` and the filter's output.
-
-        ``valid``: ``(..., N)`` or None.
-        """
-        options, found = self.options, dict[str, Tensor]()
-        is_short = v.shape[-2] <= options.most_tokens
-        of_heads = None if valid is None else valid[..., None, :]
-        if options.attention:
-            smoothed = operator.apply(v)
-            spread = repeat_heads(v, smoothed)
-            found |= {
-                "energy_before": measure.dirichlet_energy(spread, smoothed, of_heads),
-                "energy_after": measure.dirichlet_energy(y, operator.apply(y), of_heads),
-            }
-            # a map that is known only by its products takes n/D products to build
-            if is_short or measure.has_rows(operator):
-                entropy, share = measure.attention_entropy(operator, v, valid)
-                found |= {"entropy": entropy, "entropy_share": share}
-            if filter.share() is not None:
-                own = {
-                    "own_part": own_share(v.new_ones(()), smoothed, spread).squeeze(-1),
-                    "own_cosine": nn.functional.cosine_similarity(
-                        y.double(), spread.double(), dim=-1
-                    ),
-                }
-                if is_short:
-                    matrix = measure.dense_map(operator, v)
-                    own["own_weight"] = matrix.diagonal(dim1=-2, dim2=-1)
-                for name, value in own.items():
-                    hidden = value if of_heads is None else value.masked_fill(~of_heads, math.nan)
-                    found[name] = hidden.nanmean(-1)
-        if options.spectral and self.spectral_samples < options.spectral_samples:
-            self.spectral_samples += v.shape[:-3].numel()
-            found |= self._responses(filter, operator, v, valid)
-            if is_short:
-                matrix = measure.dense_map(operator, v).double()
-                most = measure.token_count(matrix, of_heads)
-                values = measure.map_singular_values(matrix, valid)
-                profile = _profile(self.heads, "map_values", values, most)
-                found["map_values"] = profile * values[..., :1]
-        for name, value in found.items():
-            lead = v.dim() - 3
-            self.heads.setdefault(name, Mean()).add(
-                value.flatten(0, lead - 1) if lead else value[None]
-            )
-
-    def _responses(
-        self, filter: GraphFilter, operator: Operator, v: Tensor, valid: Tensor | None
-    ) -> dict[str, Tensor]:
-        share, own = filter.share(), None
-        if share is not None:
-            share = share.detach()
-            own = own_share(share, operator.apply(v), repeat_heads(v, share[:, None, None]))
-        if self.frequencies is None:
-            most = self.options.most_frequencies
-            self.frequencies = measure.frequency_grid(v.shape[-2], most)
-        on_map, on_filter = measure.frequency_response(
-            operator, v, filter.coefficients().detach(), valid, self.frequencies, own
-        )
-        return {"map_response": on_map, "filter_response": on_filter}
-
-    def feature_reading(self, name: str) -> FeatureReading:
-        values = {what: mean.value() for what, mean in self.features.items()}
-        return FeatureReading(depth=self.depth, name=name, **values)
-
-    def attention_reading(self, name: str, filter: GraphFilter, bare: bool) -> AttentionReading:
-        """The reading; ``bare``: the layer has no filter besides the one the lens plugged."""
-        coefficients = filter.coefficients().detach().double().cpu()
-        missing = [math.nan] * filter.num_heads
-        means = {what: mean.value() for what, mean in self.heads.items()}
-        scalars = ("entropy", "entropy_share", "energy_before", "energy_after")
-        spectrum = own = None
-        if self.frequencies is not None:
-            spectrum = Spectrum(
-                frequencies=self.frequencies.tolist(),
-                map_response=means["map_response"],
-                filter_response=means["filter_response"],
-                map_values=means.get("map_values", []),
-            )
-        if "own_part" in means:
-            weight = means.get("own_weight", missing)
-            own = OwnValue(means["own_part"], weight, means["own_cosine"])
-        return AttentionReading(
-            depth=self.depth,
-            name=name,
-            filter=None if bare else repr(filter),
-            coefficients=coefficients.tolist(),
-            verdict=measure.verdicts(coefficients),
-            spectrum=spectrum,
-            own=own,
-            **{what: means.get(what, missing) for what in scalars},
-        )
-
-
-def _profile(means: dict[str, Mean], name: str, values: Tensor, most: Tensor) -> Tensor:
-    """Singular values on the axis of the first batch: later ones may be longer or shorter."""
-    points = means[name].total.shape[-1] if name in means else min(values.shape[-1], POINTS)
-    return measure.singular_profile(values, most, points)
 
 
 # a layer is an attention module and the number of its earlier runs in the same forward: models

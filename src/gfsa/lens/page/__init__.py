@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gfsa.lens.colours import series_of
 from gfsa.lens.readings import USUAL_SIMILARITY, ModelReading
-from gfsa.lens.report import caption, rows
+from gfsa.lens.sentences import caption, rows
 from gfsa.plugs.sites import grouped_reasons
 
 if TYPE_CHECKING:

@@ -229,7 +229,7 @@ def unplug(model: nn.Module) -> None:
         uninstall(model, list(plugged.values()))
 
 
-def _plan_filters(
+def plan_filters(
     model: nn.Module, found: Mapping[str, Site], layers: Layers, factory: FilterFactory
 ) -> tuple[list[tuple[Site, GraphFilter]], PlugReport]:
     """The selected sites, each with a new filter, and the report; the model does not change."""
@@ -304,7 +304,7 @@ def _tried(
     inputs: Any,
 ) -> tuple[list[tuple[Site, GraphFilter]], PlugReport]:
     """The filters of these sites, with inputs those alone that work in a trial forward."""
-    planned, report = _plan_filters(model, found, layers, factory)
+    planned, report = plan_filters(model, found, layers, factory)
     report.skipped |= token_mixers(model, found)
     for _, new_filter in planned:
         new_filter.dropout_after = place

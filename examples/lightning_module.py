@@ -1,6 +1,6 @@
 """Lightning: plug in __init__, groups in configure_optimizers; its monitor logs both rates.
 
-pip install gfsa lightning;  python examples/lightning_module.py --steps 60
+pip install . lightning;  python examples/lightning_module.py --steps 60
 """
 
 import argparse

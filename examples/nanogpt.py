@@ -1,6 +1,6 @@
 """A GPT of one page, and the three lines that give it filters: those that end in "# gfsa".
 
-pip install gfsa;  python examples/nanogpt.py --steps 100
+pip install .;  python examples/nanogpt.py --steps 100
 """
 
 import argparse

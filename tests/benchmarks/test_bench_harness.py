@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import io
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
-from rich.table import Table
 from typer.testing import CliRunner
 
 import gfsa
 from gfsa.cli import build
 from gfsa.environment import commit
 from gfsa.kernels.routes import Decision
-from gfsa_benchmarks import profiling, suites, timing
-from gfsa_benchmarks.case import Case, Setting, Shape, Variant, deterministic
-from gfsa_benchmarks.harness import COLUMNS, append, measure
-from gfsa_benchmarks.profiling import Kernel, Spent
+from gfsa_benchmarks import measure as measuring
+from gfsa_benchmarks import suites
+from gfsa_benchmarks.case import MIB, Case, Setting, Shape, Variant, deterministic
+from gfsa_benchmarks.command import against_published, run_suite
+from gfsa_benchmarks.measure import COLUMNS, append, interleaved, measure, peak_mib
 from gfsa_benchmarks.published import published_attention
-from gfsa_benchmarks.run_suite import against_published, run_suite
-from gfsa_benchmarks.suites import suite_called
-from gfsa_benchmarks.timing import MIB, interleaved, peak_mib
+from gfsa_benchmarks.suites import SUITES
 
 CPU = Setting(torch.device("cpu"), torch.float32)
 
@@ -59,7 +56,7 @@ def test_a_sample_is_as_long_as_it_is_asked_to_be(monkeypatch):
         repeated.append(repeats)
         return 2.0
 
-    monkeypatch.setattr(timing, "_cpu_sample", sample)
+    monkeypatch.setattr(measuring, "_cpu_sample", sample)
     interleaved([lambda: None], 2, CPU.device, sample_ms=21)
     # one to warm up, one to learn how long a call takes, then rounds
     assert repeated == [1, 1, 11, 11]
@@ -68,7 +65,7 @@ def test_a_sample_is_as_long_as_it_is_asked_to_be(monkeypatch):
 @pytest.mark.parametrize("suite", ["ops", "linear"])
 def test_variants_of_a_suite_do_the_job_they_are_named_after(suite):
     torch.manual_seed(0)
-    case = suite_called(suite).build(Shape(1, 2, 12, 4), CPU)
+    case = SUITES[suite].build(Shape(1, 2, 12, 4), CPU)
     outputs = {variant.name: variant.forward() for variant in case.variants}
     plain = outputs.pop("plain")
     for name, output in outputs.items():
@@ -111,7 +108,7 @@ def test_graphs_are_refused_on_a_cpu():
 
 
 def small_rows():
-    case = suite_called("ops").build(Shape(1, 1, 16, 4), CPU)
+    case = SUITES["ops"].build(Shape(1, 1, 16, 4), CPU)
     return measure(case, "ops", CPU, rounds=1)
 
 
@@ -149,18 +146,19 @@ def test_shapes_are_written_as_they_are_read(text, shape):
     assert str(shape) == text
 
 
-def test_grouped_heads_are_for_operators():
-    case = suite_called("ops").build(Shape(1, 4, 12, 4, True, key_heads=2), CPU)
+def test_grouped_heads_are_for_operators_and_caches():
+    case = SUITES["ops"].build(Shape(1, 4, 12, 4, True, key_heads=2), CPU)
     assert all(torch.isfinite(variant.forward()).all() for variant in case.variants)
+    assert all(SUITES[name].grouped for name in ("attention", "decode", "decode-static", "prefill"))
     with pytest.raises(ValueError, match="grouped heads"):
-        run_suite("linear", "cpu", "float32", ["1x4/2x6x4"], 1, False, None, [], None, Console())
+        run_suite("linear", CPU, ["1x4/2x6x4"], 1, [], None, Console())
 
 
 def test_dropout_is_for_operators(monkeypatch):
     """Every variant drops what it is asked to, plain attention too."""
     torch.manual_seed(0)
     shape = Shape(1, 2, 12, 4, True, dropout=0.5)
-    case = suite_called("ops").build(shape, CPU)
+    case = SUITES["ops"].build(shape, CPU)
     names = [variant.name for variant in case.variants]
     assert names == ["plain", "gfsa degree 1", "gfsa", "gfsa sdpa", "published"]
     for variant in case.variants:
@@ -168,11 +166,11 @@ def test_dropout_is_for_operators(monkeypatch):
         assert torch.isfinite(first).all(), variant.name
         assert not torch.equal(first, second), variant.name
     with pytest.raises(ValueError, match="only the suite ops takes dropout"):
-        run_suite("linear", "cpu", "float32", [str(shape)], 1, False, None, [], None, Console())
+        run_suite("linear", CPU, [str(shape)], 1, [], None, Console())
     # torch draws one mask for two passes outside of graphs alone
     monkeypatch.setattr(Setting, "__post_init__", lambda setting: None)
     captured = dataclasses.replace(CPU, graphs=True)
-    assert "gfsa sdpa" not in [v.name for v in suite_called("ops").build(shape, captured).variants]
+    assert "gfsa sdpa" not in [v.name for v in SUITES["ops"].build(shape, captured).variants]
 
 
 def test_a_deterministic_variant_asks_torch_for_it_while_it_runs():
@@ -195,7 +193,7 @@ def test_a_deterministic_variant_asks_torch_for_it_while_it_runs():
 def test_fused_kernels_are_timed_where_they_take_the_call(monkeypatch):
     """Whatever auto chooses, as masks of heads of 128 features."""
     shape = Shape.parse("2x4/2x16x8:causal:padded")
-    names = [variant.name for variant in suite_called("ops").build(shape, CPU).variants]
+    names = [variant.name for variant in SUITES["ops"].build(shape, CPU).variants]
     assert "gfsa fused" not in names
     asked = []
     by_torch = suites.graph_filter_attention
@@ -210,7 +208,7 @@ def test_fused_kernels_are_timed_where_they_take_the_call(monkeypatch):
 
     monkeypatch.setattr(suites, "graph_filter_attention", on_a_gpu)
     monkeypatch.setattr(suites, "which_backend", chosen)
-    case = suite_called("ops").build(shape, CPU)
+    case = SUITES["ops"].build(shape, CPU)
     named = {variant.name: variant for variant in case.variants}
     assert list(named)[-3:] == ["gfsa fused", "gfsa deterministic", "published"]
     for name, in_order in (("gfsa fused", False), ("gfsa deterministic", True)):
@@ -236,72 +234,6 @@ def test_equals_gfsa(is_causal):
     got = published_attention(q, k, v, *weights, K=3, is_causal=is_causal)
     # the filter's own parameters are float32 numbers
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-
-
-OWN = {"attend", "grad_keys", "add_parts"}
-
-
-def test_idle_time_is_what_no_kernel_covers() -> None:
-    ms = 1_000_000
-    ran = [
-        Kernel("attend", 4 * ms, 6 * ms),
-        # on another stream, at the same time
-        Kernel("triton_poi_fused_add_0", 5 * ms, 7 * ms),
-        # inside of the former: the gap begins where the longer one ends
-        Kernel("attend", 5 * ms, 6 * ms),
-        Kernel("memcpy", 10 * ms, 11 * ms),
-        Kernel("nvjet", 1 * ms, 3 * ms),
-        # the same kernel to the compiler, numbered within its graph
-        Kernel("triton_poi_fused_add_7", 11 * ms, 12 * ms),
-    ]
-    found = profiling.summarised(ran, 2, OWN)
-    assert found.ms == 5.5
-    assert found.kinds[profiling.IDLE] == Spent(2, 0)
-    assert found.kinds["attention"] == Spent(1.5, 1)
-    assert found.kinds["matrix products"] == Spent(1, 0.5)
-    assert found.kernels["attend"] == Spent(1.5, 1)
-    assert found.kernels["triton_poi_fused_add"] == Spent(1.5, 1)
-
-
-def rows_of(table: Table) -> list[str]:
-    """The body of a printed table, cells separated by single spaces."""
-    console = Console(width=160, file=io.StringIO())
-    console.print(table)
-    lines = console.file.getvalue().split("\n")  # type: ignore[attr-defined]
-    return [" ".join(line.replace("│", " ").split()) for line in lines if line.startswith("│")]
-
-
-def test_tables_show_what_a_filter_adds() -> None:
-    ms = 1_000_000
-    plain = profiling.summarised([Kernel("sdpa", 0, ms), Kernel("nvjet", ms, 4 * ms)], 1, OWN)
-    ran = [Kernel("attend", 0, 2 * ms), Kernel("add_parts", 2 * ms, 3 * ms)]
-    ran.append(Kernel("nvjet", 3 * ms, 6 * ms))
-    profiles = {"plain": plain, "gfsa": profiling.summarised(ran, 1, OWN)}
-    lines = rows_of(profiling.kinds_table(profiles))
-    assert "attention 1.000 1 2.000 1 +1.000" in lines
-    assert "coefficients of filters 0.000 0 1.000 1 +1.000" in lines
-    assert "matrix products 3.000 1 3.000 1 +0.000" in lines
-    assert "step 4.000 2 6.000 3 +2.000" in lines
-    # what differs most comes first
-    names = [line.split()[0] for line in rows_of(profiling.kernels_table(profiles))]
-    assert names[0] == "attend"
-    assert set(names[1:3]) == {"sdpa", "add_parts"}
-    assert names[3] == "nvjet"
-
-
-def test_own_kernels_are_found_by_their_decorator() -> None:
-    pytest.importorskip("triton")
-    import gfsa.kernels.op  # noqa: F401
-
-    found = profiling.own_kernels()
-    assert {"attend", "combine", "grad_keys", "attend_once", "fold", "unfold", "add_parts"} <= found
-    assert not any(name.startswith("triton_") for name in found)
-
-
-def test_a_cpu_has_no_kernels_to_profile() -> None:
-    with pytest.raises(ValueError, match="launched on CUDA, got the device cpu"):
-        run_suite(*("ops", "cpu", "float32", [], 1, False, None, [], None, Console()), profile=True)
-    assert not torch.cuda.is_initialized()
 
 
 runner = CliRunner()
@@ -356,7 +288,6 @@ def test_linear_end_to_end_keeps_nothing_when_told_so(tmp_path, monkeypatch):
         (["--suite", "models", "--compile", "--compile-blocks"], "whole models"),
         (["--variants", "plain,fast", "--shapes", "1x1x8x4"], "expected variants of plain, gfsa"),
         (["--suite", "decode", "--shapes", "1x1x8x4:padded"], "no padded shapes"),
-        (["--profile", "--shapes", "1x1x8x4"], "launched on CUDA"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments, message):
@@ -365,13 +296,6 @@ def test_what_cannot_be_measured_is_refused(arguments, message):
     # the message is boxed and broken into lines
     words = shown.output.replace("│", " ").split()
     assert " ".join(message.split()) in " ".join(words)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-def test_without_a_gpu_it_says_so():
-    shown = bench("--device", "cuda", "--no-append")
-    assert shown.exit_code == 2
-    assert "no CUDA device" in shown.output
 
 
 def test_the_commit_of_a_row_is_named_or_that_of_the_checkout(

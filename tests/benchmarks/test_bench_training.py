@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gfsa_benchmarks import run_suite, training
+from gfsa_benchmarks import command, training
 from gfsa_benchmarks.case import Setting, Shape
 from support.measuring import Counting
 
@@ -59,7 +59,7 @@ def test_blocks_are_compiled_by_themselves(
     monkeypatch.setattr(torch, "compile", lambda call: compiler(call, backend=counting))
     setting = Setting(torch.device("cpu"), torch.float32, compiled="blocks")
     assert setting.timing == "compiled blocks"
-    with run_suite.compiling():
+    with command.compiling():
         case = training.training_step(Shape.parse(text), setting)
         model = case.variants[variant]
         first = model.forward()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gfsa_benchmarks.timing import SHORTEST_SAMPLE_MS
+# calls are repeated within a sample until it is this long: clocks and launches are noisy
+SHORTEST_SAMPLE_MS = 10.0
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -168,14 +170,3 @@ def deterministic(variant: Variant) -> Variant:
 
     step = None if variant.step is None else within(variant.step)
     return Variant(variant.name, variant.backend, within(variant.forward), step)
-
-
-def only(case: Case, names: Sequence[str]) -> Case:
-    """Some variants of a case, by name, and always the first, the reference."""
-    known = [variant.name for variant in case.variants]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(f"expected variants of {', '.join(known)}, got {', '.join(unknown)}")
-    first, *others = case.variants
-    kept = [first, *(v for v in others if not names or v.name in names)]
-    return replace(case, variants=kept)

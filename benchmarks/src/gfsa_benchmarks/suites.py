@@ -41,10 +41,7 @@ def operators(shape: Shape, setting: Setting) -> Case:
 
     Where fused kernels take the call: these whatever ``auto`` chooses, and sums in a fixed order.
     """
-    tokens = _tokens(shape, setting)
-
-    mask = _mask(shape, setting)
-
+    tokens, mask = _tokens(shape, setting), _mask(shape, setting)
     group = shape.heads // (shape.key_heads or shape.heads)
 
     def published(q: Tensor, k: Tensor, v: Tensor, w0: Tensor, w1: Tensor, wK: Tensor) -> Tensor:
@@ -78,19 +75,6 @@ def attention(shape: Shape, setting: Setting) -> Case:
             _filtered("degree 2", 2, "auto", shape, setting, tokens),
             _filtered("degree 1", 1, "auto", shape, setting, tokens),
             _filtered("exclusive", 1, "auto", shape, setting, tokens, exclusive=True),
-        ],
-    )
-
-
-def lengths(shape: Shape, setting: Setting) -> Case:
-    """Plain attention and gfsa at doubling lengths, where the published form would not fit."""
-    tokens = _tokens(shape, setting)
-    return Case(
-        str(shape),
-        [
-            _plain(shape, setting, tokens),
-            _filtered("gfsa", 2, "auto", shape, setting, tokens),
-            _filtered("gfsa sdpa", 2, "sdpa", shape, setting, tokens),
         ],
     )
 
@@ -217,12 +201,6 @@ SUITES: dict[str, Suite] = {
         ),
         grouped=True,
     ),
-    "lengths": Suite(
-        lengths,
-        cpu_shapes=("1x4x512x64", "1x4x1024x64", "1x4x2048x64"),
-        cuda_shapes=tuple(f"1x16x{2**power}x64" for power in range(10, 17)),
-        grouped=True,
-    ),
     "models": Suite(
         training_step,
         cpu_shapes=("2x12x64x64", "2x12x64x64:padded", "2x12x64x64:causal"),
@@ -249,25 +227,22 @@ SUITES: dict[str, Suite] = {
         decode,
         cpu_shapes=("1x12x128x64", "1x12x512x64", "1x12x1023x64"),
         cuda_shapes=("1x12x512x64", "1x12x1023x64", "16x12x1023x64"),
+        grouped=True,
     ),
     "decode-static": Suite(
         decode_static,
         cpu_shapes=("1x12x128x64", "1x12x512x64", "1x12x1023x64"),
         cuda_shapes=("1x12x1023x64", "16x12x1023x64"),
         compiles=True,
+        grouped=True,
     ),
     "prefill": Suite(
         prefill,
         cpu_shapes=("1x12x128x64",),
         cuda_shapes=("1x12x1024x64", "16x12x1024x64"),
+        grouped=True,
     ),
 }
-
-
-def suite_called(name: str) -> Suite:
-    if name not in SUITES:
-        raise ValueError(f"expected a suite of {', '.join(SUITES)}, got {name!r}")
-    return SUITES[name]
 
 
 def _mask(shape: Shape, setting: Setting) -> Tensor | None:

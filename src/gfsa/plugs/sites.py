@@ -192,6 +192,13 @@ IN_PLACE = (
 )
 
 
+class _Count(int):
+    """A number of parameters; a model's ``parameters`` can be called."""
+
+    def __call__(self) -> NoReturn:
+        raise TypeError(f"report.parameters is a number and cannot be called. {IN_PLACE}")
+
+
 @dataclass
 class PlugReport:
     """What :func:`gfsa.plug` did, or would do."""
@@ -211,8 +218,11 @@ class PlugReport:
     note: str = ""
     """How the filters change what the model computes before they learn; empty if they do not."""
 
+    # after model = gfsa.plug(model), a report is asked for what a model has
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, _Count(value) if name == "parameters" else value)
+
     def __getattr__(self, name: str) -> Any:
-        # after model = gfsa.plug(model), a report is asked for what a model has
         raise AttributeError(f"PlugReport has no attribute {name!r}. {IN_PLACE}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -138,7 +138,8 @@ def test_operator_registration() -> None:
     inputs = [x.requires_grad_() for x in problem.tensors()[:4]]
     mask = torch.rand(1, 1, 1, 18) < 0.8
     seed = torch.tensor([3])
-    torch.library.opcheck(op.forward, (*inputs, mask, seed, 0.25, True, 0.1, False, False, ""))
+    given = (*inputs, None, mask, seed, 0.25, True, 0.1, False, True)
+    torch.library.opcheck(op.forward, given)
 
 
 def test_compiled_whole() -> None:

@@ -553,7 +553,7 @@ def test_operator_registration(length: int) -> None:
     mask = torch.rand(2, 1, 1, length, device="cuda") < 0.8
     seed = torch.tensor([3], device="cuda")
     for mask_, seed_, dropout_p in ((None, None, 0.0), (mask, seed, 0.1)):
-        given = (*inputs, mask_, seed_, 0.125, True, dropout_p, False, False, "")
+        given = (*inputs, None, mask_, seed_, 0.125, True, dropout_p, False, True)
         torch.library.opcheck(op.forward, given)
 
 

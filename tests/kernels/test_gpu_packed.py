@@ -232,5 +232,5 @@ def test_degree_one_registration() -> None:
     q, k, v, coeffs, _ = packed.tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
     spans = packed.visible().spans(packed.length, q.device)
-    given = (*inputs, spans, None, 0.125, True, 0.0, False, True, "hopper")
+    given = (*inputs, None, spans, None, 0.125, True, 0.0, True, True)
     torch.library.opcheck(op.forward, given)

@@ -230,16 +230,9 @@ def situation_of(call: AttentionCall, v: Tensor, degree: int, exclusive: bool = 
     elif call.attn_mask is not None:
         mask = kind_of(call.attn_mask, tokens, copies=True)
     return Situation(
-        degree=degree,
-        hardware=hardware_of(q),
-        device=q.device,
-        dtype=q.dtype,
-        dims=q.dim(),
-        batch=batch,
-        heads=heads,
-        tokens=tokens,
-        head_dim=head_dim,
-        value_dim=value_dim,
+        degree,
+        *_of_tokens(q),
+        *(batch, heads, tokens, head_dim, value_dim),
         mask=mask,
         mask_words=mask_words,
         causal=causal,
@@ -252,6 +245,10 @@ def situation_of(call: AttentionCall, v: Tensor, degree: int, exclusive: bool = 
         drops_filter=bool(dropout_p) and call.dropout_after == "filter",
         fixed_generator=bool(dropout_p) and degree > 1 and _generator_cannot_be_reset(q.device),
     )
+
+
+def _of_tokens(q: Tensor) -> tuple[Hardware, torch.device, torch.dtype, int]:
+    return hardware_of(q), q.device, q.dtype, q.dim()
 
 
 def situation_of_kernels(
@@ -270,16 +267,9 @@ def situation_of_kernels(
     """
     batch, heads, tokens, head_dim = q.shape
     return Situation(
-        degree=degree,
-        hardware=hardware_of(q),
-        device=q.device,
-        dtype=q.dtype,
-        dims=4,
-        batch=batch,
-        heads=heads,
-        tokens=tokens,
-        head_dim=head_dim,
-        value_dim=head_dim,
+        degree,
+        *_of_tokens(q),
+        *(batch, heads, tokens, head_dim, head_dim),
         mask=NO_MASK if mask is None else kind_of(mask, tokens, copies=False),
         causal=causal,
         dropout_p=dropout_p,
@@ -657,45 +647,40 @@ def decide(s: Situation, wanted: Backend = "auto") -> Decision:
 
 
 def _decide(s: Situation, wanted: Backend, slower: str | None) -> Decision:
-    only_dense = reason_for_dense_alone(s)
-    by_sdpa = refusal_by_sdpa(s)
+    by_dense, by_fused, by_sdpa = reason_for_dense_alone(s), refusal_by_fused(s), refusal_by_sdpa(s)
     if s.only_torch is not None:
-        refusal = only_dense or by_sdpa
-        if wanted not in ("auto", "sdpa") or refusal is not None:
-            raise ValueError(
-                f"backend={wanted!r} cannot serve this call: {s.only_torch}"
-                + (
-                    f", and sdpa cannot serve it: {refusal}"
-                    if refusal
-                    else "; use 'auto' or 'sdpa'"
-                )
-            )
-        return Decision("sdpa", "sdpa", "autograd", s.only_torch)
-    by_name = "asked for by name"
-    if wanted == "dense":
-        return Decision("dense", "dense", "autograd", by_name)
-    if only_dense is not None:
-        if wanted != "auto":
-            raise ValueError(f"backend={wanted!r} cannot serve this call: {only_dense}")
-        return Decision("dense", "dense", "autograd", only_dense)
-    by_fused = refusal_by_fused(s)
-    if wanted != "auto":
-        refusal = by_sdpa if wanted == "sdpa" else by_fused
+        refusal = by_dense or by_sdpa
         if refusal is not None:
-            raise ValueError(f"backend={wanted!r} cannot serve this call: {refusal}")
-        return (
-            Decision("sdpa", "sdpa", "autograd", by_name) if wanted == "sdpa" else _own(s, by_name)
-        )
+            raise _unserved(wanted, f"{s.only_torch}, and sdpa cannot serve it: {refusal}")
+        if wanted not in ("auto", "sdpa"):
+            raise _unserved(wanted, f"{s.only_torch}; use 'auto' or 'sdpa'")
+        return _by_torch(s.only_torch)
+    by_name = "asked for by name"
+    if wanted == "dense" or (by_dense is not None and wanted == "auto"):
+        return Decision("dense", "dense", "autograd", by_dense or by_name)
+    if wanted != "auto":
+        refusal = by_dense or (by_sdpa if wanted == "sdpa" else by_fused)
+        if refusal is not None:
+            raise _unserved(wanted, refusal)
+        return _by_torch(by_name) if wanted == "sdpa" else _own(s, by_name)
     against = by_fused or slower
     if against is None:
         return _own(s, "the fastest for this call")
     if by_sdpa is None:
         reason = f"torch's own attention kernels, one pass a power: {against}"
-        return Decision("sdpa", "sdpa", "autograd", reason, (("fused", against),))
+        return _by_torch(reason, (("fused", against),))
     if by_fused is None:
         return _own(s, f"a fused kernel covers this call, and sdpa does not: {by_sdpa}")
     rejected = (("fused", by_fused), ("sdpa", by_sdpa))
     return Decision("dense", "dense", "autograd", by_sdpa, rejected)
+
+
+def _unserved(wanted: str, refusal: str) -> ValueError:
+    return ValueError(f"backend={wanted!r} cannot serve this call: {refusal}")
+
+
+def _by_torch(reason: str, rejected: tuple[tuple[str, str], ...] = ()) -> Decision:
+    return Decision("sdpa", "sdpa", "autograd", reason, rejected)
 
 
 _decided = functools.lru_cache(maxsize=4096)(_decide)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import gfsa
+from census.catalogue import build_transformers
 from gfsa.cli import build as build_cli
 from gfsa.plugs import FilterNotCalledError
 from gfsa.plugs.checks.called import TrainingCheck, _CallHook
@@ -90,7 +91,7 @@ def test_layers_that_make_no_sense(layers: object, message: str) -> None:
 
 
 def test_shared_layers_are_one_layer() -> None:
-    model = ZOO["albert"].model("sdpa")
+    model = build_transformers("albert")
     with pytest.raises(
         ValueError, match=r"1 self-attention layer .*share one module, as in ALBERT"
     ):
@@ -192,7 +193,8 @@ def test_arguments_reach_the_filters() -> None:
     ],
 )
 def test_the_papers_settings(name: str, K: int, after: str, numbers: int) -> None:
-    model = ZOO[name].model("sdpa")
+    stages = {"depths": [2, 2], "num_heads": [2, 4]}
+    model = build_transformers(name, stages if name == "swin" else None)
     report = gfsa.plug(model, preset="paper")
     assert report.parameters == numbers
     for filter in gfsa.filters_of(model).values():
@@ -200,7 +202,7 @@ def test_the_papers_settings(name: str, K: int, after: str, numbers: int) -> Non
 
 
 def test_arguments_go_before_the_preset() -> None:
-    model = ZOO["deit"].model("sdpa")
+    model = build_transformers("deit")
     gfsa.plug(model, preset="paper", K=3, w0=-0.01)
     for filter in gfsa.filters_of(model).values():
         assert (filter.K, filter.learn) == (3, ("wK",))

@@ -275,6 +275,37 @@ class TestDepthTerm:
         )
         torch.testing.assert_close(got, expected)
 
+    @pytest.mark.parametrize("learn", ["gfsa", "linear1"])
+    def test_checkpointing_below_a_frozen_first_layer(self, learn: str) -> None:
+        model = stack(kind=Checkpointed)
+        with_depth(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(learn in name and "layers.0" not in name)
+        learned = [p for p in model.parameters() if p.requires_grad]
+        x = tokens()
+        expected, got = (
+            torch.autograd.grad(model(x, reentrant).sin().sum(), learned)
+            for reentrant in (None, False)
+        )
+        torch.testing.assert_close(got, expected)
+
+    def test_checkpointing_of_tokens_that_are_not_finite(self) -> None:
+        model = stack(kind=Checkpointed)
+        with_depth(model)
+        x = tokens()
+        x[0, 0] = torch.nan
+        expected, got = (gradients(model, model(x, reentrant)[1]) for reentrant in (None, False))
+        torch.testing.assert_close(got, expected, equal_nan=True)
+
+    def test_checkpointing_refuses_rows_that_it_cannot_tell_apart(self) -> None:
+        model = stack(kind=Checkpointed)
+        with_depth(model)
+        for layer in model.layers[1:]:
+            nn.init.zeros_(layer.self_attn.in_proj_weight[64:])
+        y = sum(model(x, False) for x in (tokens(), tokens(5)))
+        with pytest.raises(ValueError, match="backward after each forward"):
+            y.sum().backward()
+
     def test_reentrant_checkpointing_is_refused(self) -> None:
         model = stack(kind=Checkpointed)
         with_depth(model)
@@ -424,6 +455,17 @@ class TestDecoding:
             step = model(ids[:, token : token + 1], past_key_values=cache, use_cache=True)
             logits.append(step.logits)
         torch.testing.assert_close(torch.cat(logits, 1), expected)
+
+    @torch.no_grad()
+    def test_a_cache_can_be_copied_and_pickled(self) -> None:
+        model, ids = decoder("grouped"), torch.randint(1, 64, (2, 5))
+        with_depth(model)
+        cache = model(ids, use_cache=True).past_key_values
+        copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+        expected, *got = (
+            model(ids[:, :1], past_key_values=past).logits for past in (cache, *copies)
+        )
+        assert all(torch.equal(logits, expected) for logits in got)
 
     def test_values_of_a_plain_model_are_refused(self) -> None:
         model, ids = decoder("grouped"), torch.randint(1, 64, (2, 5))

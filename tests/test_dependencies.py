@@ -84,7 +84,7 @@ BY_NAME = {
     "gfsa.lens.sources",
     "gfsa.plugs.registry",
     "gfsa_experiments.tasks",
-    "gfsa_experiments.tasks.graph.own",
+    "gfsa_experiments.tasks.graph.readers",
 }
 
 

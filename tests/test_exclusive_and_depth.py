@@ -418,10 +418,29 @@ class TestDepthTerm:
         with pytest.raises(ValueError, match="run twice in this forward"):
             model(x)
 
-    def test_refuses_other_heads(self) -> None:
+    def test_refuses_other_heads_and_head_dims(self) -> None:
         layers = [nn.TransformerEncoderLayer(32, heads, 48) for heads in (4, 2)]
         with pytest.raises(ValueError, match="4 heads"):
             gfsa.plug(nn.Sequential(*layers), depth=True)
+        wider = nn.TransformerEncoderLayer(64, 4, 48)
+        model = nn.Sequential(layers[0], nn.Linear(32, 64), wider)
+        gfsa.plug(model, depth=True)
+        with pytest.raises(ValueError, match="other heads or head dims"):
+            model(torch.randn(5, 2, 32))
+
+    def test_refuses_layers_with_the_values_of_others(self) -> None:
+        kinds = ["sliding_attention", "full_attention"] * 2
+        config = transformers.Gemma3nTextConfig(
+            vocab_size=32, hidden_size=16, num_hidden_layers=4, layer_types=kinds, head_dim=8,
+            intermediate_size=16, num_attention_heads=2, num_key_value_heads=1, laurel_rank=2,
+            num_kv_shared_layers=2, hidden_size_per_layer_input=4, vocab_size_per_layer_input=32,
+            activation_sparsity_pattern=None,
+        )  # fmt: skip
+        model = transformers.Gemma3nForCausalLM(config)
+        # the cache would hold the mixed values, a forward without one hands on the plain ones
+        with pytest.raises(ValueError, match=r"layers\.2\.self_attn attends to those of another"):
+            gfsa.plug(model, filter=gfsa.Exclusive, layers=[1, 2], depth=True)
+        assert not gfsa.filters_of(model)
 
 
 def decoder(kind: str) -> nn.Module:

@@ -65,7 +65,7 @@ class PruneReport:
         if (
             now.keys() != self._pruned.keys()
             or any(now[name] is not filter for name, filter in self._pruned.items())
-            or not all(map(_is_unchanged, _numbers_of(now), self._numbers))
+            or not all(map(_is_unchanged, _numbers_of(self._pruned.values()), self._numbers))
         ):
             raise ValueError(
                 "the filters of the model were changed since gfsa.prune, so undo would overwrite "
@@ -153,14 +153,14 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
                     site.module.add_module(CHILD, new)
             _finish(model, plugged.values(), before=plugged)
         report._pruned = dict(filters_of(model))
-        report._numbers = [p.detach().clone() for p in _numbers_of(report._pruned)]
+        report._numbers = [p.detach().clone() for p in _numbers_of(report._pruned.values())]
         if expected is not None:
             report.largest_change = _largest_difference(expected, _outputs(model, inputs))
     return report
 
 
-def _numbers_of(filters: Mapping[str, nn.Module]) -> list[Tensor]:
-    return [p for filter in filters.values() for p in filter.parameters()]
+def _numbers_of(filters: Iterable[nn.Module]) -> list[Tensor]:
+    return [p for filter in filters for p in filter.parameters()]
 
 
 def _is_unchanged(now: Tensor, before: Tensor) -> bool:

@@ -224,6 +224,16 @@ class TestDepthTerm:
         other.load_state_dict(state)
         assert torch.equal(other(x), expected)
 
+    def test_filters_without_its_term_are_told_apart(self) -> None:
+        models = [stack(2), stack(2)]
+        gfsa.plug(models[0], depth=True)
+        gfsa.plug(models[1], filter=lambda heads: gfsa.GFSA(heads).exclude(0.5))
+        assert "; depth" in repr(models[0])
+        assert "; exclusive" in repr(models[1])
+        for model, other in (models, models[::-1]):
+            with pytest.raises(ValueError, match=r"'share': 0\.5"):
+                model.load_state_dict(other.state_dict())
+
     def test_prune_keeps_the_terms(self) -> None:
         model, x = stack(), tokens()
         with_depth(model, lambda heads: gfsa.GFSA(heads).exclude(0.2, learn=True))

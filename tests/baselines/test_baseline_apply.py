@@ -15,7 +15,7 @@ from gfsa.operators import DenseOperator
 from gfsa.operators.visibility import Visibility
 from gfsa_experiments import baselines
 from gfsa_experiments.baselines import blocks
-from gfsa_experiments.baselines.masks import Reader
+from gfsa_experiments.baselines.visibility import Reader
 from support.families import FAMILIES, METHODS
 from support.small_baselines import IDS, LEARNING, apply, bert, causal_lm, encoder
 
@@ -104,7 +104,7 @@ def test_report() -> None:
 
 
 def test_ordinary_attention_to_the_bit() -> None:
-    for name in ("BERT", "GPT-2", "DeiT", "Swin", "Encoder"):
+    for name in ("BERT", "GPT-2", "DeiT", "Encoder"):
         family = FAMILIES[name]()
         model = family.model().float() if name in ("BERT", "GPT-2", "Encoder") else family.model()
         for method in ("attnscale", "featscale"):
@@ -152,11 +152,11 @@ def test_masks_that_cannot_be_read_are_refused() -> None:
     nested = torch.nested.nested_tensor([torch.randn(3, 12), torch.randn(2, 12)])
     with pytest.raises(TypeError, match="pad the batch"):
         layer(nested)
-    reader = Reader(layer, layer.self_attn, whole=True)
+    reader = Reader(layer, layer.self_attn)
     with pytest.raises(TypeError, match="a mask memory_mask, which cannot be read"):
         reader((torch.randn(2, 3, 12),), {"memory_mask": torch.zeros(3, 3)})
     with pytest.raises(ValueError, match="the masks of a _Foreign cannot be read"):
-        Reader(_Foreign(), layer.self_attn, whole=True)
+        Reader(_Foreign(), layer.self_attn)
 
 
 class _Foreign(nn.Module):
@@ -170,14 +170,13 @@ class _Foreign(nn.Module):
 def test_attention_maps_that_are_asked_for() -> None:
     model = bert(attn_implementation="eager").double().eval()
     plain = model(IDS, output_attentions=True).attentions
-    apply(model, "attnscale")
-    scaled = model(IDS, output_attentions=True).attentions
-    scale = model.encoder.layer[0].attention.self.gfsa.theta[..., None]
-    mean = torch.full((7, 7), 1 / 7, dtype=torch.float64)
-    assert torch.allclose(scaled[0], mean + (1 + scale) * (plain[0] - mean), atol=1e-12, rtol=0)
-    baselines.remove(model)
     baselines.apply(model, "neutreno")
     assert torch.equal(model(IDS, output_attentions=True).attentions[0], plain[0])
+    baselines.remove(model)
+    # a ready-made map does not say which of its entries are masked
+    baselines.apply(model, "attnscale")
+    with pytest.raises(TypeError, match="attn_implementation='sdpa'"):
+        model(IDS)
 
 
 def test_an_optimiser_group_of_their_own() -> None:
@@ -269,7 +268,7 @@ class TestAsFilters:
     def test_a_ready_made_map_does_not_tell_masks_from_dropout(self) -> None:
         method = baselines.AttnScale(3)
         matrix = torch.eye(4).expand(1, 3, 4, 4)
-        with pytest.raises(TypeError, match=r"baselines\.apply\(model, 'attnscale'\)"):
+        with pytest.raises(TypeError, match="attn_implementation='sdpa'"):
             method(DenseOperator(matrix), torch.randn(1, 3, 4, 2))
 
     def test_dropout_acts_on_the_map(self) -> None:
@@ -460,7 +459,9 @@ def test_threads_do_not_see_each_other(method: str) -> None:
         start.wait()
         for _ in range(8):
             try:
-                wrong.extend([] if torch.equal(run(number), expected[number]) else [number])
+                # sums of padded tokens are rounded by where they lie in memory
+                same = torch.allclose(run(number), expected[number], atol=1e-5)
+                wrong.extend([] if same else [number])
             except RuntimeError:
                 wrong.append(number)
 

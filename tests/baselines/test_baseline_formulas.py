@@ -142,37 +142,6 @@ def _norms_last(model: Any) -> bool:
     return isinstance(model, nn.TransformerEncoder) and not model.layers[0].norm_first
 
 
-@pytest.mark.parametrize("family", ["Swin", "Swin-V2"])
-@torch.no_grad()
-def test_attnscale_in_shifted_windows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = FAMILIES[family]()
-    model = known.model()
-    plain = known.run(model, [0])[0]
-    baselines.apply(model, "attnscale")
-    for parameter in baselines.parameters_of(model):
-        parameter.copy_(torch.randn(parameter.shape) * 0.5)
-    scales = [p.clone()[:, 0] for p in baselines.parameters_of(model)]
-    got = known.run(model, [0])[0]
-    baselines.remove(model)
-    softmax, hidden = Tensor.softmax, []
-
-    def scaled(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        matrix = softmax(scores, dim, dtype=dtype)
-        # where windows meet, their masks say -100
-        allowed = matrix > 1e-30
-        hidden.append(bool((~allowed).any()))
-        return dense.attnscale(matrix, allowed, scales.pop(0))
-
-    monkeypatch.setattr(Tensor, "softmax", scaled)
-    for module in model.modules():
-        if hasattr(module, "fused_attn"):
-            module.fused_attn = False
-    expected = known.run(model, [0])[0]
-    assert hidden == [False, True, False], "the second block's windows are shifted"
-    assert (expected - plain).abs().max() > 1e-4
-    assert (got - expected).abs().max() <= 1e-10
-
-
 def test_defaults_are_the_published_ones() -> None:
     options = {name: method.options for name, method in baselines.METHODS.items()}
     assert options == {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gfsa.operators import Visibility
-from gfsa_experiments.baselines.means import (
+from gfsa_experiments.baselines.visibility import (
     CHUNK,
     mean_matrix,
     mean_of_visible,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,21 +85,30 @@ def _class_name(model_type: str) -> tuple[Any, str] | None:
     return None
 
 
-def build_transformers(model_type: str) -> nn.Module:
-    """A tiny model of this type, in the class that :data:`_FIRST` prefers."""
+def build_transformers(
+    model_type: str, fields: Mapping[str, Any] | None = None, **options: Any
+) -> nn.Module:
+    """A tiny model of this type, in the class that :data:`_FIRST` prefers.
+
+    Args:
+        fields: of the config, in place of what the census would take.
+        options: for the class's ``_from_config``.
+    """
     from transformers import CONFIG_MAPPING
 
     found = _class_name(model_type)
     assert found is not None
     mapping, name = found
     kind = mapping._load_attr_from_module(model_type, name)
+    special = {**SPECIAL, model_type: {**SPECIAL.get(model_type, {}), **(fields or {})}}
     config = (
         WHOLE[model_type]()
         if model_type in WHOLE
-        else shrink(CONFIG_MAPPING[model_type](), SPECIAL)
+        else shrink(CONFIG_MAPPING[model_type](), special)
     )
-    # the grouped kernels for experts have no float64
-    options = {"experts_implementation": "eager"} if kind._can_set_experts_implementation() else {}
+    if kind._can_set_experts_implementation():
+        # the grouped kernels for experts have no float64
+        options["experts_implementation"] = "eager"
     model: nn.Module = kind._from_config(config, **options)
     return model
 

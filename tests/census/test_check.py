@@ -13,7 +13,6 @@ from census.catalogue import Entry, entries
 from census.check import examine
 from census.reference import DenseReference, Layout, Observer, layout_of
 from census.tokens import TokenProbe
-from census.verdict import one_line
 from gfsa.filters import GraphFilter
 from gfsa.operators import DenseOperator
 from gfsa.operators.base import value_of
@@ -58,15 +57,6 @@ def test_faulty_filters_are_found(
     finding = examine(catalogue["transformers:gpt2"]).findings["default"]
     assert finding.status == "wrong"
     assert words in finding.reason
-
-
-def test_a_sound_model_is_right(catalogue: dict[str, Entry]) -> None:
-    verdict = examine(catalogue["transformers:gpt2"])
-    default = verdict.findings["default"]
-    assert (default.status, default.plugged, default.reached) == ("right", 2, 2)
-    assert default.generation == "exact"
-    assert default.error < 1e-7
-    assert verdict.is_good
 
 
 def test_a_tracer_that_mixes_up_heads_is_found(
@@ -162,18 +152,6 @@ def test_layouts_and_the_reference_itself(merged: str, layout: Layout) -> None:
             assert (got[sample, :, 2 * head : 2 * head + 2] - expected).abs().max() < 1e-13
 
 
-def test_heads_and_windows_of_equal_number() -> None:
-    """Windows change one by one, heads all together."""
-    before = torch.zeros(3, 4, 4, 6, 6)
-    after, corner = before.clone(), before.clone()
-    after[0] = 1
-    corner[:, :, 0] = 1
-    assert layout_of(before, after, corner, 4, 3) == Layout(-4)
-    corner = before.clone()
-    corner[:, 0] = 1
-    assert layout_of(before, after, corner, 4, 3) == Layout(-3)
-
-
 @pytest.mark.parametrize(
     ("options", "crosses", "words"),
     [
@@ -195,11 +173,3 @@ def test_maps_without_powers_are_found(
         assert not probe.found
     else:
         assert words in probe.found["attention"]
-
-
-@pytest.mark.parametrize("folder", ["/a", "/home/someone/a/longer/path/of/an/environment"])
-def test_where_packages_are_installed_does_not_change_a_reason(folder: str) -> None:
-    file = f"{folder}/lib/python3.11/site-packages/transformers/models/one/__init__.py"
-    reason = one_line(ValueError(f"not in <module 'one' from '{file}'>: {'x' * 300}"))
-    assert reason.startswith("ValueError: not in <module 'one' from 'transformers/models/one/__")
-    assert len(reason) == 200

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 Status = Literal["right", "refused", "wrong", "raises later", "crash", "no reference", "not built"]
 
@@ -44,14 +44,6 @@ class Verdict:
     @property
     def is_good(self) -> bool:
         return bool(self.findings) and all(f.status in GOOD for f in self.findings.values())
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Verdict:
-        findings = {mode: Finding(**finding) for mode, finding in data.pop("findings").items()}
-        return Verdict(**data, findings=findings)
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:

@@ -14,7 +14,14 @@ import gfsa
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import Run, carry_out
-from gfsa_experiments.tasks.causal_lm.recipe import CausalLMConfig, CausalLMTask, causal_by_kernel
+from gfsa_experiments.tasks.causal_lm import (
+    CausalLMConfig,
+    CausalLMTask,
+    causal_by_kernel,
+    count_words,
+    read_corpus,
+)
+from support.hub import HubPart, fake_hub
 from support.tiny_texts import corpus, save_model, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
@@ -58,6 +65,38 @@ def built(data: Path, **settings: Any) -> CausalLMTask:
 
 def a_batch(task: CausalLMTask, split: str = "train") -> dict[str, torch.Tensor]:
     return task.splits[split].dataset.__getitems__([0, 2])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "compressed"),
+    [
+        ("wikitext-2", "wiki.valid.tokens", False),
+        ("wikitext-2", "wikitext-2/valid.txt", True),
+        ("wikitext-103", "wikitext-103-raw/wiki.valid.raw", False),
+        ("ptb", "simple-examples/data/ptb.valid.txt", False),
+    ],
+)
+def test_where_files_are_found(name: str, file: str, compressed: bool, tmp_path: Path) -> None:
+    write(tmp_path / file, corpus(3), compressed)
+    lines = read_corpus(tmp_path, name, "valid")
+    assert "".join(f"{line}\n" for line in lines) == corpus(3)
+    assert count_words(lines) == len(corpus(3).replace("\n", "<eos>").split())
+
+
+@pytest.mark.filterwarnings("default")
+def test_words_are_counted_as_officially(tmp_path: Path) -> None:
+    write(tmp_path / "wiki.test.tokens", corpus(3))
+    with pytest.warns(UserWarning, match=r"has 36 words, the official file 245,569"):
+        read_corpus(tmp_path, "wikitext-2", "test")
+
+
+def test_without_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [" = Title = \n", "", " No it was n't Black Monday \n"]
+    asked = fake_hub(monkeypatch, lambda *which: HubPart(text=texts))
+    with pytest.warns(UserWarning, match="Using hub:Salesforce/wikitext"):
+        lines = read_corpus(tmp_path, "wikitext-2", "valid")
+    assert asked == [("Salesforce/wikitext", "wikitext-2-v1", "validation")]
+    assert lines == [" = Title = ", "", " No it was n't Black Monday "]
 
 
 @pytest.mark.parametrize("corpus_name", ["wikitext-2", "ptb"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ import torch
 from torch import Tensor
 
 from gfsa_experiments.models import GraphormerCollator, GraphViTCollator
-from gfsa_experiments.models.graph_features import dense_adjacency, random_walk_encoding
-from gfsa_experiments.tasks.graph.data_sets import read_graphs
+from gfsa_experiments.models.graphs import dense_adjacency, random_walk_encoding
 from gfsa_experiments.tasks.graph.features import (
     MAX_HOPS,
     laplacian_encoding,
@@ -23,11 +23,11 @@ from gfsa_experiments.tasks.graph.features import (
     walk_encoding,
 )
 from gfsa_experiments.tasks.graph.graphs import GraphSet, spans
+from gfsa_experiments.tasks.graph.readers import read_graphs
 from support.graph_files import (
     labels,
     separate,
     write_molecules,
-    write_superpixels,
     write_zinc,
 )
 
@@ -81,27 +81,6 @@ def test_zinc_leaves_out_what_is_extra(tmp_path: Path) -> None:
     assert len(graphs) == 12
     assert graphs.x[:, 0].tolist() == arrays["atom_type"][arrays["n_node"][:3].sum() :].tolist()
     torch.testing.assert_close(graphs.y[:, 0], torch.from_numpy(arrays["y"][3:]))
-
-
-def test_superpixels_hear_from_their_nearest(tmp_path: Path) -> None:
-    arrays = write_superpixels(tmp_path, train=24, test=6)
-    graphs = read_graphs("mnist", tmp_path)
-    assert [len(graphs.part(which)) for which in range(3)] == [22, 2, 6]
-    assert graphs.part(1).tolist() == [22, 23]
-    assert graphs.y[:, 0].tolist() == [*arrays["y_train"], *arrays["y_test"]]
-    for graph in separate(graphs, range(len(graphs))):
-        place = graph.x[:, 1:]
-        distance = torch.cdist(place, place)
-        expected = min(8, len(place) - 1)
-        for node in range(len(place)):
-            arriving = graph.edge_index[1] == node
-            near = distance[node, graph.edge_index[0, arriving]]
-            assert len(near) == expected
-            assert node not in graph.edge_index[0, arriving]
-            others = distance[node].sort().values[1 : expected + 1]
-            torch.testing.assert_close(near.sort().values, others, atol=1e-4, rtol=0)
-            weight = torch.exp(-((near / near.mean()) ** 2))
-            torch.testing.assert_close(graph.edge_attr[arriving, 0], weight, atol=1e-3, rtol=0)
 
 
 def test_nothing_there_says_what_was_looked_for(tmp_path: Path) -> None:
@@ -189,10 +168,12 @@ def test_packing_loses_nothing() -> None:
     assert again[1].tolist() == paths.tolist()
 
 
-def test_graphormer_wants_kinds_of_edges(tmp_path: Path) -> None:
-    write_superpixels(tmp_path)
+def test_graphormer_wants_kinds_of_edges(solubility: GraphSet) -> None:
+    real = dataclasses.replace(
+        solubility, edge_attr=torch.rand(len(solubility.edge_attr), 1), edge_features=1
+    )
     with pytest.raises(ValueError, match=r"real numbers on its edges.*model=gps"):
-        pair_features(read_graphs("mnist", tmp_path))
+        pair_features(real)
 
 
 def test_walks_are_those_of_each_graph(solubility: GraphSet) -> None:

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gfsa_experiments.tasks.lra import data as listops_files
-from gfsa_experiments.tasks.lra import listops
-from gfsa_experiments.tasks.lra.data import read_listops
-from gfsa_experiments.tasks.lra.listops import Sequences, make_listops, to_text, write_listops
+from gfsa_experiments.tasks import listops
+from gfsa_experiments.tasks.listops import Sequences, make_listops, read_listops
 
 SMALL = {"train": 200, "val": 6, "test": 6}
 
@@ -89,7 +87,6 @@ def test_answers_texts_and_rules(made: dict[str, Sequences]) -> None:
             tree = nested(words_of(tokens))
             assert value_of(tree) == label
             assert depth_of(tree) <= 10
-            assert to_text(tokens) == pairs(tree)
             operators += operators_of(tree)
     counts = [count for _, count in operators]
     assert set(counts) == set(range(2, 11))
@@ -131,18 +128,24 @@ def test_no_list_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @few
 @pytest.mark.parametrize("inside", ["", "listops", "lra_release/listops-1000"])
-def test_official_files_are_written_and_read(
-    tmp_path: Path, made: dict[str, Sequences], inside: str
-) -> None:
-    write_listops(tmp_path / inside, seed=1, counts=SMALL)
-    first = (tmp_path / inside / "basic_val.tsv").read_text().splitlines()
-    assert first[0] == "Source\tTarget"
-    assert len(first) == 7
+def test_official_files(tmp_path: Path, made: dict[str, Sequences], inside: str) -> None:
+    (tmp_path / inside).mkdir(parents=True, exist_ok=True)
+    for part, sequences in made.items():
+        lines = [
+            f"{pairs(nested(words_of(sequences[index])))}\t{label}\r\n"
+            for index, label in enumerate(sequences.labels)
+        ]
+        text = "Source\tTarget\r\n" + "".join(lines)
+        (tmp_path / inside / f"basic_{part}.tsv").write_bytes(text.encode())
     parts = read_listops(tmp_path)
     for part in SMALL:
         assert np.array_equal(parts[part].tokens, made[part].tokens)
         assert np.array_equal(parts[part].offsets, made[part].offsets)
         assert np.array_equal(parts[part].labels, made[part].labels)
+    (tmp_path / inside / "basic_test.tsv").unlink()
+    read_listops.cache_clear()
+    with pytest.raises(FileNotFoundError, match=r"basic_test\.tsv"):
+        read_listops(tmp_path)
 
 
 @few
@@ -155,9 +158,9 @@ def test_missing_data_is_made_once_by_one_of_many(
         calls.append(1)
         return made
 
-    monkeypatch.setattr(listops_files, "make_listops", make)
+    monkeypatch.setattr(listops, "make_listops", make)
     path = tmp_path / "listops" / "listops_seed0.npz"
-    threads = [threading.Thread(target=listops_files._generate, args=(path,)) for _ in range(4)]
+    threads = [threading.Thread(target=listops._generate, args=(path,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from gfsa_experiments.tasks.speech.data import SpeechBatches, hold_out, read_an4, read_librispeech
-from gfsa_experiments.tasks.speech.text import BLANK, Characters, Pieces
+from gfsa_experiments.tasks.speech.data import (
+    BLANK,
+    Characters,
+    Pieces,
+    SpeechBatches,
+    Utterance,
+    read_librispeech,
+)
+from gfsa_experiments.tasks.speech.data import read_an4 as read_sets
 from support.speech import WORDS, change_an4, sentence, write_an4, write_librispeech
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the official file:UserWarning")
@@ -20,8 +27,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*the official file:UserWarning"
 @pytest.fixture(autouse=True)
 def _nothing_remembered() -> Iterator[None]:
     yield
-    read_an4.cache_clear()
+    read_sets.cache_clear()
     read_librispeech.cache_clear()
+
+
+def read_an4(folder: Path) -> list[list[Utterance]]:
+    return list(read_sets(folder, 0.0).values())
 
 
 def test_an4_is_read_from_the_folder_or_its_parent(tmp_path: Path) -> None:
@@ -73,17 +84,11 @@ def test_an4_leaves_out_few_malformed_utterances_and_says_so(tmp_path: Path) -> 
     assert all(one.features().isfinite().all() for one in train)
 
 
-def test_held_out_speakers_are_heard_nowhere_else_and_always_the_same(tmp_path: Path) -> None:
+def test_held_out_speakers_are_heard_nowhere_else(tmp_path: Path) -> None:
     write_an4(tmp_path)
-    train, _ = read_an4(tmp_path)
-    kept, held = hold_out(train, 0.1)
-    assert len(kept) + len(held) == len(train)
-    assert not {one.speaker for one in kept} & {one.speaker for one in held}
-    assert len(held) == 4
-    assert hold_out(train, 0.1)[1] == held
-    assert [one for one in train if one in held] == held
-    with pytest.raises(ValueError, match="1 speaker"):
-        hold_out([train[0], train[6]], 0.1)
+    sets = read_sets(tmp_path, 0.1)
+    assert {part: len(some) for part, some in sets.items()} == {"train": 20, "valid": 4, "test": 6}
+    assert not {one.speaker for one in sets["train"]} & {one.speaker for one in sets["valid"]}
 
 
 def test_librispeech_folders(tmp_path: Path) -> None:

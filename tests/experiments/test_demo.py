@@ -14,14 +14,13 @@ from typer.testing import CliRunner
 import gfsa
 from gfsa.cli import build
 from gfsa_experiments.tasks import find_recipe
-from gfsa_experiments.tasks.digits.recipe import DigitsConfig, DigitsViT, load_digits
-from gfsa_experiments.tasks.stdlib.recipe import (
+from gfsa_experiments.tasks.digits import DigitsConfig, DigitsViT, load_digits
+from gfsa_experiments.tasks.pretrain.stdlib import (
     ByteDecoder,
     StdlibConfig,
     StdlibTask,
     part_of,
     read_parts,
-    rows_of,
     source_folder,
 )
 
@@ -93,18 +92,6 @@ def test_a_python_without_its_source_says_so(tmp_path: Path) -> None:
     (tmp_path / "ast.py").write_text("x = 1\n")
     with pytest.raises(FileNotFoundError, match="expected the source of Python's standard library"):
         read_parts(tmp_path)
-
-
-def test_every_byte_is_predicted_once() -> None:
-    text = bytes(range(50))
-    ids = rows_of(text, 16, "train").columns["ids"]
-    assert ids.shape == (3, 17)
-    assert ids[:, 1:].flatten().tolist() == list(range(1, 49))
-    assert ids[1:, 0].tolist() == ids[:-1, -1].tolist()
-    # some rows, evenly spaced
-    assert rows_of(text, 4, "valid", most=3).columns["ids"][:, 0].tolist() == [0, 16, 32]
-    with pytest.raises(ValueError, match="not enough for a row of 64"):
-        rows_of(text, 64, "test")
 
 
 @pytest.mark.parametrize("K", [None, 3])

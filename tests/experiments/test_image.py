@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from timm.data import Mixup
 
 import gfsa
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.tasks.image import data as cifar
-from gfsa_experiments.tasks.image.augment import (
-    Normalise,
-    OnDevice,
-    OnHost,
-    crop_and_flip,
-    erase_boxes,
-)
+from gfsa_experiments.tasks.image.augment import Augmentation, Normalise, crop_and_flip
 from gfsa_experiments.tasks.image.recipe import ImageConfig, ImageTask, build
 from support.tiny_images import write_cifar10
 
@@ -192,18 +187,6 @@ def test_crops_and_mirrors() -> None:
     assert torch.equal(crop_and_flip(pixels, 0).sort(2).values, pixels.sort(2).values)
 
 
-def test_erased_boxes_are_boxes_of_noise() -> None:
-    images = torch.full((200, 3, 32, 32), 9.0)
-    hit = (erase_boxes(images, 0.25) != 9).all(1)
-    touched = hit.flatten(1).any(1)
-    assert 25 < touched.sum() < 75
-    for mask in hit[touched]:
-        rows, columns = mask.any(1), mask.any(0)
-        assert torch.equal(mask, rows[:, None] & columns)
-        assert 0.005 < mask.float().mean() < 0.45
-    assert torch.equal(erase_boxes(images, 0.0), images)
-
-
 def test_mixing_weighs_images_and_labels_alike() -> None:
     """Image i is i everywhere, and so is its label: a mixed image's mean is its mixed label's."""
     count = 8
@@ -212,7 +195,7 @@ def test_mixing_weighs_images_and_labels_alike() -> None:
     plain = Normalise((0.0, 0.0, 0.0), (1 / 255,) * 3)
     shares = []
     for mixup, cutmix in ((0.8, 0.0), (0.0, 1.0), (0.8, 1.0)):
-        mixing = OnDevice(plain, count, padding=0, mixup=mixup, cutmix=cutmix)
+        mixing = Augmentation(count, plain, padding=0, mixup=mixup, cutmix=cutmix)
         for _ in range(20):
             mixed = mixing.training(batch)
             targets = mixed["targets"]
@@ -232,27 +215,27 @@ def test_mixing_weighs_images_and_labels_alike() -> None:
 def test_labels_are_smoothed_where_nothing_is_mixed() -> None:
     plain = Normalise((0.0,) * 3, (1.0,) * 3)
     batch = {"images": torch.zeros(2, 4, 4, 3, dtype=torch.uint8), "labels": torch.tensor([0, 3])}
-    targets = OnDevice(plain, 5, padding=0, smoothing=0.1).training(batch)["targets"]
     expected = torch.full((2, 5), 0.02)
     expected[0, 0] = expected[1, 3] = 0.92
-    assert torch.allclose(targets, expected)
-    host = OnHost(5, None, 0.1)
-    assert torch.allclose(host.training(batch)["targets"], expected)
+    for normalise in (plain, None):
+        targets = Augmentation(5, normalise, smoothing=0.1).training(batch)["targets"]
+        assert torch.allclose(targets, expected)
 
 
-def test_timms_mixup_draws_from_torchs_generator_and_leaves_numpys_alone() -> None:
-    import numpy as np
-
-    host = OnHost(4, Mixup(0.8, 1.0, num_classes=4), 0.1)
-    batch = {"images": torch.randn(4, 3, 8, 8), "labels": torch.arange(4)}
+def test_timm_draws_from_torchs_generator_and_leaves_others_alone() -> None:
+    mixing = Augmentation(
+        4, Normalise((0.0,) * 3, (1.0,) * 3), mixup=0.8, cutmix=1.0, erase=0.5, smoothing=0.1
+    )
+    batch = {"images": torch.randint(256, (4, 8, 8, 3)).byte(), "labels": torch.arange(4)}
     kept = batch["images"].clone()
-    state = np.random.get_state()[1].copy()
+    states = np.random.get_state()[1].copy(), random.getstate()
     torch.manual_seed(5)
-    one = host.training(batch)
+    one = mixing.training(batch)
     torch.manual_seed(5)
-    assert torch.equal(host.training(batch)["images"], one["images"])
-    assert not torch.equal(host.training(batch)["images"], one["images"])
+    assert torch.equal(mixing.training(batch)["images"], one["images"])
+    assert not torch.equal(mixing.training(batch)["images"], one["images"])
     assert torch.equal(batch["images"], kept)
-    assert np.array_equal(np.random.get_state()[1], state)
+    assert np.array_equal(np.random.get_state()[1], states[0])
+    assert random.getstate() == states[1]
     with pytest.raises(ValueError, match="even batch_size"):
-        host.training({"images": kept[:3], "labels": torch.arange(3)})
+        mixing.training({"images": kept[:3], "labels": torch.arange(3)})

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from gfsa_experiments.data.tables import read_labelled
-from gfsa_experiments.tasks.graph.own import read_own as read_graphs
+from gfsa_experiments.tasks.graph.readers import read_graphs
 from gfsa_experiments.tasks.image.data import list_images
-from gfsa_experiments.tasks.lra.data import read_texts
+from gfsa_experiments.tasks.lra import LraConfig, build
 from gfsa_experiments.tasks.speech.data import letters_of
 from gfsa_experiments.tasks.speech.data import read_own as read_speech
-from gfsa_experiments.tasks.text.recipe import TextConfig, TextTask
+from gfsa_experiments.tasks.texts import TextConfig, TextTask
 from support.own_data import (
     reviews,
     ring,
@@ -104,13 +104,15 @@ class TestText:
 class TestBytes:
     def test_long_texts_are_cut_and_counted(self, tmp_path: Path) -> None:
         path = write_table(tmp_path / "my.csv", reviews(40))
-        found = read_texts(str(path), tmp_path, "review", "stars", 30)
+        columns = {"data": str(path), "text": "review", "label_column": "stars"}
+        sizes = {"dim": 8, "depth": 1, "num_heads": 2, "ffn_dim": 8}
+        task = build(LraConfig(**columns, **sizes, length=31), tmp_path)
         long = sum(len(row["review"]) > 30 for row in reviews(40))
         assert 0 < long < 40
-        assert found.own.split_by.endswith(f"; {long} texts of more than 30 bytes are cut")
-        assert max(int(part.lengths.max()) for part in found.parts.values()) == 30
-        first = found.parts["train"][0].tobytes().decode()
-        assert reviews(40)[0]["review"].startswith(first)
+        assert task.own_data is not None
+        assert task.own_data.split_by.endswith(f"; {long} texts of more than 30 bytes are cut")
+        batch = task.first_examples(4)["tokens"]
+        assert batch.shape == (4, 30)
 
 
 class TestImages:

@@ -1,6 +1,5 @@
 """``gfsa results`` from rows to page, file and figure."""
 
-import csv
 import re
 import shutil
 from pathlib import Path
@@ -10,7 +9,7 @@ from typer.testing import CliRunner
 
 from gfsa import cli
 from gfsa_experiments.results.figures import draw, marks
-from gfsa_experiments.results.tables import latest, make_tables
+from gfsa_experiments.results.tables import frame_of, make_tables
 from gfsa_experiments.runs.row import append_rows
 from support.result_rows import row, rows
 
@@ -138,8 +137,7 @@ def test_filters(folder):
         (("--contrast", "gfsa - nope"), "no task has both lines of 'gfsa - nope'"),
         (("--plot", "x.jpeg2"), "cannot write .jpeg2; known extensions: "),
         (("--dir", "/nowhere"), "/nowhere has no rows of runs (it has no CSV file)"),
-        (("--csv", str(HERE)), f"{HERE} is a folder; name a file in it"),
-        (("--csv", f"{__file__}/lines.csv"), f"{__file__} is a file, not a folder"),
+        (("--plot", str(HERE)), f"{HERE} is a folder; name a file in it"),
         (("--plot", f"{__file__}/figure.svg"), f"{__file__} is a file, not a folder"),
     ],
 )
@@ -148,26 +146,6 @@ def test_what_cannot_be_done_is_said_in_a_line(folder, arguments, message):
     assert done.exit_code == 1
     assert done.stderr.startswith("gfsa results: ")
     assert message in done.stderr
-
-
-def test_csv_has_no_formulas(tmp_path):
-    append_rows(tmp_path / "runs.csv", [*rows("plain", [50.0, 51.0]), row("=cmd|' /C calc'!A0")])
-    text_of(tmp_path, "--csv", tmp_path / "lines.csv")
-    assert ",'=cmd|" in (tmp_path / "lines.csv").read_text()
-
-
-def test_csv_has_every_line_and_is_no_table_of_runs(folder):
-    text_of(folder, "--csv", folder / "lines.csv")
-    with (folder / "lines.csv").open(newline="") as file:
-        lines = {(line["task"], line["method"]): line for line in csv.DictReader(file)}
-    assert len(lines) == 5
-    gfsa = lines["cola minilm", "gfsa"]
-    assert float(gfsa["difference"]) == pytest.approx(1.05)
-    assert float(gfsa["low"]) == pytest.approx(0.8446, abs=1e-4)
-    assert gfsa["reading"] == "suggestive"
-    assert lines["zinc gps", "plain"]["difference"] == ""
-    # read again, it is left alone
-    text_of(folder)
 
 
 def test_plot_is_the_same_file_for_the_same_rows(folder):
@@ -182,7 +160,7 @@ def test_plot_is_the_same_file_for_the_same_rows(folder):
 
 
 def test_right_is_better_for_every_metric():
-    drawn = marks(make_tables(latest(COLA + GRAPHS)))
+    drawn = marks(make_tables(frame_of(COLA + GRAPHS)))
     graphs, glue = ((mark.label, mark.method, mark.interval) for mark in drawn)
     # MAE rises by 0.01 of 0.21, so its error is not reduced
     assert graphs[:2] == ("graphs", "GFSA")

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import math
 
-import pandas as pd
 import pytest
 from scipy.stats import ttest_ind, ttest_rel
 
 from gfsa_experiments.results.statistics import Interval, contrast, mean_of_groups, pooled_reduction
-from gfsa_experiments.results.tables import latest
-from gfsa_experiments.runs.row import Row
+from gfsa_experiments.results.tables import frame_of
 from support.result_rows import row, rows
 
 DEGREE_1 = [50.0, 51.5, 52.0]
 GFSA = [51.0, 52.0, 54.5]
 
 
-def frame(recorded: list[Row]) -> pd.DataFrame:
-    return latest(recorded).rows
-
-
 def test_two_filters_are_compared_as_scipy_does() -> None:
-    found = contrast(frame(rows("gfsa", GFSA)), frame(rows("degree1", DEGREE_1)))
+    found = contrast(frame_of(rows("gfsa", GFSA)), frame_of(rows("degree1", DEGREE_1)))
     assert found is not None
     assert found.reduction is not None
     theirs = ttest_rel(GFSA, DEGREE_1)
@@ -38,7 +32,7 @@ def test_two_filters_are_compared_as_scipy_does() -> None:
 def test_a_lower_error_is_a_positive_reduction() -> None:
     mae = {"metric": "mae", "higher_is_better": False}
     found = contrast(
-        frame(rows("gfsa", [0.4, 0.3], **mae)), frame(rows("plain", [0.5, 0.5], **mae))
+        frame_of(rows("gfsa", [0.4, 0.3], **mae)), frame_of(rows("plain", [0.5, 0.5], **mae))
     )
     assert found is not None
     assert found.reductions == pytest.approx([20, 40])
@@ -53,7 +47,7 @@ def test_a_loss_in_nats_is_reduced_as_its_perplexity() -> None:
     """1 − exp(difference), whatever the loss is; perplexities themselves give nearly the same."""
     nats = {"metric": "loss", "higher_is_better": False}
     ours, plain = [1.95, 1.97, 1.96], [1.98, 1.98, 1.99]
-    found = contrast(frame(rows("gfsa", ours, **nats)), frame(rows("plain", plain, **nats)))
+    found = contrast(frame_of(rows("gfsa", ours, **nats)), frame_of(rows("plain", plain, **nats)))
     assert found is not None
     assert found.reduction is not None
     assert found.reduced == "perplexity"
@@ -68,8 +62,8 @@ def test_a_loss_in_nats_is_reduced_as_its_perplexity() -> None:
     )
     as_such = {"metric": "perplexity", "higher_is_better": False}
     same = contrast(
-        frame(rows("gfsa", [*map(math.exp, ours)], **as_such)),
-        frame(rows("plain", [*map(math.exp, plain)], **as_such)),
+        frame_of(rows("gfsa", [*map(math.exp, ours)], **as_such)),
+        frame_of(rows("plain", [*map(math.exp, plain)], **as_such)),
     )
     assert same is not None
     assert same.reduction is not None
@@ -77,21 +71,25 @@ def test_a_loss_in_nats_is_reduced_as_its_perplexity() -> None:
 
 
 def test_what_makes_no_error_cannot_be_reduced() -> None:
-    perfect = contrast(frame(rows("gfsa", [99.0, 98.0])), frame(rows("plain", [100.0, 100.0])))
+    perfect = contrast(
+        frame_of(rows("gfsa", [99.0, 98.0])), frame_of(rows("plain", [100.0, 100.0]))
+    )
     assert perfect is not None
     assert (perfect.reduction, perfect.reductions) == (None, [])
     assert perfect.test.mean == -1.5
-    other = contrast(frame(rows("gfsa", GFSA)), frame(rows("plain", DEGREE_1)))
+    other = contrast(frame_of(rows("gfsa", GFSA)), frame_of(rows("plain", DEGREE_1)))
     assert other is not None
     assert pooled_reduction([perfect, other]) == other.reduction
     assert pooled_reduction([perfect]) is None
 
 
 def test_a_failed_run_is_no_pair() -> None:
-    found = contrast(frame(rows("gfsa", [51.0, math.nan, 53.0])), frame(rows("plain", DEGREE_1)))
+    found = contrast(
+        frame_of(rows("gfsa", [51.0, math.nan, 53.0])), frame_of(rows("plain", DEGREE_1))
+    )
     assert found is not None
     assert found.test.seeds == (0, 2)
-    assert contrast(frame([row("gfsa", 7)]), frame([row("plain", 0)])) is None
+    assert contrast(frame_of([row("gfsa", 7)]), frame_of([row("plain", 0)])) is None
 
 
 def test_the_mean_over_tasks_is_welchs() -> None:
@@ -109,7 +107,7 @@ def test_the_mean_over_tasks_is_welchs() -> None:
 
 
 def test_one_task_alone_keeps_its_own_interval() -> None:
-    found = contrast(frame(rows("gfsa", GFSA)), frame(rows("plain", DEGREE_1)))
+    found = contrast(frame_of(rows("gfsa", GFSA)), frame_of(rows("plain", DEGREE_1)))
     assert found is not None
     assert pooled_reduction([found]) == found.reduction
     assert pooled_reduction([]) is None

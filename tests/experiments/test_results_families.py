@@ -22,7 +22,7 @@ from gfsa_experiments.results.families import (
 )
 from gfsa_experiments.results.figures import marks
 from gfsa_experiments.results.statistics import holm
-from gfsa_experiments.results.tables import latest
+from gfsa_experiments.results.tables import frame_of
 from gfsa_experiments.runs.row import Row, append_rows
 from support.result_rows import rows_of_family
 
@@ -52,7 +52,7 @@ VALUES = {
     "degree1": [50.0, 51.5, 52.0, 53.0],
     "plain": [59.0, 61.5, 61.0, 64.0],
 }
-NONE = latest([]).rows
+NONE = frame_of([])
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def rows_of(family: Any, **changes: Any) -> list[Row]:
 
 
 def judged(family: Any, rows: list[Row]) -> list[Outcome]:
-    return outcomes(family, latest(rows).rows)
+    return outcomes(family, frame_of(rows))
 
 
 def test_the_families_of_this_repository_are_valid() -> None:
@@ -84,7 +84,7 @@ def test_the_families_of_this_repository_are_valid() -> None:
         "gfsa − plain",
     ]
     assert found["zinc"].comparisons[0].tasks == {("graph", "zinc graphormer-slim")}
-    assert found["stsb"].comparisons[0].keys("plain")[0].settings.split()[-1] == "report=test"
+    assert found["stsb"].comparisons[0].keys["plain"][0].settings.split()[-1] == "report=test"
 
 
 def test_a_file_is_read_and_its_plan_gives_its_runs(folder: Path) -> None:
@@ -93,8 +93,8 @@ def test_a_file_is_read_and_its_plan_gives_its_runs(folder: Path) -> None:
     first = family.comparisons[1]
     assert first.seeds == (100, 101, 102, 103)
     # a line's own setting counts
-    assert first.keys("plain")[0].settings == "epochs=4.0"
-    assert first.keys("gfsa")[0].settings == "epochs=3.0"
+    assert first.keys["plain"][0].settings == "epochs=4.0"
+    assert first.keys["gfsa"][0].settings == "epochs=3.0"
     plan = folder / "plan.txt"
     plan.write_text("\n".join(family.plan))
     assert {run.key() for run in runs_of_plan(plan)} == family.keys
@@ -138,14 +138,14 @@ def test_what_a_file_may_not_say(folder: Path, old: str, new: str, message: str)
 
 def refusal(family: Any, rows: list[Row], tuning: list[Row] | None = None) -> str:
     with pytest.raises(ValueError, match=r"toy\.toml: gfsa − degree1: ") as caught:
-        refuse_unregistered([family], latest(rows).every, latest(tuning or []).every)
+        refuse_unregistered([family], frame_of(rows), frame_of(tuning or []))
     return str(caught.value)
 
 
 def test_seeds_that_were_seen_are_refused(folder: Path) -> None:
     family = written(folder)
     good = rows_of(family)
-    refuse_unregistered([family], latest(good).every, NONE)
+    refuse_unregistered([family], frame_of(good), NONE)
     early = [*good[1:], dataclasses.replace(good[0], date="2026-11-15T23:00:00+00:00")]
     assert "seed 100 was recorded at 2026-11-15T23:00:00+00:00" in refusal(family, early)
     # recorded after the registration, begun before it
@@ -158,7 +158,7 @@ def test_seeds_that_were_seen_are_refused(folder: Path) -> None:
     assert "seed 100 was used in tuning" in refusal(family, good, [good[0]])
     # another seed, or another task, tells nothing
     unseen = [dataclasses.replace(other, seed=3), dataclasses.replace(other, task="another")]
-    refuse_unregistered([family], latest([*good, *unseen]).every, latest(unseen).every)
+    refuse_unregistered([family], frame_of([*good, *unseen]), frame_of(unseen))
 
 
 def test_a_run_is_not_repeated(folder: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_run_is_not_repeated(folder: Path) -> None:
     with pytest.raises(
         ValueError, match=r"gfsa K=2 filter_lr=0\.01 with seed 100 is recorded more"
     ):
-        refuse_unregistered([family], latest(rows).every, NONE)
+        refuse_unregistered([family], frame_of(rows), NONE)
 
 
 def test_a_planned_family_has_no_rows(folder: Path) -> None:
@@ -298,7 +298,7 @@ def test_the_command_prints_a_family_and_keeps_its_rows_out_of_the_tables(folder
     # the first page has a sentence for a family that lacks runs, --family its table
     assert "gfsa − degree1; gfsa − plain, 4 seeds" in text
     assert "3 of 4 pairs missing: no verdict." in text
-    row = f"| gfsa − plain | accuracy | 1 |{' – |' * 6} 3 of 4 pairs missing: no verdict |"
+    row = f"| gfsa − plain | accuracy | 1 |{' – |' * 3} 3 of 4 pairs missing: no verdict |"
     assert row in text_of(folder, "--family", "toy")
     # four seeds of gfsa, not eight: those of the family are not looked at
     assert "| gfsa K=2 filter_lr=0.01 | 4 | 61.6 ± 1.5 |" in text

@@ -10,7 +10,7 @@ from scipy.stats import ttest_rel
 
 from gfsa_experiments.results.report import notes_of
 from gfsa_experiments.results.statistics import holm, paired_difference
-from gfsa_experiments.results.tables import latest, make_tables, read_folder
+from gfsa_experiments.results.tables import frame_of, make_tables, read_folder
 from gfsa_experiments.runs.row import COLUMNS, Row, append_rows, read_rows
 from support.result_rows import row, rows
 
@@ -27,8 +27,8 @@ def test_every_table_of_runs_is_read_and_no_other(folder):
         "date,commit,command,device,torch,gfsa,shape\n1,2,3,4,5,6,7\n"
     )
     found = read_folder(folder)
-    assert sorted(found.rows.method) == ["degree1", "gfsa", "plain", "plain"]
-    assert found.replaced.empty
+    assert sorted(found.method) == ["degree1", "gfsa", "plain", "plain"]
+    assert not found.replaced.any()
 
 
 def test_names_of_methods_cannot_command_a_terminal(folder):
@@ -80,7 +80,7 @@ def test_a_value_of_the_wrong_type(folder, column, text, expected):
 
 
 def test_what_is_written_comes_back(folder):
-    found = read_folder(folder).rows
+    found = read_folder(folder)
     (gfsa,) = found[found.method == "gfsa"][COLUMNS].to_dict("records")
     # missing numbers are NaN in a data frame
     assert Row(**{k: None if v != v else v for k, v in gfsa.items()}) == row("gfsa", moved=0.5)
@@ -167,7 +167,7 @@ def test_holm_worked_by_hand():
 
 
 def table_of(made):
-    (table,) = make_tables(latest(made))
+    (table,) = make_tables(frame_of(made))
     return table
 
 
@@ -183,27 +183,27 @@ def test_a_table_for_each_task_and_settings():
         *rows("plain", [60, 61], settings="epochs=3"),
         *rows("plain", [70], task="rte minilm", metric="accuracy"),
     ]
-    tables = make_tables(latest(made))
+    tables = make_tables(frame_of(made))
     assert [(table.task, table.settings) for table in tables] == [
         ("cola minilm", ""),
         ("cola minilm", "epochs=3"),
         ("rte minilm", ""),
     ]
     # never paired over settings
-    assert line_of(tables[0], "gfsa").difference.values == (2, 2)
+    assert line_of(tables[0], "gfsa").to_plain.test.values == (2, 2)
 
 
 def test_options_are_lines_of_their_own():
     made = [*rows("plain", [50, 50]), *rows("gfsa", [51, 52], options="K=2")]
     made += rows("gfsa", [49, 47], options="K=4")
     table = table_of(made)
-    assert line_of(table, "gfsa K=2").difference.values == (1, 2)
-    assert line_of(table, "gfsa K=4").difference.values == (-1, -3)
+    assert line_of(table, "gfsa K=2").to_plain.test.values == (1, 2)
+    assert line_of(table, "gfsa K=4").to_plain.test.values == (-1, -3)
 
 
 def test_without_plain_there_is_no_difference_and_it_says_so():
     table = table_of(rows("gfsa", [50, 51]))
-    assert line_of(table, "gfsa").difference is None
+    assert line_of(table, "gfsa").to_plain is None
     assert notes_of(table) == ["no run of plain with these settings, so no difference."]
 
 
@@ -216,13 +216,13 @@ def test_the_latest_row_of_a_run_counts_and_it_says_so():
         *rows("plain", [50, 50]),
     ]
     table = table_of(made)
-    assert line_of(table, "gfsa").values == {0: 60.0, 1: 2.0}
+    assert line_of(table, "gfsa").rows.test.tolist() == [60.0, 2.0]
     assert "gfsa: 2 rows were replaced by a later run of the same seed." in notes_of(table)
 
 
 def test_missing_seeds_are_said():
     table = table_of([*rows("plain", [50, 51, 52]), row("gfsa", 1, 53), row("gfsa", 5, 60)])
-    assert line_of(table, "gfsa").difference.values == (2,)
+    assert line_of(table, "gfsa").to_plain.test.values == (2,)
     assert notes_of(table) == [
         "gfsa: seed 5 ran without plain and plain alone has seeds 0, 2; "
         "the difference is over seed 1.",
@@ -235,7 +235,7 @@ def test_a_failed_run_is_told_and_not_averaged():
     line = line_of(table, "gfsa")
     assert line.failed == (1,)
     assert line.mean == 52.5
-    assert line.difference.seeds == (0, 2)
+    assert line.to_plain.test.seeds == (0, 2)
     assert any("seed 1 ended without a finite number" in note for note in notes_of(table))
 
 
@@ -243,7 +243,7 @@ A, B = "9+1+2 aaaaaaaa", "9+1+2 bbbbbbbb"
 
 
 def tables_by_data(made):
-    return {table.data: table for table in make_tables(latest(made))}
+    return {table.data: table for table in make_tables(frame_of(made))}
 
 
 def test_runs_on_other_data_are_neither_paired_nor_averaged():
@@ -254,7 +254,7 @@ def test_runs_on_other_data_are_neither_paired_nor_averaged():
     assert [line.name for line in tables[A].lines] == ["plain"]
     assert line_of(tables[A], "plain").mean == 50.5
     assert line_of(tables[B], "plain").mean == 10.5
-    assert line_of(tables[B], "gfsa").difference.values == (3, 4)
+    assert line_of(tables[B], "gfsa").to_plain.test.values == (3, 4)
     assert tables[A].replaced.empty
     assert tables[B].replaced.empty
     assert A in notes_of(tables[A])[0]
@@ -263,7 +263,7 @@ def test_runs_on_other_data_are_neither_paired_nor_averaged():
 def test_a_method_on_other_data_than_plain_has_no_difference():
     made = [*rows("plain", [50, 51], data=A), *rows("gfsa", [10, 11], data=B)]
     gfsa = tables_by_data(made)[B]
-    assert line_of(gfsa, "gfsa").difference is None
+    assert line_of(gfsa, "gfsa").to_plain is None
     assert "no run of plain with these settings, so no difference." in notes_of(gfsa)
 
 
@@ -271,7 +271,7 @@ def test_rows_that_do_not_say_go_with_any_and_it_is_said():
     made = [*rows("plain", [50, 51]), *rows("gfsa", [52, 54], data=A)]
     table = table_of(made)
     assert table.data is None
-    assert line_of(table, "gfsa").difference.values == (2, 3)
+    assert line_of(table, "gfsa").to_plain.test.values == (2, 3)
     assert notes_of(table)[0].startswith("2 of 4 rows do not name their data")
 
 
@@ -315,8 +315,8 @@ def test_different_metrics_cannot_share_a_table():
 def test_p_is_adjusted_over_every_table_of_the_folder():
     made = [*rows("plain", [1.0, 2.0, 3.0]), *rows("gfsa", [2.0, 3.1, 4.2])]
     alone = line_of(table_of(made), "gfsa")
-    assert alone.adjusted_p == alone.difference.p
+    assert alone.adjusted_p == alone.to_plain.test.p
     other = [*rows("plain", [1.0, 2.0, 3.0], task="rte")]
     other += rows("gfsa", [1.5, 2.0, 2.9], task="rte")
-    tables = make_tables(latest(made + other))
-    assert line_of(tables[0], "gfsa").adjusted_p == pytest.approx(2 * alone.difference.p)
+    tables = make_tables(frame_of(made + other))
+    assert line_of(tables[0], "gfsa").adjusted_p == pytest.approx(2 * alone.to_plain.test.p)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from types import SimpleNamespace
 
@@ -13,15 +12,15 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from gfsa_experiments.models import GraphormerCollator, GraphViTCollator
-from gfsa_experiments.models.batch import pad
-from gfsa_experiments.models.graph_features import (
+from gfsa_experiments.models.graph_vit import bisection
+from gfsa_experiments.models.graphs import (
     degrees,
     dense_adjacency,
     distances,
+    pad,
     path_edges,
     random_walk_encoding,
 )
-from gfsa_experiments.models.partition import bisection, metis
 from support.graphs import molecule
 
 COLLATORS = [GraphormerCollator(), GraphViTCollator(num_patches=4)]
@@ -102,8 +101,6 @@ def test_arguments_of_the_collators_are_checked() -> None:
         GraphormerCollator(0)
     with pytest.raises(ValueError, match="num_patches"):
         GraphViTCollator(0)
-    with pytest.raises(ValueError, match="drop_edges"):
-        GraphViTCollator(drop_edges=1.0)
     with pytest.raises(ValueError, match="each of 5 nodes a part"):
         GraphViTCollator(partition=lambda *_: torch.zeros(3, dtype=torch.long))([molecule(5)])
 
@@ -243,25 +240,3 @@ def test_bisection_is_deterministic_and_needs_no_edges() -> None:
     first, second = (bisection(graph.edge_index, 30, 8) for _ in range(2))
     assert torch.equal(first, second)
     assert bisection(torch.zeros(2, 0, dtype=torch.long), 5, 2).bincount().tolist() == [2, 3]
-
-
-def test_metis_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pymetis", None)
-    with pytest.raises(ImportError, match="pip install pymetis"):
-        metis(torch.zeros(2, 0, dtype=torch.long), 5, 2)
-
-
-def test_metis_gets_a_symmetric_graph_and_empty_parts_vanish(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = {}
-
-    def part_graph(parts: int, adjacency: list[list[int]]) -> tuple[int, list[int]]:
-        asked.update(parts=parts, adjacency=adjacency)
-        return 1, [0, 0, 3, 3]
-
-    monkeypatch.setitem(sys.modules, "pymetis", SimpleNamespace(part_graph=part_graph))
-    part = metis(torch.tensor([[0, 1, 2, 2], [1, 2, 3, 2]]), 4, 3)
-    assert asked == {"parts": 3, "adjacency": [[1], [0, 2], [1, 3], [2]]}
-    assert part.tolist() == [0, 0, 1, 1]
-    assert metis(torch.zeros(2, 0, dtype=torch.long), 2, 3).tolist() == [0, 1]

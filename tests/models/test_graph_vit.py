@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa_experiments.models import GraphViT, GraphViTCollator
-from gfsa_experiments.models.graph_features import random_walk_encoding
-from gfsa_experiments.models.graph_vit import GINELayer
-from gfsa_experiments.models.partition import bisection
+from gfsa_experiments.models.graph_vit import GINELayer, bisection
+from gfsa_experiments.models.graphs import random_walk_encoding
 from support.graphs import (
     ATOMS,
     BONDS,
@@ -191,36 +190,14 @@ def test_gradients_reach_every_parameter() -> None:
         assert parameter.grad.abs().max() > 0, name
 
 
-def test_diffusion_is_a_random_walk_on_the_patches() -> None:
-    plain = collator().prepare(molecule(11, 3)).adjacency
-    walk = plain / plain.sum(1, keepdim=True)
-    for steps in (1, 3):
-        got = collator(diffusion=steps).prepare(molecule(11, 3)).adjacency
-        torch.testing.assert_close(got, torch.linalg.matrix_power(walk, steps))
-
-
-def test_overlap_and_hidden_edges() -> None:
+@pytest.mark.parametrize("hops", [0, 1, 2])
+def test_patches_overlap_by_their_hops(hops: int) -> None:
     graph = molecule(11, 3)
-    apart = collator(hops=0).patches(graph.edge_index, 11)
-    assert (apart.sum(0) == 1).all()
-    for hops in (1, 2):
-        got = collator(hops=hops).patches(graph.edge_index, 11)
-        expected = reference_patches(graph, hops)
-        assert [set(row.nonzero()[:, 0].tolist()) for row in got] == expected
-    cut = collator(drop_edges=0.5)
-    seen = {str(cut.patches(graph.edge_index, 11).tolist()) for _ in range(10)}
-    assert len(seen) > 1
-    # hidden from the partitioner alone: a patch still has its whole surroundings and edges
-    prepared = cut.prepare(graph)
-    edges = prepared.copy_node[prepared.copy_edges]
-    assert torch.equal(edges, graph.edge_index[:, prepared.copy_edge_id])
-
-
-def test_a_graph_may_bring_its_random_walk() -> None:
-    graph, collate = molecule(7, 2), collator()
-    plain = collate([graph])
-    graph.walk = collate.walk(graph) + 1
-    assert torch.equal(collate([graph]).walk, plain.walk + 1)
+    cut = collator(hops=hops).prepare(graph)
+    got = [set(cut.copy_node[cut.copy_patch == p].tolist()) for p in range(len(cut.adjacency))]
+    assert got == reference_patches(graph, hops)
+    # a patch has all edges between its nodes
+    assert torch.equal(cut.copy_node[cut.copy_edges], graph.edge_index[:, cut.copy_edge_id])
 
 
 def test_training_reduces_the_loss() -> None:

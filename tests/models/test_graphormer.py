@@ -10,7 +10,7 @@ from torch import Tensor
 
 import gfsa
 from gfsa_experiments.models import Graphormer, GraphormerCollator
-from gfsa_experiments.models.pairs import PairGraph
+from gfsa_experiments.models.graphormer import PairGraph
 from support.graphs import (
     ATOMS,
     BONDS,

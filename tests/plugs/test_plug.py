@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import gfsa
-from gfsa.adapters.transformers import mask_hooks
+from census.catalogue import build_transformers
 from gfsa.cli import build as build_cli
 from gfsa.plugs import FilterNotCalledError
-from gfsa.plugs.checks.called import TrainingCheck
+from gfsa.plugs.checks.called import TrainingCheck, _CallHook
 from gfsa.plugs.preview import build, describe
 from support.tiny import TinyEncoder
 from support.zoo import ZOO
@@ -91,7 +91,7 @@ def test_layers_that_make_no_sense(layers: object, message: str) -> None:
 
 
 def test_shared_layers_are_one_layer() -> None:
-    model = ZOO["albert"].model("sdpa")
+    model = build_transformers("albert")
     with pytest.raises(
         ValueError, match=r"1 self-attention layer .*share one module, as in ALBERT"
     ):
@@ -193,7 +193,8 @@ def test_arguments_reach_the_filters() -> None:
     ],
 )
 def test_the_papers_settings(name: str, K: int, after: str, numbers: int) -> None:
-    model = ZOO[name].model("sdpa")
+    stages = {"depths": [2, 2], "num_heads": [2, 4]}
+    model = build_transformers(name, stages if name == "swin" else None)
     report = gfsa.plug(model, preset="paper")
     assert report.parameters == numbers
     for filter in gfsa.filters_of(model).values():
@@ -201,7 +202,7 @@ def test_the_papers_settings(name: str, K: int, after: str, numbers: int) -> Non
 
 
 def test_arguments_go_before_the_preset() -> None:
-    model = ZOO["deit"].model("sdpa")
+    model = build_transformers("deit")
     gfsa.plug(model, preset="paper", K=3, w0=-0.01)
     for filter in gfsa.filters_of(model).values():
         assert (filter.K, filter.learn) == (3, ("wK",))
@@ -224,9 +225,9 @@ def test_a_model_of_two_backbones_has_no_setting_of_its_own() -> None:
 
 
 def checks_of(model: nn.Module) -> list[object]:
-    """The hooks that look whether filters are called; those of masks and of training stay."""
-    hooks = [h for h in model._forward_hooks.values() if not isinstance(h, TrainingCheck)]
-    return [hook for hook in hooks if type(hook).__module__ != mask_hooks.__name__]
+    """The hooks that look whether filters are called."""
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    return [hook for hook in hooks if isinstance(hook, _CallHook)]
 
 
 def test_a_filter_that_is_never_called_is_an_error() -> None:
@@ -241,7 +242,7 @@ def test_a_filter_that_is_never_called_is_an_error() -> None:
             model(ids)
     del silent.forward
     model(ids)
-    assert not any(checks_of(m) for m in model.modules())
+    assert not checks_of(model)
 
 
 def test_a_layer_that_its_block_passes_by_is_an_error() -> None:
@@ -266,7 +267,7 @@ def test_a_layer_is_checked_where_the_model_itself_never_runs() -> None:
         copy.deepcopy(module)["net"](ids)
     del silent.forward
     module["net"](ids)
-    assert not any(checks_of(m) for m in module["net"].modules())
+    assert not checks_of(module["net"])
 
 
 def test_parts_can_be_plugged_and_unplugged_on_their_own() -> None:
@@ -298,7 +299,7 @@ def test_an_attention_that_is_replaced_is_not_checked() -> None:
     model.encoder.layer[1].attention.self = other.encoder.layer[1].attention.self
     model(torch.arange(6)[None])
     assert names(model) == [1]
-    assert not any(checks_of(m) for m in model.modules())
+    assert not checks_of(model)
 
 
 @pytest.mark.parametrize("part", ["", "encoder.layer.1"])
@@ -311,7 +312,7 @@ def test_a_filter_that_is_replaced_is_not_checked(part: str) -> None:
     model.get_submodule(part)(torch.randn(1, 6, 32) if part else torch.arange(6)[None])
     model(torch.arange(6)[None])
     assert names(model) == [1, 2]
-    assert not any(checks_of(m) for m in model.modules())
+    assert not checks_of(model)
 
 
 class TwoTowers(nn.Module):
@@ -552,7 +553,7 @@ def test_on_the_command_line():
     shown = CliRunner().invoke(build_cli(), ["info", "cait_xxs24_224"])
     assert shown.exit_code == 0
     assert "would plug 24 layers" in shown.output
-    assert "blocks.0.attn: 4 heads, adapter" in shown.output
+    assert "blocks.0.attn: 4 heads, tracer, known class" in shown.output
     assert "class attention has one query" in shown.output
     for arguments in (["xcit_nano_12_p8_224"], ["no_such_model"]):
         refused = CliRunner().invoke(build_cli(), ["info", *arguments])

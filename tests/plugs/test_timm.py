@@ -20,6 +20,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 
 import gfsa
 from gfsa.adapters import timm as adapters
+from gfsa.plugs.registry import find_adapter
 from gfsa.plugs.tracing.adapter import KNOWN_TRACER
 from support.plugging import check_backbone, disturb, matrix_polynomial
 
@@ -168,7 +169,7 @@ def test_a_version_with_another_forward_is_traced(monkeypatch):
     original = Attention.forward
     monkeypatch.setattr(Attention, "forward", forward)
     layer.something_new = 2.0
-    assert adapters.find(layer) is KNOWN_TRACER
+    assert find_adapter(layer) is KNOWN_TRACER
     gfsa.plug(layer)
     torch.testing.assert_close(layer(x), 2 * expected, rtol=0, atol=0)
 

@@ -237,6 +237,8 @@ def test_any_registered_attention_is_called_once_a_pass() -> None:
     assert calls == [("counted", 2), ("counted", 1)] * 2
 
 
+# its C++ takes most of a minute to compile
+@pytest.mark.slow
 @torch.no_grad()  # flex attention has no backward on the CPU
 def test_flex_attention() -> None:
     case = ZOO["llama"]

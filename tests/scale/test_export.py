@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import gfsa
-from support.subjects import SUBJECTS, Matrix, first
+from support.subjects import SUBJECTS, first
 from support.zoo import randomise
 
 WORKER = Path(__file__).parent / "workers" / "exported.py"
@@ -64,7 +64,7 @@ def exported(name: str, model: nn.Module) -> ExportedProgram:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_programs_run_without_gfsa(tmp_path: Path, matrix: Matrix) -> None:
+def test_programs_run_without_gfsa(tmp_path: Path) -> None:
     for name in [*WHOLE, "BERT pruned"]:
         subject, _, prune = name.partition(" ")
         model = answering(subject, bool(prune))
@@ -85,8 +85,6 @@ def test_programs_run_without_gfsa(tmp_path: Path, matrix: Matrix) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(done.stdout.split("\n")[:-1]) == sorted([*WHOLE, "BERT pruned"])
-    for name in WHOLE:
-        matrix("export", name)
 
 
 def onnx_session(name: str, file: Path) -> tuple[Any, Any]:
@@ -101,13 +99,12 @@ def onnx_session(name: str, file: Path) -> tuple[Any, Any]:
     "name", ["op", *(pytest.param(n, marks=pytest.mark.slow) for n in WHOLE[1:])]
 )
 @torch.no_grad()
-def test_onnx_runtime(name: str, tmp_path: Path, matrix: Matrix) -> None:
+def test_onnx_runtime(name: str, tmp_path: Path) -> None:
     model, session = onnx_session(name, tmp_path / "model.onnx")
     for size in SIZES:
         inputs = SUBJECTS[name].inputs(*size)
         (found,) = session.run(None, {key: x.numpy() for key, x in inputs.items()})
         torch.testing.assert_close(torch.from_numpy(found), model(**inputs), rtol=1e-5, atol=1e-5)
-    matrix("ONNX", name)
 
 
 def test_the_filters_are_in_the_program() -> None:

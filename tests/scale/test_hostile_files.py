@@ -25,8 +25,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
@@ -164,8 +162,13 @@ def test_descriptions(what: str, saved: Path) -> None:
         '{"format": 1e999999, "filters": {}}',
         "9" * 5_000,
         " " * (9 * 2**20),
+        '{"format": 1, "format": 1, "filters": {}}',
+        '{"format": NaN}',
     ],
-    ids=["empty", "null", "list", "bom", "cut off", "deep", "deep objects", "inf", "digits", "big"],
+    ids=[
+        *("empty", "null", "list", "bom", "cut off", "deep", "deep objects", "inf", "digits"),
+        *("big", "a key twice", "nan"),
+    ],
 )
 def test_what_is_no_description(text: str, saved: Path) -> None:
     rewrite_text(saved, text)
@@ -244,10 +247,8 @@ def test_a_small_file_asks_for_little_memory(right: bool, saved: Path) -> None:
     filter = {"kind": "PartialPolynomial", "arguments": arguments}
     rewrite(saved, lambda d: d.update(filters={LAYER: filter}))
     before = resident_bytes()
-    start = time.perf_counter()
     message = refused(saved, heads=heads)
     assert ("coefficients" if right else "heads") in message
-    assert time.perf_counter() - start < 1.0
     assert peak_resident_bytes() - before < 200 * 2**20
 
 
@@ -260,15 +261,6 @@ def resident_bytes() -> int:
 def peak_resident_bytes() -> int:
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
-
-
-@pytest.mark.parametrize(
-    "text",
-    ['{"format": 1, "format": 1, "filters": {}}', '{"format": NaN}', '{"format": -Infinity}'],
-)
-def test_json_that_is_ambiguous(text: str, saved: Path) -> None:
-    rewrite_text(saved, text)
-    assert "is damaged" in refused(saved)
 
 
 @pytest.mark.parametrize(
@@ -290,12 +282,6 @@ def test_filters_beyond_any_model_are_refused(build: Callable[[], gfsa.GraphFilt
     assert peak_resident_bytes() - before < 64 * 2**20
 
 
-def test_many_heads_take_linear_time() -> None:
-    start = time.perf_counter()
-    PartialPolynomial(65536, 2, range(65536))
-    assert time.perf_counter() - start < 5.0
-
-
 def test_tensors_too_many(saved: Path) -> None:
     tensors = {f"{LAYER}.theta": torch.zeros(4, 3), f"{LAYER}.extra": torch.zeros(2)}
     rewrite_tensors(saved, tensors)
@@ -306,30 +292,6 @@ def test_a_file_that_is_too_large_is_not_read(saved: Path) -> None:
     with (saved / FILE).open("r+b") as file:
         file.truncate(2**34)
     assert "more than" in refused(saved)
-
-
-@settings(max_examples=60)
-@given(data=st.data())
-def test_damage_anywhere(data: st.DataObject, tmp_path: Path) -> None:
-    """A file cut off or with a byte turned over is refused in words, or loads."""
-    # the file's length depends on the weights
-    torch.manual_seed(0)
-    model = TinyEncoder(depth=1)
-    gfsa.plug(model)
-    gfsa.save(model, tmp_path)
-    file = tmp_path / FILE
-    content = bytearray(file.read_bytes())
-    at = data.draw(st.integers(0, len(content) - 1))
-    if data.draw(st.booleans()):
-        content = content[:at]
-    else:
-        content[at] ^= data.draw(st.integers(1, 255))
-    file.write_bytes(content)
-    other = TinyEncoder(depth=1)
-    try:
-        gfsa.load(other, tmp_path)
-    except ValueError:
-        assert not gfsa.filters_of(other)
 
 
 def test_nothing_is_run(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -396,13 +358,7 @@ EVIL: list[Json] = [
     *({}, {"a": 1}, {"num_heads": 4}),
 ]
 CLASSES = [
-    "GFSA",
-    "Polynomial",
-    "PartialPolynomial",
-    "PageRank",
-    "Twicing",
-    "Laplacian",
-    "AttnScale",
+    *("GFSA", "Polynomial", "PartialPolynomial", "PageRank", "Twicing", "Laplacian", "AttnScale")
 ]
 ARGUMENTS = [
     *("num_heads", "K", "learn", "power", "lr_multiplier", "w0", "w1", "wK", "degree", "hops"),
@@ -631,7 +587,6 @@ def test_refused_or_exact(saves: list[bytes], tmp_path: Path) -> None:
             outcomes["what it says"] += 1
         except BaseException as error:
             raise AssertionError(f"file {number}: {error!r:.500}") from error
-    print(dict(outcomes))
     assert outcomes.total() == COUNT
     # the files are worth trying only if some get past all checks
     assert outcomes["refused"] > 0.6 * COUNT

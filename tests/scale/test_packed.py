@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gfsa
-from support.subjects import DIM, HEADS, Matrix
+from support.subjects import DIM, HEADS
 from support.zoo import VOCABULARY, ZOO, randomise
 
 LENGTHS = (5, 3, 7)
@@ -39,9 +39,7 @@ class TestPacked:
     @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
     @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
     @torch.no_grad()
-    def test_decoders_as_the_collator_packs_them(
-        self, name: str, implementation: str, matrix: Matrix
-    ) -> None:
+    def test_decoders_as_the_collator_packs_them(self, name: str, implementation: str) -> None:
         """transformers makes the block-diagonal mask from positions that start anew.
 
         It does so where no cache is handed along: ``use_cache=False``, plugged or not.
@@ -56,12 +54,10 @@ class TestPacked:
         )[0]
         alone = torch.cat([model(input_ids=text, use_cache=False)[0] for text in texts], 1)
         torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
-        if name == "gpt2":
-            matrix("packed", "GPT-2")
 
     @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
     @torch.no_grad()
-    def test_encoders_with_a_block_diagonal_mask(self, implementation: str, matrix: Matrix) -> None:
+    def test_encoders_with_a_block_diagonal_mask(self, implementation: str) -> None:
         """For encoders transformers makes no such mask: it is given."""
         model, texts = plugged("bert", implementation), sentences()
         allowed = block_diagonal()[None, None]
@@ -73,7 +69,6 @@ class TestPacked:
         )[0]
         alone = torch.cat([model(input_ids=text)[0] for text in texts], 1)
         torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
-        matrix("packed", "BERT")
 
 
 def jagged(parts: list[Tensor], offsets: Tensor | None = None) -> Tensor:
@@ -91,7 +86,7 @@ def ragged_qkv() -> tuple[list[list[Tensor]], list[Tensor]]:
 
 
 class TestJagged:
-    def test_the_operator(self, matrix: Matrix) -> None:
+    def test_the_operator(self) -> None:
         parts, _ = ragged_qkv()
         leaves = [torch.cat(part).requires_grad_() for part in parts]
         coeffs = torch.randn(HEADS, 4, dtype=torch.float64, requires_grad=True)
@@ -120,7 +115,6 @@ class TestJagged:
             strict=True,
         ):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-        matrix("jagged", "op")
 
     @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
     @torch.no_grad()

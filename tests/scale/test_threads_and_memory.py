@@ -20,13 +20,13 @@ from torch.nn import functional as F
 import gfsa
 from gfsa.functional import which_backend
 from gfsa.operators import call
-from support.subjects import SUBJECTS, Matrix, first
+from support.subjects import SUBJECTS, first
 
 THREADS, CALLS = 6, 5
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_concurrent_inference(name: str, matrix: Matrix) -> None:
+def test_concurrent_inference(name: str) -> None:
     """From the very first forward on, which is also the one that is watched."""
     subject = SUBJECTS[name]
     batches = [subject.inputs(2, 4 + number) for number in range(THREADS)]
@@ -36,7 +36,6 @@ def test_concurrent_inference(name: str, matrix: Matrix) -> None:
     found = in_threads(lambda number: [first(model(**batches[number])) for _ in range(CALLS)])
     for mine, right in zip(found, expected, strict=True):
         assert all(torch.equal(output, right) for output in mine)
-    matrix("threads", name)
 
 
 def in_threads(work: Any) -> list[list[Tensor]]:
@@ -69,7 +68,7 @@ MODELS = [name for name in SUBJECTS if name != "op"]
 @pytest.mark.parametrize(
     "name", ["op", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS)]
 )
-def test_memory_over_a_thousand_steps(name: str, matrix: Matrix) -> None:
+def test_memory_over_a_thousand_steps(name: str) -> None:
     subject = SUBJECTS[name]
     model, inputs = subject.plugged(), subject.inputs(2, 6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -91,7 +90,6 @@ def test_memory_over_a_thousand_steps(name: str, matrix: Matrix) -> None:
     # the allocator has its ups and downs, more so after other tests: a leak grows every time, and
     # of 10 kB a step, which is no tensor of these, it would be more
     assert min(growth) < 4 * 2**20
-    matrix("memory", name)
 
 
 def test_plugging_again_and_again_leaves_nothing_behind() -> None:

@@ -259,25 +259,20 @@ _WINDOWS = {"patch_size": 2, "window_size": 4, "embed_dim": DIM, "depths": (2, 1
 
 FAMILIES: dict[str, Callable[[], Family]] = {
     "BERT": lambda: _text("Bert"),
-    "BERT, eager": lambda: _text("Bert", "eager"),
     "RoBERTa": lambda: _text("Roberta", max_position_embeddings=20),
     "CamemBERT": lambda: _text("Camembert", max_position_embeddings=20),
     "ELECTRA": lambda: _text("Electra", embedding_size=8),
     "XLM-RoBERTa": lambda: _text("XLMRoberta", max_position_embeddings=20),
     "ALBERT": lambda: _text("Albert", embedding_size=8),
     "GPT-2": lambda: _text("GPT2"),
-    "GPT-2, eager": lambda: _text("GPT2", "eager"),
     "ViT of transformers": lambda: _image(_hf_vit),
     "DeiT": lambda: _image(_timm("deit_tiny_patch16_224", **_SMALL)),
     "CaiT": lambda: _image(_timm("cait_xxs24_224", **_SMALL), refuses=("layerscale",)),
     "Swin": lambda: _image(
-        _timm("swin_tiny_patch4_window7_224", **_WINDOWS, num_heads=(3, 3)), refuses=("neutreno",)
+        _timm("swin_tiny_patch4_window7_224", **_WINDOWS, num_heads=(3, 3)),
+        refuses=("neutreno", "attnscale"),
     ),
     # its attention is traced, its blocks are not known
-    "Swin-V2": lambda: _image(
-        _timm("swinv2_tiny_window8_256", **_WINDOWS, num_heads=(3, 3)),
-        refuses=tuple(name for name in METHODS if name != "attnscale"),
-    ),
     "torch, norms last": lambda: _torch_encoder(norm_first=False, batch_first=True),
     "torch, norms first": lambda: _torch_encoder(norm_first=True, batch_first=False),
     "Encoder": lambda: _encoder("softmax"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gfsa_experiments.tasks.graph.data_sets import ATOMS, BONDS
 from gfsa_experiments.tasks.graph.graphs import GraphSet
+from gfsa_experiments.tasks.graph.readers import ATOMS, BONDS
 from support.graphs import molecule
 
 Arrays = dict[str, np.ndarray]
@@ -75,60 +74,6 @@ def write_zinc(folder: Path, count: int = 24, extra: int = 2) -> Arrays:
     (folder / "zinc12k").mkdir(parents=True, exist_ok=True)
     np.savez(folder / "zinc12k" / "zinc12k_graphs.npz", **arrays)
     return arrays
-
-
-def write_superpixels(folder: Path, train: int = 24, test: int = 6) -> Arrays:
-    """``folder/superpixel_mnist/superpixel_mnist.npz`` with images of 5 to 14 superpixels."""
-    rng = np.random.default_rng(0)
-    arrays = {}
-    for part, count in (("train", train), ("test", test)):
-        nodes = rng.integers(5, 15, count).astype(np.uint8)
-        feat = rng.integers(0, (256, 224, 224), (int(nodes.sum()), 3)).astype(np.uint8)
-        arrays |= {
-            f"feat_{part}": feat,
-            f"n_node_{part}": nodes,
-            f"y_{part}": (np.arange(count) % 10).astype(np.uint8),
-        }
-    (folder / "superpixel_mnist").mkdir(parents=True, exist_ok=True)
-    np.savez(folder / "superpixel_mnist" / "superpixel_mnist.npz", **arrays)
-    return arrays
-
-
-def write_ogb(folder: Path, arrays: Arrays) -> None:
-    """The same molecules in OGB's csv layout; a label of -1 becomes an empty cell."""
-    y = arrays["y"].reshape(len(arrays["n_node"]), -1)
-    tables = {
-        "raw/edge": arrays["edge"],
-        "raw/node-feat": arrays["node_feat"],
-        "raw/edge-feat": arrays["edge_feat"],
-        "raw/num-node-list": arrays["n_node"][:, None],
-        "raw/num-edge-list": arrays["n_edge"][:, None],
-        "raw/graph-label": [["" if cell == -1 else cell for cell in row] for row in y.tolist()],
-    }
-    for number, part in enumerate(("train", "valid", "test")):
-        tables[f"split/scaffold/{part}"] = np.flatnonzero(arrays["split"] == number)[:, None]
-    for name, table in tables.items():
-        path = folder / f"{name}.csv.gz"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with gzip.open(path, "wt") as file:
-            for row in table:
-                file.write(",".join(str(cell) for cell in row) + "\n")
-
-
-def write_pyg_zinc(folder: Path, graphs: GraphSet) -> None:
-    """The files that PyG leaves after it has read ZINC's subset."""
-    from torch_geometric.data import Data, InMemoryDataset
-
-    (folder / "ZINC/raw").mkdir(parents=True)
-    (folder / "ZINC/subset/processed").mkdir(parents=True)
-    for number, part in enumerate(("train", "val", "test")):
-        data = [
-            Data(x=g.x, edge_index=g.edge_index, edge_attr=g.edge_attr[:, 0], y=g.y)
-            for g in separate(graphs, graphs.part(number).tolist())
-        ]
-        InMemoryDataset.save(data, str(folder / f"ZINC/subset/processed/{part}.pt"))
-        for ending in ("pickle", "index"):
-            (folder / f"ZINC/raw/{part}.{ending}").touch()
 
 
 def separate(graphs: GraphSet, numbers: Sequence[int]) -> list[SimpleNamespace]:

@@ -45,8 +45,8 @@ def rows_of_family(
     """
     recorded = {}
     for comparison in family.comparisons:
-        for line, runs in comparison.runs.items():
-            for at, run in enumerate(runs):
+        for line, keys in comparison.keys.items():
+            for at, key in enumerate(keys):
                 values: dict[str, Any] = {
                     "metric": "accuracy",
                     "higher_is_better": True,
@@ -54,8 +54,6 @@ def rows_of_family(
                     "epochs": 3.0,
                     "commit": "abc1234",
                     "date": "2026-11-16T01:00:00+00:00",
-                    "command": run.command,
                 }
-                key = run.key()
                 recorded[key] = Row(**key._asdict(), **(values | others(line, at)))
     return list(recorded.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,30 +13,18 @@ import transformers as hf
 from torch import Tensor, nn
 
 import gfsa
+from census.catalogue import build_transformers
 
 VOCABULARY = 61
 LENGTH = 10
-
-_TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-_ROTARY = {**_TEXT, "num_key_value_heads": 2, "head_dim": 8}
-_ROTARY.pop("pad_token_id")
 
 
 @dataclass(frozen=True)
 class Case:
     """A model, and what is known of it."""
 
-    build: Callable[[str], nn.Module]
+    kind: str
+    """The model type, of which the census builds a tiny model."""
     inputs: Callable[[], dict[str, Tensor]]
     layers: int
     """Self-attention layers that can be plugged."""
@@ -49,13 +37,16 @@ class Case:
     dtype: torch.dtype = torch.float64
     eager_single: bool = False
     """Whether its eager attention takes the softmax in float32 whatever the model's dtype."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """What this model's config has that the census' has not."""
     single: bool = False
     """Whether the model computes in float32 inside (rotary tables, norms, softmax), so that two
     ways of computing the same in float64 differ by float32's rounding."""
 
     def model(self, implementation: str) -> Any:
         torch.manual_seed(0)
-        model = self.build(implementation).to(self.dtype).eval()
+        built = build_transformers(self.kind, self.fields, attn_implementation=implementation)
+        model: Any = built.to(self.dtype).eval()
         assert model.config._attn_implementation == implementation
         return model
 
@@ -91,208 +82,50 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(1)
 
 
-def _made(model: str, config: str, **options: Any) -> Callable[[str], nn.Module]:
-    def build(implementation: str) -> nn.Module:
-        built: nn.Module = getattr(hf, model)._from_config(
-            getattr(hf, config)(**options), attn_implementation=implementation
-        )
-        return built
-
-    return build
-
-
-_VIT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "image_size": 16,
-    "patch_size": 4,
-}
-_BART = {
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "forced_eos_token_id": None,
-}
-
-
-def _mel() -> dict[str, Tensor]:
-    features = torch.randn(2, 8, 20, generator=_generator())
-    decoder = torch.randint(3, VOCABULARY, (2, 7), generator=_generator())
-    return {"input_features": features, "decoder_input_ids": decoder}
-
+# tokens without a meaning of their own, and no end of a text
+_OPEN = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": None}
+_DECODER = {"causal": True, "generates": True, "padded": True}
+_PAIR = {"skipped": 2, "generates": True, "padded": True}
+_SWIN = {"image_size": 16, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
 
 ZOO: dict[str, Case] = {
-    # the paper's backbones
-    "bert": Case(_made("BertForMaskedLM", "BertConfig", **_TEXT), text, 2, padded=True),
-    "albert": Case(
-        _made("AlbertForMaskedLM", "AlbertConfig", **_TEXT, embedding_size=16),
-        text,
-        1,
-        padded=True,
-    ),
-    "roberta": Case(_made("RobertaForMaskedLM", "RobertaConfig", **_TEXT), text, 2, padded=True),
-    "gpt2": Case(
-        _made(
-            "GPT2LMHeadModel",
-            "GPT2Config",
-            vocab_size=VOCABULARY,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            n_positions=64,
-            bos_token_id=1,
-            eos_token_id=None,
-        ),
-        text,
-        2,
-        causal=True,
-        generates=True,
-        padded=True,
-    ),
-    "vit": Case(_made("ViTModel", "ViTConfig", **_VIT), image, 2, eager_single=True),
-    "deit": Case(_made("DeiTModel", "DeiTConfig", **_VIT), image, 2, eager_single=True),
-    "swin": Case(
-        _made(
-            "SwinModel",
-            "SwinConfig",
-            image_size=16,
-            patch_size=2,
-            embed_dim=16,
-            depths=[2, 2],
-            num_heads=[2, 4],
-            window_size=4,
-        ),
-        image,
-        4,
-        single=True,
-    ),
-    "bart": Case(
-        _made("BartForConditionalGeneration", "BartConfig", **_BART),
-        text_pair,
-        4,
-        skipped=2,
-        generates=True,
-        padded=True,
-    ),
-    "plbart": Case(
-        _made("PLBartForConditionalGeneration", "PLBartConfig", **_BART),
-        text_pair,
-        4,
-        skipped=2,
-        generates=True,
-        padded=True,
-    ),
-    "t5": Case(
-        _made(
-            "T5ForConditionalGeneration",
-            "T5Config",
-            vocab_size=VOCABULARY,
-            d_model=32,
-            d_kv=8,
-            d_ff=48,
-            num_layers=2,
-            num_heads=4,
-            decoder_start_token_id=0,
-            pad_token_id=0,
-            eos_token_id=2,
-        ),
-        text_pair,
-        4,
-        skipped=2,
-        generates=True,
-        padded=True,
-        single=True,
-    ),
-    # today's
+    "bert": Case("bert", text, 2, padded=True, fields={"vocab_size": VOCABULARY}),
+    "gpt2": Case("gpt2", text, 2, **_DECODER, fields=_OPEN),
+    "vit": Case("vit", image, 2, eager_single=True, fields={"image_size": 16, "patch_size": 4}),
+    "swin": Case("swin", image, 4, single=True, fields=_SWIN),
+    "bart": Case("bart", text_pair, 4, **_PAIR, fields={"forced_eos_token_id": None}),
+    "t5": Case("t5", text_pair, 4, **_PAIR, single=True, fields={"decoder_start_token_id": 0}),
     "llama": Case(
-        _made("LlamaForCausalLM", "LlamaConfig", **_ROTARY),
-        text,
-        2,
-        causal=True,
-        generates=True,
-        padded=True,
-        single=True,
+        "llama", text, 2, **_DECODER, single=True, fields={**_OPEN, "num_key_value_heads": 2}
     ),
     "mistral": Case(
-        _made("MistralForCausalLM", "MistralConfig", **_ROTARY, sliding_window=4),
-        text,
-        2,
-        causal=True,
-        generates=True,
-        padded=True,
-        single=True,
+        "mistral", text, 2, **_DECODER, single=True, fields={**_OPEN, "sliding_window": 4}
     ),
     "gemma2": Case(
-        _made("Gemma2ForCausalLM", "Gemma2Config", **_ROTARY, sliding_window=4),
+        "gemma2",
         text,
         2,
-        causal=True,
-        generates=True,
-        padded=True,
+        **_DECODER,
         single=True,
+        fields={**_OPEN, "sliding_window": 4},
         # transformers since 5.18 refuses sdpa, which leaves the cap of the scores out
         implementations=("sdpa", "eager") if hf.Gemma2Model._supports_sdpa else ("eager",),
     ),
     "gpt_oss": Case(
-        _made(
-            "GptOssForCausalLM",
-            "GptOssConfig",
-            **_ROTARY,
-            sliding_window=4,
-            num_local_experts=2,
-            num_experts_per_tok=1,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        ),
+        "gpt_oss",
         text,
         2,
-        causal=True,
-        generates=True,
-        padded=True,
+        **_DECODER,
+        single=True,
+        fields={
+            **_OPEN,
+            "sliding_window": 4,
+            "num_experts_per_tok": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
         implementations=("eager",),
         # its experts have no float64 kernel
         dtype=torch.float32,
-        single=True,
-    ),
-    "modernbert": Case(
-        _made(
-            "ModernBertForMaskedLM",
-            "ModernBertConfig",
-            **_TEXT,
-            global_attn_every_n_layers=2,
-            # wide enough that no row sees padding alone: in float64 that is NaN in the model itself
-            local_attention=8,
-        ),
-        text,
-        2,
-        padded=True,
-        single=True,
-    ),
-    "whisper": Case(
-        _made(
-            "WhisperForConditionalGeneration",
-            "WhisperConfig",
-            **{k: v for k, v in _BART.items() if k != "max_position_embeddings"},
-            num_mel_bins=8,
-            max_source_positions=10,
-            max_target_positions=32,
-            suppress_tokens=None,
-            begin_suppress_tokens=None,
-        ),
-        _mel,
-        4,
-        skipped=2,
     ),
 }
 

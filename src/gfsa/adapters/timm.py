@@ -1,7 +1,4 @@
-"""timm: ViT and DeiT, Swin, CaiT by adapters; families with attention of their own by tracing.
-
-Classes that the tests have traced are plugged as they are; others after a trial forward.
-"""
+"""timm: the attention of ViT, DeiT and Swin. Other families are traced (``plugs/registry.py``)."""
 
 from __future__ import annotations
 
@@ -13,31 +10,14 @@ from torch import Tensor, nn
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.plugs.adapter import Adapter, SwapClass, names_in_forward
-from gfsa.plugs.tracing.adapter import KNOWN_TRACER
 
 try:
     from timm.layers.attention import Attention, maybe_add_mask, resolve_self_attn_mask
-    from timm.models.cait import TalkingHeadAttn
     from timm.models.swin_transformer import WindowAttention
 except ImportError:
     # an older timm, which keeps these classes elsewhere: no module has the adapters below, and all
     # its attention is traced
-    Attention = TalkingHeadAttn = WindowAttention = nn.Module
-
-# classes that the tests have traced; the first four have adapters for one version of timm
-_TRACED = {
-    ("timm.layers.attention", "Attention"),
-    ("timm.models.vision_transformer", "Attention"),
-    ("timm.models.swin_transformer", "WindowAttention"),
-    ("timm.models.cait", "TalkingHeadAttn"),
-    ("timm.layers.attention", "AttentionRope"),
-    ("timm.models.beit", "Attention"),
-    ("timm.models.eva", "EvaAttention"),
-    ("timm.models.swin_transformer_v2", "WindowAttention"),
-    ("timm.models.swin_transformer_v2_cr", "WindowMultiHeadAttention"),
-    ("timm.models.tnt", "Attention"),
-    ("timm.models.vision_transformer_relpos", "RelPosAttention"),
-}
+    Attention = WindowAttention = nn.Module
 
 
 class FilteredAttention(Attention):
@@ -94,30 +74,6 @@ class FilteredWindowAttention(WindowAttention):
         return self.proj_drop(self.proj(y))
 
 
-class FilteredTalkingHeadAttn(TalkingHeadAttn):
-    """CaiT's attention: heads are mixed before and after the softmax; the filter comes last.
-
-    A is the mixed map, because the layer multiplies v by it; its rows do not sum to one.
-    """
-
-    gfsa: GraphFilter
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, N, C = x.shape
-        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, C // self.num_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        scores = (q * self.scale) @ k.transpose(-2, -1)
-        attention = _mix_heads(self.proj_l, scores).softmax(-1)
-        operator = _dense(self, _mix_heads(self.proj_w, attention))
-        y = self.gfsa(operator, v).transpose(1, 2).reshape(B, N, C)
-        return self.proj_drop(self.proj(y))
-
-
-def _mix_heads(mixing: nn.Module, maps: Tensor) -> Tensor:
-    mixed: Tensor = mixing(maps.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-    return mixed
-
-
 def _fused(
     module: Any, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool = False
 ) -> AttentionOperator:
@@ -151,28 +107,19 @@ _WRITTEN_FOR = {
         "proj proj_drop qkv reshape scale scaled_dot_product_attention shape softmax "
         "torch training transpose unbind unsqueeze view"
     ),
-    TalkingHeadAttn: (
-        "attn_drop num_heads permute proj proj_drop proj_l proj_w qkv reshape scale shape "
-        "softmax transpose"
-    ),
 }
 
 _ADAPTERS: dict[type[nn.Module], Adapter] = {
     Attention: SwapClass(FilteredAttention, heads="num_heads"),
     WindowAttention: SwapClass(FilteredWindowAttention, heads="num_heads"),
-    TalkingHeadAttn: SwapClass(FilteredTalkingHeadAttn, heads="num_heads"),
 }
 
 
 def find(module: nn.Module) -> Adapter | None:
-    """The adapter for ``module`` if it is an attention module of timm."""
+    """The adapter for ``module`` if the installed timm has the forward that it was written for."""
     cls = type(module)
-    if not cls.__module__.startswith("timm."):
-        return None
     adapter = _ADAPTERS.get(cls)
-    if adapter is not None and names_in_forward(cls) == _WRITTEN_FOR[cls]:
-        return adapter
-    return KNOWN_TRACER if (cls.__module__, cls.__name__) in _TRACED else None
+    return adapter if adapter and names_in_forward(cls) == _WRITTEN_FOR[cls] else None
 
 
 def example_images(model: nn.Module) -> Tensor | None:

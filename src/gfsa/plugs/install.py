@@ -13,7 +13,12 @@ from torch import nn
 from gfsa.filters import GraphFilter
 from gfsa.filters.depth import FirstValues
 from gfsa.plugs.adapter import ADAPTER, CHILD, CLASS, has_bound_forward
-from gfsa.plugs.checks.called import stop_checking, stop_watching_training, watch_forwards
+from gfsa.plugs.checks.called import (
+    remove_checks,
+    stop_checking,
+    stop_watching_training,
+    watch_forwards,
+)
 from gfsa.plugs.checks.proof import forget_tokens
 from gfsa.plugs.sites import Site, plugged_sites
 from gfsa.plugs.transaction import all_or_nothing
@@ -115,6 +120,7 @@ def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:
         refuse_changed_since(plugged)
         for site in plugged:
             detach(site)
+        remove_checks(model)
         for module in model.modules():
             if not any(isinstance(inner, GraphFilter) for inner in module.modules()):
                 stop_watching_training(module)

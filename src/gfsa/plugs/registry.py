@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gfsa.plugs.adapter import Adapter, SwapClass
 from gfsa.plugs.tracing.adapter import (
     DOUBTFUL,
+    KNOWN_TRACER,
     TRACER,
     UNKNOWN,
     TracerAdapter,
@@ -121,10 +122,26 @@ def _is_of_transformers(kind: type[nn.Module]) -> bool:
 _OF_LIBRARY = {
     "diffusers": "gfsa.adapters.diffusers",
     "litgpt": "gfsa.adapters.litgpt",
-    "speechbrain": "gfsa.adapters.speechbrain",
     "timm": "gfsa.adapters.timm",
-    "torch_geometric": "gfsa.adapters.torch_geometric",
-    "torchvision": "gfsa.adapters.torchvision",
+}
+# classes that the tests have traced; those of timm's ViT and Swin are for versions whose forward
+# the adapter does not know
+_TRACED = {
+    ("speechbrain.nnet.attention", "RelPosMHAXL"),
+    ("speechbrain.nnet.attention", "RoPEMHA"),
+    ("timm.layers.attention", "Attention"),
+    ("timm.layers.attention", "AttentionRope"),
+    ("timm.models.beit", "Attention"),
+    ("timm.models.cait", "TalkingHeadAttn"),
+    ("timm.models.eva", "EvaAttention"),
+    ("timm.models.swin_transformer", "WindowAttention"),
+    ("timm.models.swin_transformer_v2", "WindowAttention"),
+    ("timm.models.swin_transformer_v2_cr", "WindowMultiHeadAttention"),
+    ("timm.models.tnt", "Attention"),
+    ("timm.models.vision_transformer", "Attention"),
+    ("timm.models.vision_transformer_relpos", "RelPosAttention"),
+    ("torchvision.models.swin_transformer", "ShiftedWindowAttention"),
+    ("torchvision.models.swin_transformer", "ShiftedWindowAttentionV2"),
 }
 
 
@@ -132,9 +149,12 @@ def _find_built_in(module: nn.Module) -> Adapter | None:
     """The library's adapter for a module; specific libraries come before torch."""
     # a model of transformers may have attention classes of the user's own
     found = _find_in_transformers(module) if "transformers" in sys.modules else None
-    library = type(module).__module__.partition(".")[0]
+    cls = type(module)
+    library = cls.__module__.partition(".")[0]
     if found is None and library in _OF_LIBRARY:
         found = import_module(_OF_LIBRARY[library]).find(module)
+    if found is None and (cls.__module__, cls.__name__) in _TRACED:
+        return KNOWN_TRACER
     if found is None:
         from gfsa.adapters.torch_mha import find
 

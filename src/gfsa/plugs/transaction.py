@@ -24,7 +24,7 @@ def all_or_nothing(model: nn.Module, values: Iterable[Tensor] = ()) -> Iterator[
     """If the block raises, by Ctrl-C too, every module of ``model`` is as it was before.
 
     Restored are classes, attributes, parameters, buffers, children and hooks of the modules, the
-    state of the check for uncalled filters, and the numbers in ``values``. Attributes that are
+    state of the checks for uncalled filters, and the numbers in ``values``. Attributes that are
     plain dicts, lists or sets get their content back.
     """
     with CHANGING:
@@ -63,7 +63,7 @@ class _Snapshot:
 
     def __init__(self, model: nn.Module, values: Iterable[Tensor]) -> None:
         self.modules = [_ModuleSnapshot(module) for module in model.modules()]
-        self.checks = [(check, check.state()) for check in checks_of(model)]
+        self.checks = [(check, check.called) for check in checks_of(model)]
         self.values = [(tensor, tensor.detach().clone()) for tensor in values]
 
     def restore(self) -> None:
@@ -71,8 +71,8 @@ class _Snapshot:
             try:
                 for module in self.modules:
                     module.restore()
-                for check, state in self.checks:
-                    check.set_state(state)
+                for check, called in self.checks:
+                    check.called = called
                 with torch.no_grad():
                     for tensor, value in self.values:
                         # an unneeded write would invalidate graphs that autograd has recorded

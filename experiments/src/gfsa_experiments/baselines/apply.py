@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +33,6 @@ from gfsa_experiments.baselines.blocks import (
     sequence_first,
     width_of,
 )
-from gfsa_experiments.baselines.masks import Reader
-from gfsa_experiments.baselines.means import seen_by_tokens
 from gfsa_experiments.baselines.methods import (
     AttnScale,
     BaselineFilter,
@@ -47,6 +45,7 @@ from gfsa_experiments.baselines.methods import (
     TokenMethod,
     method_named,
 )
+from gfsa_experiments.baselines.visibility import Reader, library_of, seen_by_tokens
 
 CHILD = "gfsa_baseline"
 """The name under which a method's modules become a child of their block."""
@@ -96,7 +95,23 @@ def apply(model: nn.Module, name: str, layers: Layers = "all", **options: Any) -
     # a parameter that is created in inference mode could never be trained
     with all_or_nothing(model), torch.inference_mode(False):
         if method.kind is AttnScale:
-            report = _apply_attnscale(model, layers, options)
+            planned, plugged = plan_filters(
+                model, sites(model), layers, lambda heads: AttnScale(heads, **options)
+            )
+            _refuse_windows(name, [site.module for site, _ in planned])
+            # of transformers' models the operators know the masks, whatever a class calls them
+            read = [
+                (site, attn, Reader(site.module, site.module))
+                for site, attn in planned
+                if library_of(site.module) not in ("transformers", "diffusers")
+            ]
+            install(model, planned)
+            for site, attn, reader in read:
+                attn.scope = scope = Scope(site.name)  # type: ignore[assignment]
+                site.module.register_forward_pre_hook(OpenScope(scope, reader), with_kwargs=True)
+                site.module.register_forward_hook(Close(scope))
+            where = dict.fromkeys(plugged.plugged, "its attention map")
+            report = BaselineReport(name, where, plugged.skipped, plugged.parameters)
         elif method.kind is NeuTRENO:
             report = _apply_neutreno(model, layers, options)
         else:
@@ -163,26 +178,6 @@ def _is_applied(model: nn.Module) -> bool:
     return bool(_applied(model)) or has_hooks(model)
 
 
-def _apply_attnscale(model: nn.Module, layers: Layers, options: dict[str, Any]) -> BaselineReport:
-    """AttnScale, with each layer's masks read from the arguments of the layer."""
-    planned, report = plan_filters(
-        model, sites(model), layers, lambda heads: AttnScale(heads, **options)
-    )
-    # built before plugging, which may give a module another signature
-    readers = [Reader(site.module, site.module, whole=False) for site, _ in planned]
-    install(model, planned)
-    for (site, method), reader in zip(planned, readers, strict=True):
-        assert isinstance(method, AttnScale)
-        method.scope = scope = Scope(site.name)
-        if reader.library == "transformers":
-            # its classes do not agree on what a mask means
-            method.compared = set()
-        site.module.register_forward_pre_hook(OpenScope(scope, reader), with_kwargs=True)
-        site.module.register_forward_hook(Close(scope))
-    where = dict.fromkeys(report.plugged, "its attention map")
-    return BaselineReport("attnscale", where, report.skipped, report.parameters)
-
-
 def _apply_neutreno(model: nn.Module, layers: Layers, options: dict[str, Any]) -> BaselineReport:
     """NeuTRENO; the model's first layer stores its values for the others."""
     memory = FirstValues()
@@ -214,12 +209,10 @@ def _apply_neutreno(model: nn.Module, layers: Layers, options: dict[str, Any]) -
 
 def _check_one_stack(model: nn.Module, modules: dict[str, nn.Module], heads: set[int]) -> None:
     """Refuse models whose layers do not all have the same tokens and heads."""
+    _refuse_windows("neutreno", modules.values())
     stacks = sorted({re.sub(r"\d+", "#", name) for name in modules})
-    windows = [name for name, m in modules.items() if "window" in type(m).__name__.lower()]
     reason = None
-    if windows:
-        reason = f"{windows[0]} attends in windows, which differ from layer to layer"
-    elif len(stacks) > 1:
+    if len(stacks) > 1:
         reason = f"its layers are of different stacks: {', '.join(stacks)}"
     elif len(heads) > 1:
         reason = f"its layers have different numbers of heads: {sorted(heads)}"
@@ -227,6 +220,15 @@ def _check_one_stack(model: nn.Module, modules: dict[str, nn.Module], heads: set
         raise ValueError(
             "NeuTRENO adds the first layer's values to those of every layer, token by token, which "
             f"is not possible in {type(model).__name__}: {reason}. Apply it to one stack of layers"
+        )
+
+
+def _refuse_windows(name: str, modules: Iterable[nn.Module]) -> None:
+    """Refuse Swin, whose windows differ from layer to layer, and whose masks hide with −100."""
+    found = next((m for m in modules if hasattr(m, "window_size")), None)
+    if found is not None:
+        raise ValueError(
+            f"{name} cannot be applied to a {type(found).__name__}, which attends in windows"
         )
 
 
@@ -339,7 +341,7 @@ def _install_in_block(plan: _BlockPlan, modules: nn.ModuleDict) -> None:
     reader = None
     masked = block.get_submodule(anatomy.masks_at)
     if any(method.needs_visibility for method in methods.values()):
-        reader = Reader(masked, block.get_submodule(anatomy.attention), whole=True)
+        reader = Reader(masked, block.get_submodule(anatomy.attention))
     masked.register_forward_pre_hook(OpenScope(scope, reader), with_kwargs=True)
     swapped = sequence_first(block)
     for key, place in plan.places.items():

@@ -20,8 +20,7 @@ from gfsa.filters.spec import check_number
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.operators.base import at_least_float32, repeat_heads
 from gfsa.operators.visibility import Visibility
-from gfsa_experiments.baselines.masks import Kind, kind_of, refusal_of_reading
-from gfsa_experiments.baselines.means import mean_matrix, mean_of_visible
+from gfsa_experiments.baselines.visibility import mean_matrix, mean_of_visible
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -181,27 +180,21 @@ class AttnScale(BaselineFilter):
         # λ multiplies a term that is no polynomial of A, so the basis of θ is zero
         zero = torch.zeros(1, 2, dtype=torch.float64, device="cpu")
         super().__init__(num_heads, zero, lr_multiplier)
-        #: holds the layer's masks in each forward; None if the operator's masks are used
+        #: has the layer's masks in each forward, where its operator is a ready-made map
         self.scope: Scope | None = None
-        #: the kinds of masks that were compared with the layer's map; None if there is no need to
-        self.compared: set[Kind] | None = None
 
     def forward(self, operator: Operator, v: Tensor) -> Tensor:
         """``v`` of shape ``(B, H, N, D)`` to ``A·v + λ(A·v − M·v)``."""
         self.check_dropout_place()
-        visible = self._visibility(operator)
-        if self.compared is not None and not torch.compiler.is_compiling():
-            self._compare(visible, operator, v)
         _, mixed = operator.powers(v, 1)
-        mean = repeat_heads(mean_of_visible(visible, v, mixed.shape[-2]), mixed)
-        y = mixed + self._lambda() * (mixed - mean)
+        mean = mean_of_visible(self._visibility(operator), v, mixed.shape[-2])
+        y = mixed + self._lambda() * (mixed - repeat_heads(mean, mixed))
         return y.to(mixed.dtype)
 
     def map(self, operator: DenseOperator, v: Tensor | None = None) -> Tensor:
         matrix = operator.dense()
-        return matrix + self._lambda() * (
-            matrix - mean_matrix(self._visibility(operator), matrix.shape[-1], matrix)
-        )
+        mean = mean_matrix(self._visibility(operator), matrix.shape[-1], matrix)
+        return matrix + self._lambda() * (matrix - mean)
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "lr_multiplier": self.lr_multiplier}
@@ -210,30 +203,14 @@ class AttnScale(BaselineFilter):
         assert self.theta is not None
         return (self.lr_multiplier * self.theta)[..., None]
 
-    def _compare(self, visible: Visibility, operator: Operator, v: Tensor) -> None:
-        """Raise if the masks that were read are not those of the map; once for each kind."""
-        assert self.scope is not None
-        assert self.compared is not None
-        kind = kind_of(visible)
-        if kind in self.compared:
-            return
-        refusal, decided = refusal_of_reading(visible, operator, v, self.training)
-        if refusal is not None:
-            raise ValueError(
-                f"the masks of {self.scope.name} cannot be read: {refusal}. "
-                "gfsa.baselines.remove(model), or leave the layer out with apply(..., layers=...)"
-            )
-        if decided:
-            self.compared.add(kind)
-
     def _visibility(self, operator: Operator) -> Visibility:
-        if self.scope is not None:
-            return self.scope.visible
         visible = operator.visibility()
+        if visible is None and self.scope is not None:
+            visible = self.scope.visible
         if visible is None:
             raise TypeError(
-                f"which keys a query sees cannot be read from a {type(operator).__name__}: "
-                "gfsa.baselines.apply(model, 'attnscale') reads the layer's masks instead"
+                "attnscale averages the keys that a query sees, which a ready-made attention map "
+                "does not say: load the model with attn_implementation='sdpa'"
             )
         return visible
 

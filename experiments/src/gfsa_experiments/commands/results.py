@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from gfsa_experiments.results.families import Judged
-    from gfsa_experiments.results.tables import ResultTable, Runs
+    from gfsa_experiments.results.tables import ResultTable
 
 PARTS = ("verdicts", "domains", "costs", "tables", "tuning", "forest", "scores")
 FOREST = "forest.svg"
@@ -42,7 +44,6 @@ def results(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Markdown, also in a terminal.")
     ] = False,
-    csv: Annotated[Path | None, typer.Option(help="Write every line of the tables here.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the forest plot: .png, .svg or .pdf.")
     ] = None,
@@ -61,7 +62,7 @@ def results(
             raise ValueError("--write makes whole pages; leave out every option but --dir")
         if plan is not None and not family:
             raise ValueError("--plan writes the runs of a family; name it by --family")
-        _refuse_places(plan, csv, plot)
+        _refuse_places(plan, plot)
         found = Folder(folder)
         if plan is not None:
             _write_plan(found, family, plan)
@@ -70,12 +71,6 @@ def results(
 
             figures.plot(found.chosen(asked), plot, found.judged)
             typer.echo(f"wrote {plot}", err=True)
-        if csv is not None:
-            from gfsa_experiments.results.report import records
-
-            csv.parent.mkdir(parents=True, exist_ok=True)
-            records(found.chosen(asked)).to_csv(csv, index=False, lineterminator="\r\n")
-            typer.echo(f"wrote {csv}", err=True)
         if write:
             typer.echo(f"wrote {', '.join(map(str, write_folder(found)))}", err=True)
         else:
@@ -125,17 +120,17 @@ class Folder:
         return read_families(self.path)
 
     @cached_property
-    def _runs(self) -> Runs:
+    def _rows(self) -> DataFrame:
         from gfsa_experiments.results.families import refuse_unregistered
         from gfsa_experiments.results.tables import read_folder
 
         # a family is there before its first run, and --plan writes what to run
-        runs = read_folder(self.path, may_be_empty=bool(self._families))
-        refuse_unregistered(self._families, runs.every, self.tuning.every)
-        return runs
+        rows = read_folder(self.path, may_be_empty=bool(self._families))
+        refuse_unregistered(self._families, rows, self.tuning)
+        return rows
 
     @cached_property
-    def tuning(self) -> Runs:
+    def tuning(self) -> DataFrame:
         """The rows by which arms were tuned."""
         from gfsa_experiments.results.tables import read_folder
 
@@ -145,7 +140,8 @@ class Folder:
     def judged(self) -> list[Judged]:
         from gfsa_experiments.results.families import outcomes
 
-        return [(family, outcomes(family, self._runs.rows)) for family in self._families]
+        rows = self._rows[~self._rows.replaced]
+        return [(family, outcomes(family, rows)) for family in self._families]
 
     @cached_property
     def tables(self) -> list[ResultTable]:
@@ -154,7 +150,7 @@ class Folder:
         from gfsa_experiments.results.tables import make_tables
 
         keys = {key for family in self._families for key in family.keys}
-        return make_tables(self._runs.where(lambda rows: ~is_of(rows, keys)))
+        return make_tables(self._rows[~is_of(self._rows, keys)])
 
     @cached_property
     def times(self) -> list[ResultTable]:
@@ -230,7 +226,7 @@ def blocks_of(found: Folder, asked: Asked) -> list[str]:
     if asked.show == "costs":
         return report.cost_blocks([t for t in found.times if asked.recipe in ("", t.recipe)])
     if asked.show == "tuning":
-        rows = found.tuning.rows
+        rows = found.tuning[~found.tuning.replaced]
         kept = rows[rows.task.str.contains(asked.task, regex=False)] if asked.task else rows
         return report.tuning_blocks(kept[kept.recipe == asked.recipe] if asked.recipe else kept)
     if asked.show == "tables":

@@ -16,8 +16,8 @@ from gfsa_experiments.data.own import (
     PARTS,
     ending_of,
     entries_of,
+    files_in,
     find_own,
-    is_hidden,
     name_of,
     part_of,
     text_of,
@@ -58,16 +58,10 @@ def split_documents(documents: Sequence[str], root: str) -> dict[str, list[str]]
                 parts[name].append(document[first:last])
     if not all(parts.values()):
         raise ValueError(
-            f"{root} is too little text to be split into {', '.join(PARTS)}: it has "
-            f"{counted(size, 'character')} in {counted(len(documents), 'document')}; give more, or "
-            "a file for each part"
+            f"{root} is too little text to be split into {', '.join(PARTS)}: it has {size:,} "
+            f"characters in {len(documents):,} documents; give more, or a file for each part"
         )
     return parts
-
-
-def counted(count: int, what: str) -> str:
-    """``1 document``, ``2,000 documents``"""
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def _border(documents: Sequence[str], ends: Sequence[int], at: int, reach: int) -> int:
@@ -88,7 +82,6 @@ def _border(documents: Sequence[str], ends: Sequence[int], at: int, reach: int) 
 
 # in a folder; a csv beside the text is no text
 _IN_FOLDERS = (".txt", ".md", ".text", ".jsonl", ".ndjson", ".parquet")
-_PERCENT = round(100 * SHARE)
 
 
 @dataclass(frozen=True)
@@ -110,20 +103,13 @@ class Corpus:
         return len(self.sources) > 1
 
     @property
-    def _lacks_one(self) -> str | None:
-        """The part beside ``train``, if a data set of the hub has two."""
-        return (
-            next((p for p in self.sources if p != "train"), "") if len(self.sources) == 2 else None
-        )
-
-    @property
     def split_by(self) -> str:
         """How the parts were made, as a sentence."""
-        if self._lacks_one:
-            held_out = f"the last {_PERCENT} % of its documents to train on are valid"
-            start = "" if self._lacks_one == "test" else "its valid is reported as test; "
-            return start + held_out
-        said = f"about the last {_PERCENT} % of the text is test, the {_PERCENT} % before it valid"
+        percent = f"{100 * SHARE:g} %"
+        if len(self.sources) == 2:
+            start = "" if "test" in self.sources else "its valid is reported as test; "
+            return f"{start}the last {percent} of its documents to train on are valid"
+        said = f"about the last {percent} of the text is test, the {percent} before it valid"
         said = "the parts that it names" if self.has_parts else said
         more = f" and {len(self.unread) - 3} more" if len(self.unread) > 3 else ""
         return said + (f"; not read: {', '.join(self.unread[:3])}{more}" if self.unread else "")
@@ -135,10 +121,12 @@ class Corpus:
             raise ValueError(f"{self.root} has no text in it: expected a document or more, got 0")
         if not self.has_parts:
             found = split_documents(found["train"], self.root)
-        elif self._lacks_one:
-            train, held_out = found["train"], max(1, round(SHARE * len(found["train"])))
-            valid = {"train": train[:-held_out], "valid": train[-held_out:]}
-            found = valid | {"test": found[self._lacks_one]}
+        elif len(found) == 2:
+            # a data set of the hub
+            train = found.pop("train")
+            held_out = max(1, round(SHARE * len(train)))
+            (test,) = found.values()
+            found = {"train": train[:-held_out], "valid": train[-held_out:], "test": test}
         for name, documents in found.items():
             if not any(documents):
                 raise ValueError(f"the {name} part of {self.root} has no text in it")
@@ -147,20 +135,21 @@ class Corpus:
     def _read(self, part: str) -> Iterator[str]:
         """The documents of one part; in a file of text a NUL separates them."""
         source = self.sources[part]
-        for path in source if isinstance(source, tuple) else ():
-            if ending_of(path) not in TABLES:
-                yield from (document for document in text_of(path).split("\0") if document.strip())
-            else:
-                yield from self._texts(str(path), open_table(path))
         if not isinstance(source, tuple):
             yield from self._texts(f"{self.root} {part}", source)
+            return
+        for path in source:
+            if ending_of(path) in TABLES:
+                yield from self._texts(str(path), open_table(path))
+            else:
+                yield from (document for document in text_of(path).split("\0") if document.strip())
 
     def _texts(self, where: str, table: Any) -> Iterator[str]:
         for number, text in enumerate(column_of(where, table, self.column, "text"), start=1):
             # NaN stands for a missing cell
             if isinstance(text, str) and text.strip():
                 yield text
-            elif not (text is None or text == "" or text != text or isinstance(text, str)):
+            elif not (text is None or text != text or isinstance(text, str)):
                 raise ValueError(
                     f"{where}, row {number}: expected a text in {self.column}, got "
                     f"{type(text).__name__}; set text= to the column of the text"
@@ -189,23 +178,19 @@ def find_corpus(data: str, data_dir: Path) -> Path:
 def corpus_of(data: str, data_dir: Path, column: str = "text") -> Corpus:
     """The corpus that ``data`` names: a file or folder, or ``hub:ID``."""
     if data.startswith(HUB):
-        parts, unused = load_parts(data)
-        if "train" not in parts:
+        sources, unused = load_parts(data)
+        if "train" not in sources:
             raise ValueError(
-                f"{data} has the parts {', '.join((*parts, *unused))}, but none to train on; "
+                f"{data} has the parts {', '.join((*sources, *unused))}, but none to train on; "
                 "export what you need to a file"
             )
-        return Corpus(name_of(data), data, column, parts)
-    return read_corpus(find_corpus(data, data_dir), column)
-
-
-def read_corpus(path: Path, column: str = "text") -> Corpus:
-    """Which files at ``path`` belong to which part."""
+        return Corpus(name_of(data), data, column, sources)
+    path = find_corpus(data, data_dir)
     name = path.resolve().name.partition(".")[0]
     if path.is_file():
         # a file that is named is read, whatever its ending
         return Corpus(name, str(path), column, {"train": (path,)})
-    files = [p for p in sorted(path.rglob("*")) if p.is_file() and not is_hidden(p, path)]
+    files = files_in(path)
     texts = [p for p in files if ending_of(p) in _IN_FOLDERS]
     if not texts:
         raise ValueError(
@@ -215,16 +200,15 @@ def read_corpus(path: Path, column: str = "text") -> Corpus:
         )
     # a README beside the parts is about the text
     parts = {part: tuple(p for p in texts if part_of(p, path) == part) for part in PARTS}
-    parts = {part: found for part, found in parts.items() if found} or {"train": tuple(texts)}
-    if parts.keys() not in ({"train"}, set(PARTS)) or (
-        len(parts) == 1 and part_of(parts["train"][0], path)
-    ):
+    parts = {part: found for part, found in parts.items() if found}
+    if parts and parts.keys() != set(PARTS):
         there = ", ".join(f"{p} ({found[0].relative_to(path)})" for p, found in parts.items())
         raise ValueError(
             f"{path} has files for {there}, but none for "
             f"{', '.join(part for part in PARTS if part not in parts)}: name files or folders "
             "after all three parts, or after none, to have them split"
         )
+    parts = parts or {"train": tuple(texts)}
     read = {p for found in parts.values() for p in found}
     unread = tuple(str(p.relative_to(path)) for p in files if p not in read)
     return Corpus(name, str(path), column, parts, unread)

@@ -1,77 +1,82 @@
-"""Data files: finding them, reading text and npz archives, caching arrays, reporting bad rows."""
+"""Files of known data sets: where they are, how large they should be, and arrays read from them."""
 
 from __future__ import annotations
 
-import gzip
-import lzma
+import csv
 import os
 import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from importlib.resources import files
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gfsa_experiments.data.own import OPENERS
 from gfsa_experiments.engine.task import DataSource
 from gfsa_experiments.engine.whole_files import write_whole
 
 Tensors = dict[str, Tensor]
-Row = TypeVar("Row")
-Parsed = TypeVar("Parsed")
 
-_OPENERS: dict[str, Callable[[bytes], bytes]] = {
-    "": lambda data: data,
-    ".xz": lzma.decompress,
-    ".gz": gzip.decompress,
-}
+_DAMAGED = (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error)
 # with a larger share of bad rows the file is probably not the expected one
 _TOLERATED = 0.01
 _EXAMPLES = 3
 
 
-def cache_folder(setting: str = "") -> Path:
-    """Where prepared data is kept: the setting, ``GFSA_CACHE``, or ``~/.cache/gfsa``."""
-    return Path(setting or os.environ.get("GFSA_CACHE") or "~/.cache/gfsa").expanduser()
+@lru_cache(maxsize=4)
+def table(package: str, name: str) -> list[dict[str, str]]:
+    """The lines of a table that is a file of a package."""
+    text = files(package).joinpath(name).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
+
+
+def source_of(key: str) -> DataSource:
+    """The data set called ``key`` in ``sources.csv``: its name, files, sizes and origin."""
+    (line,) = [each for each in table("gfsa_experiments.data", "sources.csv") if each["key"] == key]
+    return DataSource(
+        name=line["name"],
+        files=line["files"],
+        where=line["where"],
+        folders=tuple(line["folders"].split(";")),
+        sizes=tuple(int(size) for size in line["sizes"].split(";") if size),
+    )
 
 
 def find_file(data_dir: Path, names: Sequence[str], source: DataSource) -> Path:
     """The first of ``names`` that exists, compressed or not, in one of the source's folders."""
     for name in names:
         for folder in source.folders:
-            for suffix in _OPENERS:
+            for suffix in ("", *OPENERS):
                 path = data_dir / folder / (name + suffix)
                 if path.is_file():
                     return path
     raise not_found(data_dir, f"{', '.join(names)} (or the same with .xz or .gz)", source)
 
 
-def not_found(data_dir: Path, files: str, source: DataSource) -> FileNotFoundError:
-    """The error for missing ``files``: where they were searched and where to get them."""
+def not_found(data_dir: Path, names: str, source: DataSource) -> FileNotFoundError:
+    """The error for missing files: where they were searched and where to get them."""
     subfolders = ", ".join(f"{folder}/" for folder in source.folders if folder)
     searched = f"{data_dir.absolute()}{f' or its {subfolders}' if subfolders else ''}"
     return FileNotFoundError(
-        f"{source.name}: found none of {files} in {searched}. The data set consists of "
+        f"{source.name}: found none of {names} in {searched}. The data set consists of "
         f"{source.files}; get it from {source.where}, and give its folder with --data-dir"
     )
 
 
-def read_lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 file without their ends; only line feeds separate lines."""
-    suffix = path.suffix if path.suffix in _OPENERS else ""
-    try:
-        text = _OPENERS[suffix](path.read_bytes()).decode("utf-8")
-    except (lzma.LZMAError, zlib.error, EOFError, gzip.BadGzipFile, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); get it again") from error
-    if not text:
-        raise ValueError(f"{path} is empty; get it again")
-    lines = text.split("\n")
-    if not lines[-1]:
-        lines.pop()
-    return [line.removesuffix("\r") for line in lines]
+def check_count(where: object, found: object, official: object, what: str = "usable rows") -> None:
+    """Warn if a file has another size than the official one."""
+    if found != official:
+        counts = [f"{n:,}" if isinstance(n, int) else str(n) for n in (found, official)]
+        warnings.warn(
+            f"{where} has {counts[0]} {what}, the official file {counts[1]}: "
+            "results are not those of the official data set",
+            stacklevel=3,
+        )
 
 
 def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
@@ -81,11 +86,16 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
             missing = [name for name in names if name not in file.files]
             arrays = {name: file[name] for name in names if name not in missing}
             available = ", ".join(file.files)
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+    except _DAMAGED as error:
         raise ValueError(f"{path} is damaged or no npz file ({error}); get it again") from error
     if missing:
         raise ValueError(f"{path} has no array {', '.join(missing)}; it has {available}")
     return arrays
+
+
+def cache_folder(setting: str = "") -> Path:
+    """Where prepared data is kept: the setting, ``GFSA_CACHE``, or ``~/.cache/gfsa``."""
+    return Path(setting or os.environ.get("GFSA_CACHE") or "~/.cache/gfsa").expanduser()
 
 
 def cached_arrays(folder: str, name: str, compute: Callable[[], Tensors]) -> Tensors:
@@ -103,7 +113,7 @@ def cached_arrays(folder: str, name: str, compute: Callable[[], Tensors]) -> Ten
         try:
             with np.load(path, allow_pickle=False) as file:
                 return {key: torch.from_numpy(file[key]) for key in file.files}
-        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        except _DAMAGED as error:
             warnings.warn(f"{path} is damaged ({error}); computing it again", stacklevel=2)
     tensors = compute()
     arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
@@ -120,7 +130,7 @@ class BadRows:
         place: what its number is called.
     """
 
-    def __init__(self, path: Path | str, unit: str = "rows", place: str = "line") -> None:
+    def __init__(self, path: Path | str, unit: str = "rows", place: str = "row") -> None:
         self.path, self.unit, self.place = path, unit, place
         self.count = 0
         self.examples: list[str] = []
@@ -148,44 +158,3 @@ class BadRows:
                 "is the right one"
             )
         warnings.warn(f"{message}. They are left out", stacklevel=3)
-
-
-def usable_rows(
-    where: Path | str,
-    rows: Iterable[Row],
-    parse: Callable[[Row], Parsed],
-    official: int | None = None,
-    *,
-    first: int = 1,
-) -> list[Parsed]:
-    """``parse(row)`` for the rows that can be used; the others are counted and reported.
-
-    Args:
-        where: the file, for messages.
-        parse: raises ValueError, with the reason, for a row that cannot be used.
-        official: the number of rows of the official file, for :func:`check_count`.
-        first: the number of the first row, for messages.
-    """
-    bad, usable = BadRows(where), []
-    for number, row in enumerate(rows, first):
-        try:
-            usable.append(parse(row))
-        except ValueError as error:
-            bad.add(number, str(error))
-    bad.report(len(usable))
-    if official is not None:
-        check_count(where, len(usable), official)
-    return usable
-
-
-def check_count(
-    path: Path | str, found: object, official: object, what: str = "usable rows"
-) -> None:
-    """Warn if a file has another size than the official one."""
-    if found != official:
-        counts = [f"{n:,}" if isinstance(n, int) else str(n) for n in (found, official)]
-        warnings.warn(
-            f"{path} has {counts[0]} {what}, the official file {counts[1]}: "
-            "results are not those of the official data set",
-            stacklevel=3,
-        )

@@ -10,8 +10,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal
@@ -20,10 +19,9 @@ import numpy as np
 
 HUB = "hub:"
 PACKED = (".xz", ".gz")
-_NOT_UNPACKED = (".zst", ".bz2", ".zip", ".7z", ".tar", ".tgz")
-_OPENERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
+OPENERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
 _UNREADABLE = (lzma.LZMAError, zlib.error, EOFError, gzip.BadGzipFile)
-_SHOWN_ENTRIES = 8
+_SHOWN = 6
 
 
 def name_of(data: str) -> str:
@@ -55,6 +53,19 @@ def find_own(data: str, data_dir: Path, expected: str = "a file or folder") -> P
     )
 
 
+def entries_of(folder: Path) -> str:
+    """``. FOLDER has a, b, …``: a sentence to follow an error; empty if there is no such folder."""
+    if not folder.is_dir():
+        return ""
+    names = sorted(p.name + "/" * p.is_dir() for p in folder.iterdir() if p.name[0] != ".")
+    return f". {folder.absolute()} has {some(names) or 'nothing in it'}"
+
+
+def some(values: Sequence[str]) -> str:
+    """The first of several words."""
+    return ", ".join(values[:_SHOWN]) + (", …" if len(values) > _SHOWN else "")
+
+
 def digest_of(pieces: Iterable[str | bytes]) -> str:
     """A hash of all pieces in their order, and of where one ends and the next begins."""
     digest = sha256()
@@ -66,30 +77,18 @@ def digest_of(pieces: Iterable[str | bytes]) -> str:
     return digest.hexdigest()[:16]
 
 
-def entries_of(folder: Path) -> str:
-    """``. FOLDER has a, b, …``: a sentence to follow an error; empty if there is no such folder."""
-    if not folder.is_dir():
-        return ""
-    names = sorted(p.name + "/" * p.is_dir() for p in folder.iterdir() if p.name[0] != ".")
-    shown = ", ".join(names[:_SHOWN_ENTRIES]) + (", …" if len(names) > _SHOWN_ENTRIES else "")
-    return f". {folder.absolute()} has {shown or 'nothing in it'}"
-
-
 def text_of(path: Path) -> str:
     """The text of a file, packed or not; a byte order mark is left out."""
     try:
-        data = _OPENERS.get(path.suffix.lower(), bytes)(path.read_bytes())
-    except _UNREADABLE as error:
-        raise ValueError(f"{path} is damaged, or not packed as its name says ({error})") from error
-    try:
+        data = OPENERS.get(path.suffix.lower(), bytes)(path.read_bytes())
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        todo = "Save it as UTF-8"
-        if path.suffix.lower() in _NOT_UNPACKED:
-            todo = f"Unpack it; {' and '.join(PACKED)} are read packed"
         raise ValueError(
-            f"{path} is damaged, or no UTF-8 text ({error}); it begins with {data[:16]!r}. {todo}"
+            f"{path} is damaged, or no UTF-8 text ({error}); it begins with {error.object[:16]!r}. "
+            f"Save it as UTF-8, plain or packed with {' or '.join(PACKED)}"
         ) from error
+    except _UNREADABLE as error:
+        raise ValueError(f"{path} is damaged, or not packed as its name says ({error})") from error
 
 
 def ending_of(path: Path) -> str:
@@ -100,9 +99,13 @@ def ending_of(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def is_hidden(path: Path, root: Path) -> bool:
-    """Whether a file, or a folder between it and ``root``, has a name that begins with a dot."""
-    return any(word.startswith(".") for word in path.relative_to(root).parts)
+def files_in(folder: Path) -> list[Path]:
+    """All files of a folder but hidden ones, in order."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not any(w.startswith(".") for w in path.relative_to(folder).parts)
+    ]
 
 
 PARTS = ("train", "valid", "test")
@@ -126,15 +129,24 @@ def part_named(word: str) -> str | None:
 
 def part_of(path: Path, root: Path) -> str | None:
     """The part that a file's name, or that of its folder, says: ``techdocs.train.txt.xz``."""
-    relative = path.relative_to(root)
-    words = [
-        *(word.lower() for word in relative.parts[:-1]),
-        *path.name.lower().replace("-", ".").replace("_", ".").split("."),
-    ]
-    for part, spelt in _SPELLINGS.items():
-        if any(word in spelt for word in words):
-            return part
-    return None
+    folders = path.relative_to(root).parts[:-1]
+    words = {*map(str.lower, folders), *re.split(r"[-_.]", path.name.lower())}
+    return next((part for part, spelt in _SPELLINGS.items() if words & {*spelt}), None)
+
+
+def hold_out(count: int, share: float, fraction: float = 1.0) -> tuple[list[int], list[int]]:
+    """The examples to train on and those to validate on, the same in every run.
+
+    Args:
+        count: number of all examples.
+        share: of all examples, to validate on.
+        fraction: of the others, to train on.
+    """
+    order = np.random.default_rng(_SEED).permutation(count)
+    held = round(share * count)
+    rest = order[held:]
+    kept = rest[: max(1, round(fraction * len(rest)))]
+    return sorted(kept.tolist()), sorted(order[:held].tolist())
 
 
 def three_parts(
@@ -153,24 +165,18 @@ def three_parts(
         groups: the speaker of each row, to have no speaker in two parts.
         holdout: the share to validate on, of data that names no part for it; 0 for no ``valid``.
     """
-    parts = {part: list(rows) for part, rows in found.items() if len(rows)}
-    named = [part for part in PARTS if part in parts]
+    parts = {part: list(found[part]) for part in PARTS if len(found.get(part, ()))}
     if "train" not in parts:
         raise ValueError(
-            f"{where} has a part for {', '.join(named) or 'nothing'}, but none to train on: name "
+            f"{where} has a part for {', '.join(parts) or 'nothing'}, but none to train on: name "
             "files or folders train, valid and test, or give one file without such a name, which "
             "is split for you"
         )
-    if len(named) == len(PARTS):
-        return {part: parts[part] for part in PARTS}, "the parts that it names"
-    way = "by speaker, " if groups is not None else "at random, "
-    way += "the same in every run"
-    if groups is None and classes is not None:
-        way += ", every class in the same share"
-    shares = {"train": 1 - holdout, "valid": holdout}
-    if len(named) == 1:
-        shares = {"train": 1 - holdout - _TEST_SHARE, "valid": holdout, "test": _TEST_SHARE}
-    shares = {part: share for part, share in shares.items() if share > 0}
+    if len(parts) == len(PARTS):
+        return parts, "the parts that it names"
+    alone = len(parts) == 1
+    shares = {"train": 1 - holdout - alone * _TEST_SHARE, "valid": holdout}
+    shares = {p: s for p, s in (shares | {"test": alone * _TEST_SHARE}).items() if s > 0}
     if "train" not in shares:
         raise ValueError(f"holdout={holdout} leaves nothing to train on")
     cut = _cut(parts["train"], shares, where, classes, groups)
@@ -180,15 +186,16 @@ def three_parts(
                 f"{100 * shares[part]:g} % of {len(parts['train'])} examples of {where} leave "
                 f"nothing for {part}; set another holdout"
             )
-    percent = ", ".join(f"{100 * share:.3g} % {part}" for part, share in shares.items())
-    if len(named) == 1:
-        return cut, f"{percent}, {way}"
+    how = ", ".join(f"{100 * share:.3g} % {part}" for part, share in shares.items())
+    how += f", {'at random' if groups is None else 'by speaker'}, the same in every run"
+    if groups is None and classes is not None:
+        how += ", every class in the same share"
+    if alone:
+        return cut, how
     if "test" in parts:
-        return cut | {"test": parts["test"]}, f"its train is split: {percent}, {way}"
-    return cut | {"test": parts["valid"]}, (
-        f"there is no part test: its valid is reported as test, and its train is split: {percent}, "
-        f"{way}"
-    )
+        return cut | {"test": parts["test"]}, f"its train is split: {how}"
+    reported = "there is no part test: its valid is reported as test, and its train is split"
+    return cut | {"test": parts["valid"]}, f"{reported}: {how}"
 
 
 def _cut(
@@ -198,39 +205,30 @@ def _cut(
     classes: Sequence[Hashable] | None,
     groups: Sequence[Hashable] | None,
 ) -> Rows:
+    """Rows in parts of the given shares: groups stay whole, every class is spread over the parts.
+
+    Every part is in increasing order.
+    """
     if len(rows) < 10:
         raise ValueError(
             f"{where} has {len(rows)} examples to split, at least 10 are needed; give more, or a "
             "file for each of train, valid and test"
         )
     if groups is not None:
-        chosen = [groups[row] for row in rows]
-        part_of_group = _split_groups(chosen, shares, where)
+        part_of_group = _split_groups([groups[row] for row in rows], shares, where)
         return {p: [row for row in rows if part_of_group[groups[row]] == p] for p in shares}
-    kinds = None if classes is None else [classes[row] for row in rows]
-    return {p: [rows[at] for at in places] for p, places in split(len(rows), shares, kinds).items()}
-
-
-def split(
-    count: int, shares: Mapping[str, float], classes: Sequence[Hashable] | None = None
-) -> Rows:
-    """Numbers below ``count`` in parts of the given shares, in increasing order.
-
-    With classes, every class is spread over the parts in these shares, as far as its size allows.
-    """
-    order = np.random.default_rng(_SEED).permutation(count)
+    kinds = [None if classes is None else classes[row] for row in rows]
+    order = np.random.default_rng(_SEED).permutation(len(rows))
     # the place of each example among those of its class, from 0 to 1
-    sizes = Counter(classes) if classes is not None else {None: count}
-    seen: Counter[Hashable] = Counter()
-    place = np.empty(count)
-    for row in order.tolist():
-        kind = classes[row] if classes is not None else None
-        place[row] = (seen[kind] + 0.5) / sizes[kind]
-        seen[kind] += 1
+    sizes, seen = Counter(kinds), Counter[Hashable]()
+    place = np.empty(len(rows))
+    for at in order.tolist():
+        place[at] = (seen[kinds[at]] + 0.5) / sizes[kinds[at]]
+        seen[kinds[at]] += 1
     ordered = order[np.argsort(place[order], kind="stable")]
-    ends = np.round(np.cumsum(list(shares.values())) * count).astype(int)
+    ends = np.round(np.cumsum(list(shares.values())) * len(rows)).astype(int)
     pieces = np.split(ordered, ends[:-1])
-    return {part: sorted(piece.tolist()) for part, piece in zip(shares, pieces, strict=True)}
+    return {p: [rows[at] for at in sorted(piece)] for p, piece in zip(shares, pieces, strict=True)}
 
 
 def _split_groups(
@@ -261,19 +259,15 @@ def _split_groups(
     return found | dict.fromkeys(waiting, "train")
 
 
-Kind = Literal["classes", "numbers"]
 Wanted = Literal["auto", "classes", "numbers"]
-
 # more different whole numbers than this are a quantity
 _MOST_NUMBERED_CLASSES = 20
-_SHOWN = 6
 
 
 @dataclass(frozen=True)
 class Labels:
     """The label of each example as a number: of its class, or itself."""
 
-    kind: Kind
     classes: tuple[str, ...]
     """In order; empty for numbers."""
     values: list[float]
@@ -301,145 +295,61 @@ def decide(
         only_classes: the recipe predicts classes alone, and has no setting ``labels``.
         advice: what to do if they are no labels.
     """
-    read = _Column(texts, column, [_number(text) for text in texts])
-    _refuse_not_finite(read)
-    if wanted == "numbers" or (wanted == "auto" and read.is_quantity):
-        return _as_numbers(read, only_classes, advice)
-    override = "" if only_classes else ", or labels=classes if each of them is a class"
-    if wanted == "auto":
-        _refuse_many_classes(read, advice + override)
-    labels = _as_classes(read, advice)
-    if wanted == "auto" and read.is_whole and not only_classes:
-        hint = f"at most {_MOST_NUMBERED_CLASSES} different whole numbers; labels=numbers would"
-        return replace(labels, why=f"{labels.why} ({hint} make them a quantity)")
-    return labels
-
-
-@dataclass(frozen=True)
-class _Column:
-    """The labels as they were read."""
-
-    texts: Sequence[str]
-    name: str
-    values: list[float | None]
-    """As numbers, None for what is no finite number."""
-
-    @cached_property
-    def numbers(self) -> list[float]:
-        return [value for value in self.values if value is not None]
-
-    @cached_property
-    def words(self) -> list[str]:
-        """What is no finite number."""
-        pairs = zip(self.texts, self.values, strict=True)
-        return [text for text, value in pairs if value is None]
-
-    @cached_property
-    def is_whole(self) -> bool:
-        """Whether all are whole numbers."""
-        return not self.words and all(value.is_integer() for value in self.numbers)
-
-    @cached_property
-    def is_quantity(self) -> bool:
-        """Whether all are numbers, and not a few different whole ones."""
-        few = len(set(self.values)) <= _MOST_NUMBERED_CLASSES
-        return not self.words and not (self.is_whole and few)
-
-    @cached_property
-    def names(self) -> list[str]:
-        """The class of each label; 1 and 1.0 are one class if all are whole numbers."""
-        return [str(int(value)) for value in self.numbers] if self.is_whole else list(self.texts)
-
-    @cached_property
-    def classes(self) -> list[str]:
-        """The different classes, in order."""
-        order = (lambda name: (int(name), name)) if self.is_whole else None
-        return sorted(set(self.names), key=order)
-
-
-def _refuse_not_finite(column: _Column) -> None:
-    """Raise ValueError for NaN or infinity among numbers: missing, and no class of its own."""
-    if column.numbers and column.words and all(_is_number(word) for word in column.words):
+    read = [_number(text) for text in texts]
+    numbers = [value for value in read if value is not None and math.isfinite(value)]
+    words = [t for t, v in zip(texts, read, strict=True) if v is None or not math.isfinite(v)]
+    if numbers and words and None not in read:
         raise ValueError(
-            f"the column {column.name} has {len(column.numbers)} finite numbers and "
-            f"{len(column.words)} other labels, such as {_some(sorted(set(column.words)))}: "
-            "correct or delete these rows"
+            f"the column {column} has {len(numbers)} finite numbers and {len(words)} other labels, "
+            f"such as {some(sorted(set(words)))}: correct or delete these rows"
         )
-
-
-def _as_numbers(column: _Column, only_classes: bool, advice: str) -> Labels:
-    """Labels to predict as numbers; raises ValueError if they are none, or the recipe cannot."""
-    if column.words:
-        raise ValueError(
-            f"labels=numbers, but the column {column.name} has {column.words[0]!r}; set "
-            "labels=classes"
-        )
-    ends = f"numbers from {min(column.numbers):g} to {max(column.numbers):g}"
-    if only_classes:
-        raise ValueError(
-            f"this recipe predicts classes, and the column {column.name} has {ends}; {advice}, or "
-            "use the recipe text, which predicts numbers too"
-        )
-    why = f"regression, {ends} (labels=classes would make them classes)"
-    return Labels("numbers", (), column.numbers, why)
-
-
-def _as_classes(column: _Column, advice: str) -> Labels:
-    """Labels to predict as classes; raises ValueError if there is only one."""
-    classes = column.classes
+    whole = not words and all(value.is_integer() for value in numbers)
+    quantity = not words and not (whole and len(set(numbers)) <= _MOST_NUMBERED_CLASSES)
+    if wanted == "numbers" or (wanted == "auto" and quantity):
+        if words:
+            raise ValueError(
+                f"labels=numbers, but the column {column} has {words[0]!r}; set labels=classes"
+            )
+        ends = f"numbers from {min(numbers):g} to {max(numbers):g}"
+        if only_classes:
+            raise ValueError(
+                f"this recipe predicts classes, and the column {column} has {ends}; {advice}, or "
+                "use the recipe text, which predicts numbers too"
+            )
+        return Labels((), numbers, f"regression, {ends} (labels=classes would make them classes)")
+    # 1 and 1.0 are one class
+    names = [str(int(value)) for value in numbers] if whole else list(texts)
+    classes = sorted(set(names), key=int if whole else None)
     if len(classes) < 2:
         raise ValueError(
-            f"every label in the column {column.name} is {classes[0]!r}: there is nothing to "
-            f"learn; {advice}"
+            f"every label in the column {column} is {classes[0]!r}: there is nothing to learn; "
+            f"{advice}"
         )
-    place = {name: float(number) for number, name in enumerate(classes)}
-    why = f"classification, {len(classes)} classes: {_some(classes)}"
-    return Labels("classes", tuple(classes), [place[name] for name in column.names], why)
-
-
-def _refuse_many_classes(column: _Column, advice: str) -> None:
-    """Raise ValueError for so many classes that they are no labels."""
-    classes, words, rows = column.classes, column.words, len(column.texts)
-    if len(classes) <= max(2, rows / 2):
-        return
-    if 0 < len(words) <= rows / 10:
+    if wanted == "auto" and len(classes) > max(2, len(texts) / 2):
+        override = "" if only_classes else ", or labels=classes if each of them is a class"
         raise ValueError(
-            f"the column {column.name} has {rows - len(words)} finite numbers and "
-            f"{len(words)} other labels, such as {_some(words)}: correct or delete these rows"
+            f"the column {column} has {len(classes)} different values in {len(texts)} rows, such "
+            f"as {some(classes)}: it does not look like labels; {advice}{override}"
         )
-    raise ValueError(
-        f"the column {column.name} has {len(classes)} different values in {rows} rows, such "
-        f"as {_some(classes)}: it does not look like labels; {advice}"
-    )
-
-
-def refuse_unseen(labels: Labels, parts: dict[str, list[int]], where: str) -> None:
-    """Raise ValueError if a part has a class that is not trained on."""
-    if labels.kind == "numbers":
-        return
-    trained = {labels.values[row] for row in parts["train"]}
-    for part, rows in parts.items():
-        unseen = sorted({labels.values[row] for row in rows} - trained)
-        if unseen:
-            raise ValueError(
-                f"{where}: {part} has labels that train lacks: "
-                f"{_some([labels.classes[int(number)] for number in unseen])}"
-            )
+    why = f"classification, {len(classes)} classes: {some(classes)}"
+    if wanted == "auto" and whole and not only_classes:
+        why += " (labels=numbers would make them a quantity)"
+    place = {name: float(number) for number, name in enumerate(classes)}
+    return Labels(tuple(classes), [place[name] for name in names], why)
 
 
 def _number(text: str) -> float | None:
-    """The finite number that a text is, if it is one."""
-    return float(text) if _is_number(text) and math.isfinite(float(text)) else None
-
-
-def _is_number(text: str) -> bool:
-    """Whether a text is a number, NaN and infinity included."""
     try:
-        float(text)
+        return float(text)
     except ValueError:
-        return False
-    return True
+        return None
 
 
-def _some(values: Sequence[str]) -> str:
-    return ", ".join(values[:_SHOWN]) + (", …" if len(values) > _SHOWN else "")
+def refuse_unseen(labels: Labels, parts: Rows, where: str) -> None:
+    """Raise ValueError if a part has a class that is not trained on."""
+    trained = {labels.values[row] for row in parts["train"]}
+    for part, rows in parts.items():
+        unseen = sorted({labels.values[row] for row in rows} - trained)
+        if labels.classes and unseen:
+            names = [labels.classes[int(number)] for number in unseen]
+            raise ValueError(f"{where}: {part} has labels that train lacks: {some(names)}")

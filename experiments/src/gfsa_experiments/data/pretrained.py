@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -50,7 +49,7 @@ def load_tokenizer(name: str) -> Any:
     """The tokenizer of a model."""
     from transformers import AutoTokenizer
 
-    tokenizer = _load(AutoTokenizer, name)
+    tokenizer = load(AutoTokenizer, name)
     if is_empty(tokenizer):
         raise FileNotFoundError(
             f"{name} has no tokenizer: every word would be unknown. Save the one that the model "
@@ -60,13 +59,6 @@ def load_tokenizer(name: str) -> Any:
         # GPT-2 has none; padding is masked, whichever token it is
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def load_config(name: str) -> Any:
-    """The configuration of a model."""
-    from transformers import AutoConfig
-
-    return _load(AutoConfig, name)
 
 
 def load_model(kind: Any, name: str, new: tuple[str, ...] = (), **config: Any) -> Any:
@@ -80,35 +72,31 @@ def load_model(kind: Any, name: str, new: tuple[str, ...] = (), **config: Any) -
             global generator initialises them.
         config: changes to the model's configuration.
     """
-    model, info = _load(
-        kind,
-        name,
-        dtype=torch.float32,
-        output_loading_info=True,
-        # a head for other classes is initialised anew; whatever else does not fit is refused below
-        ignore_mismatched_sizes=True,
-        **config,
-    )
-    other = {key: shapes for key, *shapes in info["mismatched_keys"] if not _is_part(key, new)}
+    # a head for other classes is initialised anew; whatever else does not fit is refused below
+    given = {"output_loading_info": True, "ignore_mismatched_sizes": True, **config}
+    model, info = load(kind, name, dtype=torch.float32, **given)
+
+    def others(keys: Any) -> list[str]:
+        return sorted(key for key in keys if not set(new) & set(key.split(".")))
+
+    other = others(key for key, *shapes in info["mismatched_keys"])
     if other:
-        key, (stored, built) = min(other.items())
         raise ValueError(
             f"{name} has weights of another shape for {len(other)} parts of "
-            f"{type(model).__name__}, such as {key}: {tuple(stored)}, expected {tuple(built)}; "
-            "its config.json and its weights are not of one model"
+            f"{type(model).__name__}, such as {other[0]}; its config.json and its weights are not "
+            "of one model"
         )
-    filters = {key.rpartition(".gfsa.")[0] for key in info["unexpected_keys"] if ".gfsa." in key}
-    if filters:
+    if any(".gfsa." in key for key in info["unexpected_keys"]):
         raise ValueError(
-            f"{name} was saved from a plugged model, and a run begins without the filters of its "
-            f"{len(filters)} layers: load it with gfsa.from_pretrained, call gfsa.unplug(model) "
-            "and save it again to begin from its weights alone"
+            f"{name} was saved from a plugged model, and a run begins without filters: load it "
+            "with gfsa.from_pretrained, call gfsa.unplug(model) and save it again to begin from "
+            "its weights alone"
         )
-    lacking = [key for key in info["missing_keys"] if not _is_part(key, new)]
+    lacking = others(info["missing_keys"])
     if lacking:
         raise ValueError(
             f"{name} has no weights for {len(lacking)} parts of {type(model).__name__}, such as "
-            f"{', '.join(sorted(lacking)[:3])}; is it a model of another kind?"
+            f"{', '.join(lacking[:3])}; is it a model of another kind?"
         )
     return model
 
@@ -117,12 +105,8 @@ def load_classifier(name: str, outputs: int) -> Any:
     """A pretrained model with a new head of so many classes, or of a number, for whole texts."""
     from transformers import AutoModelForSequenceClassification
 
-    model = load_model(
-        AutoModelForSequenceClassification,
-        name,
-        new=("classifier", "score", "pooler"),
-        num_labels=outputs,
-    )
+    new = ("classifier", "score", "pooler")
+    model = load_model(AutoModelForSequenceClassification, name, new, num_labels=outputs)
     if model.config.pad_token_id is None:
         # decoders are read out at the last token that is no padding
         model.config.pad_token_id = load_tokenizer(name).pad_token_id
@@ -144,31 +128,11 @@ def refuse_longer(model: Any, name: str, tokens: int) -> None:
         )
 
 
-def refuse_decoder(model: Any, name: str) -> None:
-    """Raise ValueError for a decoder alone, whose first token sees no other."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
-
-    kind = type(model.config)
-    if model.config.is_encoder_decoder:
-        return
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING and kind not in MODEL_FOR_MASKED_LM_MAPPING:
-        raise ValueError(
-            f"{name} is a decoder: the vector of its first token, which this recipe takes for the "
-            "whole text, sees no other token; set model= to an encoder, or to one with a decoder"
-        )
-
-
-def _is_part(key: str, parts: tuple[str, ...]) -> bool:
-    return any(part in key.split(".") for part in parts)
-
-
-def _load(kind: Any, name: str, **arguments: Any) -> Any:
+def load(kind: Any, name: str, **arguments: Any) -> Any:
+    """``kind.from_pretrained`` of a model, quietly, with errors that name it."""
     source = model_source(name)
     try:
-        # load_model checks for missing weights itself
         with _quiet():
-            # transformers has no sentence for a config of other JSON, or for damaged weights
-            _refuse_damaged_config(source)
             return kind.from_pretrained(source, **arguments)
     except SafetensorError as error:
         raise ValueError(f"the weights of {name} are damaged: {error}") from error
@@ -185,18 +149,6 @@ def _load(kind: Any, name: str, **arguments: Any) -> Any:
             f"tokenizer, one of {', '.join(_PACKAGES)}, or a name on the hub, if it can be "
             f"reached ({error})"
         ) from error
-
-
-def _refuse_damaged_config(source: str) -> None:
-    file = Path(source) / "config.json"
-    if not file.is_file():
-        return
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} is damaged: expected a JSON object, got a {type(found).__name__}")
 
 
 @contextmanager

@@ -1,13 +1,14 @@
-"""Tables of a caller's own (csv, tsv, JSON, parquet, a data set of the hub), and labelled texts.
+"""Tables (csv, tsv, JSON, parquet, a data set of the hub), and labelled texts read from them.
 
-Files are read by pandas, the hub by ``datasets``. A file is one table; a folder, or a data set of
-the hub, has a table for each part that it names.
+pandas reads files, the package ``datasets`` the hub. A file is one table; a folder, or a data set
+of the hub, has a table for each part that it names.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,8 +24,8 @@ from gfsa_experiments.data.own import (
     digest_of,
     ending_of,
     entries_of,
+    files_in,
     find_own,
-    is_hidden,
     name_of,
     part_named,
     part_of,
@@ -35,6 +36,100 @@ from gfsa_experiments.engine.task import OwnData
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 _HALF = re.compile("[\ud800-\udfff]")
+# the folder of a command that was given none: it need not exist
+_DEFAULT_FOLDER = Path("data")
+
+
+def open_table(path: Path, **options: Any) -> Any:
+    """The table in a file, a DataFrame whose cells are text where the file is text.
+
+    Args:
+        options: of pandas' ``read_csv``.
+    """
+    import pandas as pd
+
+    ending = ending_of(path)
+    try:
+        if ending == ".parquet":
+            return pd.read_parquet(path)
+        if ending in (".jsonl", ".ndjson", ".json"):
+            return pd.read_json(path, lines=ending != ".json", dtype=False)
+        if ending == ".tsv":
+            # a quote in a tsv is a part of its text, as in GLUE's files
+            options = {"sep": "\t", "quoting": 3, "lineterminator": "\n"} | options
+        elif ending == ".csv":
+            head = str(pd.read_csv(path, sep="\x01", nrows=1, header=None, dtype=str).iloc[0, 0])
+            options = {"sep": max((",", ";", "\t"), key=head.count)} | options
+        else:
+            raise ValueError(
+                f"expected a file that ends in {', '.join(ENDINGS)}, the text ones plain or with "
+                ".xz or .gz behind it"
+            )
+        # a line of more fields than columns is left out with a warning
+        options |= {"on_bad_lines": "warn", "encoding": "utf-8-sig", "dtype": str}
+        found = pd.read_csv(path, keep_default_na=False, **options)
+        return found.rename(columns=lambda name: name.strip() if isinstance(name, str) else name)
+    except (ValueError, OSError, EOFError, TypeError) as error:
+        # the errors of pandas and pyarrow are kinds of these
+        raise ValueError(
+            f"{path} is damaged, or no table of the kind that its name says: {error}"
+        ) from error
+
+
+def from_hub(data: str, split: str | None = None) -> Any:
+    """What ``datasets`` loads for ``hub:ID`` or ``hub:ID:CONFIGURATION``."""
+    try:
+        datasets = importlib.import_module("datasets")
+    except ModuleNotFoundError:
+        raise FileNotFoundError(f"{data}: pip install datasets, which fetches it") from None
+    which = filter(None, data.removeprefix(HUB).split(":"))
+    try:
+        return datasets.load_dataset(*which, **({} if split is None else {"split": split}))
+    except Exception as error:
+        # its errors are of many kinds
+        raise FileNotFoundError(
+            f"{data} could not be loaded from the hub ({type(error).__name__}: {error}); expected "
+            "hub:ID or hub:ID:CONFIGURATION of a data set there"
+        ) from error
+
+
+def instead_of_files(
+    missing: FileNotFoundError, data_dir: Path, data: str, splits: Sequence[str]
+) -> list[Any]:
+    """Some splits of a known data set from the hub, as DataFrames, since its files are missing.
+
+    The hub is not asked for a folder that was given but does not exist: that is a mistake, and an
+    answer may take minutes.
+    """
+    if data_dir != _DEFAULT_FOLDER and not data_dir.exists():
+        raise FileNotFoundError(
+            f"{data_dir} does not exist. {missing}, or leave --data-dir out to fetch {data}"
+        ) from None
+    try:
+        found = [from_hub(data, split).to_pandas() for split in splits]
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{missing}. {error}") from error
+    warnings.warn(f"{missing}. Using {data} instead", stacklevel=3)
+    return found
+
+
+def load_parts(data: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The parts of a data set of the hub as DataFrames, and the names of those not used."""
+    found = from_hub(data)
+    parts = {part_named(str(name)): name for name in found if part_named(str(name))}
+    unused = tuple(str(name) for name in found if part_named(str(name)) is None)
+    if not parts and len(unused) == 1:
+        parts, unused = {"train": unused[0]}, ()
+    return {str(part): _frame(found[name]) for part, name in parts.items()}, unused
+
+
+def _frame(part: Any) -> Any:
+    """A part as a DataFrame; numbered classes by their names, hidden ones (−1) missing."""
+    frame = part.to_pandas()
+    for column, feature in part.features.items():
+        if (names := getattr(feature, "names", None)) is not None:
+            frame[column] = [None if n is None or n < 0 else names[int(n)] for n in frame[column]]
+    return frame
 
 
 @dataclass(frozen=True)
@@ -64,9 +159,12 @@ def read_rows(
     if data.startswith(HUB):
         found, unused = load_parts(data)
         where, tables = data, {part: [(f"{data} {part}", t)] for part, t in found.items()}
-        for part in [p for p in tables if p != "train" and _hides(found[p], columns[-1])]:
-            unused += (f"{part}, whose {columns[-1]} is hidden",)
-            del tables[part]
+        label = columns[-1]
+        for part, table in found.items():
+            # as in test sets of a contest
+            if part != "train" and label in table.columns and table[label].isna().all():
+                unused += (f"{part}, whose {label} is hidden",)
+                del tables[part]
     else:
         path = find_own(data, data_dir, f"a file or folder of tables ({', '.join(ENDINGS)})")
         where, tables = str(path), _tables_of(path)
@@ -75,96 +173,19 @@ def read_rows(
     for part, of_part in tables.items():
         begin = len(values)
         for name, table in of_part:
-            values += _usable(name, table, columns, settings, empty)
+            values += usable_rows(name, table, columns, settings, empty)
         parts[part] = list(range(begin, len(values)))
     return Rows(where, values, parts, unused)
-
-
-def open_table(path: Path) -> Any:
-    """The table in a file, a DataFrame whose cells are text where the file is text."""
-    import pandas as pd
-
-    ending = ending_of(path)
-    if ending not in ENDINGS:
-        raise ValueError(
-            f"{path} ends in {ending or 'nothing'}: expected {', '.join(ENDINGS)}, the text ones "
-            "plain or with .xz or .gz behind it; export the table as csv"
-        )
-    try:
-        if ending == ".parquet":
-            return pd.read_parquet(path)
-        if ending in (".csv", ".tsv"):
-            # a quote in a tsv is a part of its text, as in GLUE's files
-            how: dict[str, Any] = {"sep": "\t", "quoting": 3} if ending == ".tsv" else {}
-            how = how or {"sep": _separator(path), "quotechar": '"'}
-            # a line of more fields than columns is left out with a warning
-            how |= {"on_bad_lines": "warn", "encoding": "utf-8-sig"}
-            return pd.read_csv(path, dtype=str, keep_default_na=False, **how)
-        lines = ending != ".json"
-        return pd.read_json(path, lines=lines, dtype=False)
-    except (ValueError, OSError, EOFError, TypeError) as error:
-        # the errors of pandas and pyarrow are kinds of these
-        raise ValueError(
-            f"{path} is damaged, or no table of the kind that its name says: {error}"
-        ) from error
-
-
-def _separator(path: Path) -> str:
-    import pandas as pd
-
-    head = str(pd.read_csv(path, sep="\x01", nrows=1, header=None, dtype=str).iloc[0, 0])
-    return max((",", ";", "\t"), key=head.count)
-
-
-def load_parts(data: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The parts of a data set of the hub as DataFrames, and the names of those not used.
-
-    Args:
-        data: ``hub:ID`` or ``hub:ID:CONFIGURATION``.
-    """
-    identity, _, configuration = data.removeprefix(HUB).partition(":")
-    try:
-        datasets = importlib.import_module("datasets")
-        found = datasets.load_dataset(*filter(None, (identity, configuration)))
-    except ModuleNotFoundError:
-        raise ValueError(f"data={data}: pip install datasets, which fetches it") from None
-    except Exception as error:
-        # its errors are of many kinds
-        raise ValueError(
-            f"data={data} could not be loaded from the hub ({type(error).__name__}: {error}); "
-            "expected hub:ID or hub:ID:CONFIGURATION of a data set there"
-        ) from error
-    parts = {part_named(str(name)): name for name in found if part_named(str(name))}
-    unused = tuple(str(name) for name in found if part_named(str(name)) is None)
-    if not parts and len(unused) == 1:
-        parts, unused = {"train": unused[0]}, ()
-    return {str(part): _frame(found[name]) for part, name in parts.items()}, unused
-
-
-def _frame(part: Any) -> Any:
-    """A part as a DataFrame; numbered classes by their names, hidden ones (−1) missing."""
-    frame = part.to_pandas()
-    for column, feature in part.features.items():
-        if (names := getattr(feature, "names", None)) is not None:
-            frame[column] = [None if n is None or n < 0 else names[int(n)] for n in frame[column]]
-    return frame
-
-
-def _hides(table: Any, label: str) -> bool:
-    """Whether no row has a label, as in test sets of a contest."""
-    return label in table.columns and bool(table[label].isna().all())
 
 
 def _tables_of(path: Path) -> dict[str, list[tuple[str, Any]]]:
     if path.is_file():
         return {"train": [(str(path), open_table(path))]}
-    files = sorted(p for p in path.rglob("*") if p.is_file() and ending_of(p) in ENDINGS)
-    files = [file for file in files if not is_hidden(file, path)]
-    if not files:
+    parts = {f: part_of(f, path) for f in files_in(path) if ending_of(f) in ENDINGS}
+    if not parts:
         raise ValueError(f"{path} has no table that ends in {', '.join(ENDINGS)}{entries_of(path)}")
-    parts = {file: part_of(file, path) for file in files}
     without = [file.name for file, part in parts.items() if part is None]
-    if without and len(without) < len(files):
+    if without and len(without) < len(parts):
         raise ValueError(
             f"{path} has files that are named after parts and others that are not, "
             f"{', '.join(without[:5])}: name all of them after train, valid or test, or none"
@@ -175,23 +196,25 @@ def _tables_of(path: Path) -> dict[str, list[tuple[str, Any]]]:
     return found
 
 
-def column_of(where: str, table: Any, column: str, setting: str) -> list[Any]:
+def column_of(where: object, table: Any, column: str, setting: str) -> list[Any]:
     """One column of a table, which must be there once."""
     there = list(table.columns)
     if there.count(column) != 1:
         raise ValueError(
             f"{where} has {there.count(column) or 'no'} column {column!r}; it has "
-            f"{', '.join(map(str, there)) or 'none'}: set {setting}= to one of them"
+            f"{', '.join(map(str, there)) or 'none'}"
+            + (f": set {setting}= to one of them" if setting else "")
         )
-    return table[column].tolist()
+    cells: list[Any] = table[column].tolist()
+    return cells
 
 
-def _usable(
-    where: str, table: Any, columns: Sequence[str], settings: Sequence[str], empty: str
+def usable_rows(
+    where: object, table: Any, columns: Sequence[str], settings: Sequence[str], empty: str = ""
 ) -> list[tuple[str, ...]]:
-    """The rows of one table that have a text in every wanted column."""
+    """The rows of one table that have a text in every wanted column; others are reported."""
     cells = [column_of(where, table, c, s) for c, s in zip(columns, settings, strict=True)]
-    bad, found = BadRows(where, place="row"), []
+    bad, found = BadRows(str(where)), []
     for number, row in enumerate(zip(*cells, strict=True), start=1):
         for column, cell in zip(columns, row, strict=True):
             if isinstance(cell, bytes | list | dict):
@@ -218,7 +241,8 @@ class LabelledRows:
     texts: list[tuple[str, ...]]
     labels: Labels
     parts: dict[str, list[int]]
-    own: OwnData
+    own: OwnData | None = None
+    """What was read, if it is the caller's own."""
 
 
 @lru_cache(maxsize=2)
@@ -242,8 +266,7 @@ def read_labelled(
     """
     rows = read_rows(data, data_dir, (*text, label), ("text",) * len(text) + ("label",))
     labels = decide([v[-1] for v in rows.values], label, wanted, only_classes=only_classes)
-    classes = labels.values if labels.kind == "classes" else None
-    parts, split_by = three_parts(rows.parts, rows.where, classes)
+    parts, split_by = three_parts(rows.parts, rows.where, labels.values if labels.classes else None)
     refuse_unseen(labels, parts, rows.where)
     if rows.unused:
         split_by += f"; not used: {', '.join(rows.unused)}"

@@ -4,10 +4,8 @@ They take filters like any other model: ``gfsa.plug(gfsa.models.Graphormer.slim(
 """
 
 from gfsa_experiments.models.encoder import Encoder
-from gfsa_experiments.models.graph_vit import GraphViT
-from gfsa_experiments.models.graphormer import Graphormer
-from gfsa_experiments.models.pairs import GraphormerBatch, GraphormerCollator
-from gfsa_experiments.models.patches import GraphViTBatch, GraphViTCollator
+from gfsa_experiments.models.graph_vit import GraphViT, GraphViTBatch, GraphViTCollator
+from gfsa_experiments.models.graphormer import Graphormer, GraphormerBatch, GraphormerCollator
 
 __all__ = [
     "Encoder",

@@ -36,7 +36,7 @@ import pandas as pd
 
 from gfsa_experiments.results.statistics import LEVEL, Contrast, contrast, finite, holm
 from gfsa_experiments.results.tables import Line
-from gfsa_experiments.runs.run import Key, Run
+from gfsa_experiments.runs.run import Key
 from gfsa_experiments.runs.sweep import Request, numbers_of
 
 # Python 3.10 has no reader of TOML
@@ -56,7 +56,8 @@ class Comparison:
     a: str
     b: str
     metric: str
-    runs: dict[str, tuple[Run, ...]]
+    seeds: tuple[int, ...]
+    keys: dict[str, list[Key]]
     """The runs of both lines, in the order of the seeds."""
     arguments: dict[str, str]
     """Those of ``gfsa train`` for the runs of each line."""
@@ -66,28 +67,24 @@ class Comparison:
         return f"{self.a} − {self.b}"
 
     @property
-    def seeds(self) -> tuple[int, ...]:
-        return tuple(run.config.seed for run in self.runs[self.a])
-
-    def keys(self, line: str) -> list[Key]:
-        return [run.key() for run in self.runs[line]]
-
-    @property
     def tasks(self) -> set[tuple[str, str]]:
         """The recipe and task of both lines; a deeper model may be another task."""
-        return {runs[0].key()[:2] for runs in self.runs.values()}
+        return {keys[0][:2] for keys in self.keys.values()}
 
 
 @dataclass(frozen=True)
 class Family:
-    name: str
+    path: Path
     title: str
     registered: datetime | None
     """None while the family is planned."""
     comparisons: tuple[Comparison, ...]
-    path: Path
     withdrawn: str = ""
     """Why it will not be run; empty for all others."""
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
 
     @property
     def plan(self) -> list[str]:
@@ -96,9 +93,7 @@ class Family:
 
     @property
     def keys(self) -> set[Key]:
-        return {
-            key for found in self.comparisons for line in found.runs for key in found.keys(line)
-        }
+        return {key for c in self.comparisons for keys in c.keys.values() for key in keys}
 
 
 def read_families(folder: Path) -> list[Family]:
@@ -128,11 +123,11 @@ def _family(path: Path, content: dict[str, Any]) -> Family:
     if withdrawn is not None and not (isinstance(withdrawn, str) and withdrawn.strip()):
         raise ValueError(f"withdrawn is the reason in words, got {withdrawn!r}")
     comparisons = tuple(_comparison(content, own) for own in content["comparison"])
-    pairs = [(found.keys(found.a), found.keys(found.b)) for found in comparisons]
-    if any(pair in pairs[:at] or pair[::-1] in pairs[:at] for at, pair in enumerate(pairs)):
+    pairs = [{tuple(found.keys[found.a]), tuple(found.keys[found.b])} for found in comparisons]
+    if any(pair in pairs[:at] for at, pair in enumerate(pairs)):
         raise ValueError("a comparison is listed twice; it would count twice in Holm's correction")
     title = content.get("title", path.stem)
-    return Family(path.stem, title, registered, comparisons, path, withdrawn or "")
+    return Family(path, title, registered, comparisons, withdrawn or "")
 
 
 def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
@@ -152,7 +147,7 @@ def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
     a, b = given["a"], given["b"]
     if a == b:
         raise ValueError(f"a and b are both {a!r}; a comparison needs two lines")
-    lines, runs, arguments = content.get("lines", {}), {}, {}
+    lines, keys, arguments = content.get("lines", {}), {}, {}
     for name in (a, b):
         if name not in lines:
             raise ValueError(f"there is no line {name!r} in [lines]; there are {', '.join(lines)}")
@@ -161,10 +156,10 @@ def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
         settings = _settings("settings", given["settings"].split())
         settings |= _settings(f"the line {name!r}", words)
         request = Request(given["recipe"], (method,), (), seeds, tuple(settings.items()))
-        runs[name] = tuple(request.runs())
+        keys[name] = [run.key() for run in request.runs()]
         flags = "".join(f" --set {shlex.quote(f'{k}={v}')}" for k, v in settings.items())
         arguments[name] = f"{given['recipe']} --method {method} --seeds {given['seeds']}{flags}"
-    return Comparison(a, b, given["metric"], runs, arguments)
+    return Comparison(a, b, given["metric"], seeds, keys, arguments)
 
 
 def _settings(where: str, words: Sequence[str]) -> dict[str, str]:
@@ -239,16 +234,14 @@ def _refusal_of_seeds(
 
 def _of_task(rows: pd.DataFrame, comparison: Comparison) -> pd.DataFrame:
     """The rows on a comparison's tasks with one of its seeds."""
-    tasks = comparison.tasks
-    of_tasks = [key in tasks for key in zip(rows.recipe, rows.task, strict=True)]
-    return rows[pd.Series(of_tasks, rows.index, dtype=bool) & rows.seed.isin(comparison.seeds)]
+    tasks = pd.MultiIndex.from_frame(rows[["recipe", "task"]]).isin(comparison.tasks)
+    return rows[tasks & rows.seed.isin(comparison.seeds)]
 
 
 def is_of(rows: pd.DataFrame, keys: Iterable[Key]) -> pd.Series:
     """Which rows are of these runs."""
-    found = rows[_KEY].itertuples(index=False, name=None)
-    wanted = {tuple(key) for key in keys}
-    return pd.Series([key in wanted for key in found], index=rows.index, dtype=bool)
+    found = pd.MultiIndex.from_frame(rows[_KEY]).isin([tuple(key) for key in keys])
+    return pd.Series(found, index=rows.index, dtype=bool)
 
 
 @dataclass(frozen=True)
@@ -320,7 +313,7 @@ def is_complete(outcomes: Iterable[Outcome]) -> bool:
 
 
 def _outcome(comparison: Comparison, rows: pd.DataFrame) -> Outcome:
-    lines = {line: rows[is_of(rows, comparison.keys(line))] for line in comparison.runs}
+    lines = {line: rows[is_of(rows, keys)] for line, keys in comparison.keys.items()}
     a, b = lines.values()
     pairs = a.merge(b, on="seed", suffixes=("_a", "_b"))
     # a pair on two data sets does not count, below

@@ -11,7 +11,6 @@ from statistics import mean, median
 
 import pandas as pd
 
-from gfsa.lens.readings import csv_cell
 from gfsa_experiments.results.families import Family, Judged, Outcome, is_complete
 from gfsa_experiments.results.statistics import (
     LEVEL,
@@ -103,28 +102,8 @@ def _decimals_of_lines(lines: Sequence[Line]) -> int:
     return _decimals(median(spreads) if spreads else None, mean(sizes or [0.0]))
 
 
-def _decimals_of_contrast(found: Contrast | None) -> int:
-    return 2 if found is None else _decimals(pd.Series(found.test.values).std(), found.error)
-
-
-def contrast_cells(found: Contrast | None, decimals: int | None = None) -> dict[str, str]:
-    """The cells of a comparison by the names of their columns, in all kinds of tables."""
-    names = ("pairs", "difference", "on valid", "better", "error reduction", "p", "reading", "at")
-    if found is None:
-        return dict.fromkeys(names, NONE)
-    decimals = _decimals_of_contrast(found) if decimals is None else decimals
-    test = found.test
-    cells = (
-        str(len(test.seeds)),
-        interval(test, decimals),
-        interval(found.valid, decimals),
-        f"{test.seeds_better}/{len(test.seeds)}",
-        _percent(found.reduction),
-        _p(test.p),
-        test.reading or NONE,
-        found.budget,
-    )
-    return dict(zip(names, cells, strict=True))
+def _decimals_of_contrast(found: Contrast) -> int:
+    return _decimals(pd.Series(found.test.values).std(), found.error)
 
 
 def _p(value: float | None) -> str:
@@ -133,20 +112,10 @@ def _p(value: float | None) -> str:
     return "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def _span(values: Iterable[float], digits: int = 7) -> str:
-    """``5``, or ``5–7`` if they differ, with ``digits`` significant digits."""
-    ends = sorted(set(values))
-    if not ends:
-        return NONE
-    return "–".join(dict.fromkeys(f"{end:.{digits}g}" for end in (ends[0], ends[-1])))
-
-
-def _ratio(values: Iterable[float]) -> str:
-    """``1.62×``, or the range if devices differ."""
+def _span(values: Iterable[float], form: str = ".7g") -> str:
+    """``5``, or ``5–7`` if they differ."""
     ends = sorted(values)
-    if not ends:
-        return NONE
-    return "–".join(dict.fromkeys(f"{end:.2f}" for end in (ends[0], ends[-1]))) + "×"
+    return "–".join(dict.fromkeys(f"{end:{form}}" for end in (ends[0], ends[-1]))) if ends else NONE
 
 
 def grid(rows: Sequence[Mapping[str, str]], words: Sequence[str] = ()) -> list[str]:
@@ -164,10 +133,27 @@ def _bullets(items: Sequence[str]) -> list[str]:
     return ["\n".join(f"- {item}" for item in items)] if items else []
 
 
-def named(comparison: str, family: str = "") -> str:
+def named(comparison: str, family: str) -> str:
     """``gfsa − plain`` in the words of pages, ``GFSA − plain``; a family may have its own."""
     lines = comparison.split(" − ")
     return " − ".join(NAMES.get(f"{family}/{line}", NAMES.get(line, line)) for line in lines)
+
+
+def _difference(found: Contrast | None, decimals: int | None = None) -> str:
+    if found is None:
+        return NONE
+    return interval(found.test, _decimals_of_contrast(found) if decimals is None else decimals)
+
+
+def _comparison_cells(outcome: Outcome) -> dict[str, str]:
+    found = outcome.contrast
+    return {
+        "pairs": str(outcome.pairs),
+        "difference": _difference(found),
+        "error reduction": _percent(None if found is None else found.reduction),
+        "p (Holm)": _p(outcome.p_holm),
+        "verdict": outcome.verdict,
+    }
 
 
 def verdicts(judged: Sequence[Judged]) -> list[str]:
@@ -178,14 +164,10 @@ def verdicts(judged: Sequence[Judged]) -> list[str]:
             said.append(summary(family, outcomes))
             continue
         for first, outcome in enumerate(outcomes):
-            cells = contrast_cells(outcome.contrast)
             row = {
                 "setting": "" if first else f"{_link(family)}: {family.title}",
                 "comparison": named(outcome.comparison.name, family.name),
-                "pairs": str(outcome.pairs),
-                **{name: cells[name] for name in ("difference", "error reduction")},
-                "p (Holm)": _p(outcome.p_holm),
-                "verdict": outcome.verdict,
+                **_comparison_cells(outcome),
             }
             rows.append(row)
     return [*grid(rows, ("setting", "comparison", "verdict")), *_bullets(said)]
@@ -223,8 +205,9 @@ def score_blocks(judged: Sequence[Judged]) -> list[str]:
 
 def _short(found: Contrast | None, verdict: str) -> str:
     """``−1.49, better``"""
-    mean = None if found is None else found.test.mean
-    return f"{number(mean, _decimals_of_contrast(found), '+')}, {verdict}"
+    if found is None:
+        return f"{NONE}, {verdict}"
+    return f"{number(found.test.mean, _decimals_of_contrast(found), '+')}, {verdict}"
 
 
 def summary(family: Family, outcomes: Sequence[Outcome]) -> str:
@@ -238,9 +221,7 @@ def summary(family: Family, outcomes: Sequence[Outcome]) -> str:
         lines = [line for _, line in _lines_of(outcomes)]
         count = sum(len(line.rows) + len(line.failed) for line in lines)
         commits = dict.fromkeys(commit for line in lines for commit in line.rows.commit)
-        seconds = [line.gpu_seconds for line in lines if line.gpu_seconds is not None]
-        each = f", {_span(seconds, 3)} GPU seconds each" if seconds else ""
-        return f"{head}; {count} runs at commit {', '.join(commits)}{each}."
+        return f"{head}; {count} runs at commit {', '.join(commits)}."
     names = "; ".join(outcome.comparison.name for outcome in outcomes)
     seeds = _span(len(outcome.comparison.seeds) for outcome in outcomes)
     head = f"{head}, {names}, {seeds} seeds"
@@ -258,66 +239,36 @@ def family_section(family: Family, outcomes: Sequence[Outcome]) -> list[str]:
     commands = ["\n".join(["```", *(f"gfsa train {line}" for line in family.plan), "```"])]
     if not _has_runs(outcomes):
         return head if family.withdrawn else head + commands
-    rows = []
-    for outcome in outcomes:
-        cells = contrast_cells(outcome.contrast)
-        shown = ("difference", "on valid", "better", "error reduction", "p")
-        row = {
+    compared = [
+        {
             "comparison": outcome.comparison.name,
             "metric": outcome.comparison.metric,
-            "pairs": str(outcome.pairs),
-            **{name: cells[name] for name in shown},
-            "p (Holm)": _p(outcome.p_holm),
-            "verdict": outcome.verdict,
-            "at": cells["at"],
+            **_comparison_cells(outcome),
+            "at": NONE if outcome.contrast is None else outcome.contrast.budget,
         }
-        rows.append(row)
-    head += grid(rows, ("comparison", "metric", "verdict", "at"))
+        for outcome in outcomes
+    ]
+    head += grid(compared, ("comparison", "metric", "verdict", "at"))
     if not is_complete(outcomes):
         return head + commands
     lines = _lines_of(outcomes)
-    every = [line.rows.settings.iloc[0].split() for _, line in lines if len(line.rows)]
-    shared = [word for word in every[0] if all(word in words for words in every)] if every else []
-    if shared:
-        head.append(f"Every line has `{' '.join(shared)}`, others by default.")
-    cells_of = [_line_cells(name, line, lines, shared) for name, line in lines]
+    decimals = _decimals_of_lines([line for _, line in lines])
+    shown = [
+        {
+            "line": name,
+            "runs": f"`{line.name}`",
+            "seeds": _seeds_cell(line),
+            "test": _mean_cell(line, decimals),
+            "c0 c1 …": _coefficients_cell(line),
+            "GPU seconds": NONE if line.gpu_seconds is None else f"{line.gpu_seconds:.3g}",
+        }
+        for name, line in lines
+    ]
     return [
         *head,
-        *grid(cells_of, ("line", "runs", "commit")),
+        *grid(shown, ("line", "runs")),
         *_bullets([_by_seed(outcome) for outcome in outcomes]),
     ]
-
-
-def _line_cells(
-    name: str, line: Line, lines: Sequence[tuple[str, Line]], shared: Sequence[str]
-) -> dict[str, str]:
-    alike = [(n, other) for n, other in lines if set(other.rows.metric) == set(line.rows.metric)]
-    decimals = _decimals_of_lines([other for _, other in alike])
-    words = [w for text in line.rows.settings[:1] for w in text.split() if w not in shared]
-
-    def difference_to(other: str) -> str:
-        """To the one line of this name on the same task."""
-        found = [
-            own for n, own in alike if n == other and set(own.rows.task) == set(line.rows.task)
-        ]
-        if len(found) != 1 or found[0] is line:
-            return NONE
-        return contrast_cells(contrast(line.rows, found[0].rows), decimals)["difference"]
-
-    c0, seconds = line.c0, line.gpu_seconds
-    return {
-        "line": name,
-        "runs": f"`{' '.join([line.name, *words])}`",
-        "seeds": _seeds_cell(line),
-        "test": _mean_cell(line, decimals),
-        "valid": number(line.valid, decimals),
-        "to plain": difference_to(PLAIN[0]),
-        "to degree 1": difference_to(DEGREE_1),
-        "c0 c1 …": _coefficients_cell(line),
-        "c0 < 0": f"{sum(value < 0 for value in c0)}/{len(c0)}" if c0 else NONE,
-        "GPU seconds": NONE if seconds is None else f"{seconds:.3g}",
-        "commit": ", ".join(dict.fromkeys(line.rows.commit)) or NONE,
-    }
 
 
 def _by_seed(outcome: Outcome) -> str:
@@ -333,7 +284,7 @@ def _lines_of(outcomes: Iterable[Outcome]) -> list[tuple[str, Line]]:
     """Every line of a complete family once, in the order of the comparisons."""
     # two comparisons may give one name settings of their own
     found = {
-        (name, *outcome.comparison.keys(name)): (name, line)
+        (name, *outcome.comparison.keys[name]): (name, line)
         for outcome in outcomes
         for name, line in outcome.lines.items()
     }
@@ -355,14 +306,14 @@ def table_blocks(tables: Sequence[ResultTable]) -> list[str]:
         decimals = _decimals_of_lines(table.lines)
         arrow = "" if table.higher_is_better else " ↓"
         for first, line in enumerate(table.lines):
-            found = contrast_cells(line.to_plain, decimals)
+            found = line.to_plain
             row = {
                 "task": "" if first else f"{table.recipe}: {title}, {table.metric}{arrow}",
                 "method": line.name,
                 "seeds": _seeds_cell(line),
                 "test": _mean_cell(line, decimals),
-                "difference to plain": found["difference"],
-                "exploratory": found["reading"],
+                "difference to plain": _difference(found, decimals),
+                "exploratory": (found and found.test.reading) or NONE,
                 "c0 c1 …": _coefficients_cell(line),
             }
             rows.append(row)
@@ -372,6 +323,7 @@ def table_blocks(tables: Sequence[ResultTable]) -> list[str]:
 
 def answers(tables: Sequence[ResultTable]) -> list[str]:
     """What a caller's own rows say, a sentence for each method, and what is odd about them."""
+    words = {"better": "is better than plain", "worse": "is worse than plain"}
     said = []
     for table, title in zip(tables, titles(tables), strict=True):
         decimals = _decimals_of_lines(table.lines)
@@ -379,47 +331,22 @@ def answers(tables: Sequence[ResultTable]) -> list[str]:
             found = line.to_plain
             if found is None:
                 continue
-            seeds = len(found.test.seeds)
-            difference = interval(found.test, decimals)
-            words = {"better": "is better than plain", "worse": "is worse than plain"}
             verdict = words.get(found.test.verdict or "", "shows no difference to plain")
             if found.test.low is None:
                 verdict = "differs from plain by this much, and no interval is known"
+            seeds = len(found.test.seeds)
             more = "" if seeds > 4 else "; five seeds or more make the interval narrower"
             said.append(
-                f"{title}: {line.name} {verdict}: {difference} {table.metric} over {seeds} "
-                f"{'seed' if seeds == 1 else 'seeds'}{more}."
+                f"{title}: {line.name} {verdict}: {interval(found.test, decimals)} {table.metric} "
+                f"over {seeds} {'seed' if seeds == 1 else 'seeds'}{more}."
             )
         values = set(table.rows.test)
-        if len(table.rows) > 2 and len(values) == 1 and table.higher_is_better:
+        if len(table.rows) > 1 and len(values) == 1:
             said.append(
                 f"{title}: every run has {table.metric} {values.pop():g}: the models may predict "
                 "one constant answer; train for longer, or with another lr."
             )
     return _bullets(said)
-
-
-def records(tables: Sequence[ResultTable]) -> pd.DataFrame:
-    """The lines of all tables with unrounded numbers, for ``--csv``."""
-    found = []
-    for table in tables:
-        for line in table.lines:
-            test = None if line.to_plain is None else line.to_plain.test
-            record = {
-                **{n: getattr(table, n) for n in ("recipe", "task", "settings", "metric")},
-                "data": " ".join(sorted(set(line.rows.data) - {""})),
-                **{n: getattr(line, n) for n in ("method", "options", "mean", "std", "valid")},
-                "seeds": len(line.rows),
-                "failed": len(line.failed),
-                "difference": test and test.mean,
-                **{n: test and getattr(test, n) for n in ("low", "high", "p", "reading")},
-                "p_holm": line.adjusted_p,
-                "coefficients": " ".join(f"{c:.6g}" for c in line.coefficients or ()),
-                "time_ratio": " ".join(f"{time:.4g}" for time in line.times),
-                "memory_ratio": " ".join(f"{memory:.4g}" for memory in line.memories),
-            }
-            found.append({n: csv_cell(x) if isinstance(x, str) else x for n, x in record.items()})
-    return pd.DataFrame(found, dtype=object)
 
 
 def _mean_cell(line: Line, decimals: int) -> str:
@@ -455,11 +382,10 @@ def notes_of(table: ResultTable) -> list[str]:
             f"{without_data} of {len(table.rows)} rows do not name their data; they are taken to "
             "be on that of the others."
         )
-    plain = table.plain
-    if plain is None:
+    if table.plain is None:
         notes.append("no run of plain with these settings, so no difference.")
     for line in table.lines:
-        notes += _notes_of_line(line, plain)
+        notes += _notes_of_line(line, table.plain)
     for (method, options), count in table.replaced.value_counts(["method", "options"]).items():
         rows = "row was" if count == 1 else "rows were"
         name = f"{method} {options}".strip()
@@ -581,8 +507,8 @@ def cost_blocks(tables: Sequence[ResultTable]) -> list[str]:
         {
             "task": f"{table.recipe}: {title}",
             "method": FILTERS.get(line.method, line.name),
-            "time of a step": _ratio(line.times),
-            "memory": _ratio(line.memories),
+            "time of a step": f"{_span(line.times, '.2f')}×",
+            "memory": f"{_span(line.memories, '.2f')}×" if line.memories else NONE,
         }
         for table, title in zip(tables, titles(tables), strict=True)
         for line in table.lines
@@ -601,7 +527,7 @@ def tuning_blocks(rows: pd.DataFrame) -> list[str]:
         for first, (arm, (at, value, tried)) in enumerate(best.items()):
             lead = None if plain is None or arm == "plain" else value - plain[1]
             row = {
-                "task": "" if first else f"{recipe}: {task}, {_span([epochs], 3)} epochs",
+                "task": "" if first else f"{recipe}: {task}, {epochs:.3g} epochs",
                 "arm": arm,
                 "choices": str(tried),
                 "best on valid": number(value, decimals),
@@ -650,9 +576,18 @@ def contrast_blocks(tables: Sequence[ResultTable], text: str) -> list[str]:
         for (table, first), (_, second) in pairs:
             found = contrast(first.rows, second.rows)
             if found is not None:
-                cells = contrast_cells(found)
-                cells = {"task": f"{table.recipe}: {table.task}", **cells}
-                rows.append({"a": first.name, "b": second.name} | cells)
+                row = {
+                    "a": first.name,
+                    "b": second.name,
+                    "task": f"{table.recipe}: {table.task}",
+                    "pairs": str(len(found.test.seeds)),
+                    "difference": _difference(found),
+                    "error reduction": _percent(found.reduction),
+                    "p": _p(found.test.p),
+                    "reading": found.test.reading or NONE,
+                    "at": found.budget,
+                }
+                rows.append(row)
     if not rows:
         names = dict.fromkeys(line.name for table in tables for line in table.lines)
         raise ValueError(
@@ -663,7 +598,5 @@ def contrast_blocks(tables: Sequence[ResultTable], text: str) -> list[str]:
 
 
 def _is_named(table: ResultTable, line: Line, side: Sequence[str]) -> bool:
-    return line.method == side[0] and {*side[1:]} <= {
-        *table.settings.split(),
-        *line.options.split(),
-    }
+    words = {*table.settings.split(), *line.options.split()}
+    return line.method == side[0] and {*side[1:]} <= words

@@ -132,8 +132,6 @@ class Contrast:
     """``a − b`` over the seeds for which both have a finite result."""
 
     test: PairedDifference
-    valid: PairedDifference | None
-    """The same on the validation split, if every run has it."""
     budget: str
     """Epochs and time of ``a`` relative to ``b``; times only if all runs shared a device alike."""
     error: float
@@ -155,10 +153,9 @@ class Contrast:
         """
         if not self._can_be_reduced:
             return None
-        ends = [
-            None if end is None else self._share(end) for end in (self.test.low, self.test.high)
-        ]
-        return Interval(self._share(self.test.mean), *(ends if self._share(1) > 0 else ends[::-1]))
+        low, high = (None if x is None else self._share(x) for x in (self.test.low, self.test.high))
+        ends = (low, high) if self._share(1) > 0 else (high, low)
+        return Interval(self._share(self.test.mean), *ends)
 
     @property
     def reductions(self) -> list[float]:
@@ -182,12 +179,9 @@ def contrast(a: pd.DataFrame, b: pd.DataFrame) -> Contrast | None:
         return None
     up = bool(pairs.higher_is_better_a.iloc[0])
     test = paired_difference(pairs.test_b.to_dict(), pairs.test_a.to_dict(), up)
-    valid = None
-    if pairs[["valid_a", "valid_b"]].notna().all(axis=None):
-        valid = paired_difference(pairs.valid_b.to_dict(), pairs.valid_a.to_dict(), up)
     assert test is not None
     error = 100 - pairs.test_b if up else pairs.test_b
-    return Contrast(test, valid, _budget(pairs), float(error.mean()), str(pairs.metric_b.iloc[0]))
+    return Contrast(test, _budget(pairs), float(error.mean()), str(pairs.metric_b.iloc[0]))
 
 
 def _budget(pairs: pd.DataFrame) -> str:

@@ -1,54 +1,31 @@
-"""From CSV files to tables: one per (recipe, task, settings) and data, a line per method."""
+"""From rows to tables: one per (recipe, task, settings) and data, a line per method."""
 
 from __future__ import annotations
 
 import csv
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from gfsa_experiments.results.statistics import (
-    Contrast,
-    PairedDifference,
-    contrast,
-    finite,
-    holm,
-)
-from gfsa_experiments.runs.data import data_of_experiments
+from gfsa_experiments.results.statistics import Contrast, contrast, finite, holm
 from gfsa_experiments.runs.row import COLUMNS, Row, read_rows
 from gfsa_experiments.tasks import RECIPES
 
 PLAIN = ("plain", "")
 DEGREE_1 = "degree1"
-# a table with these columns should be one of runs, even if other columns are missing or unknown
+# a file with these columns should be a table of runs, even if others are missing or unknown
 _MARKS = {"recipe", "task", "method", "seed"}
-# the columns of rows that share a table; only_data as in latest()
+# the columns of rows that share a table
 _TABLE = ["recipe", "task", "settings", "only_data"]
 
 
-@dataclass(frozen=True)
-class Runs:
-    """One row per run, and the rows that a later run replaced; columns as in the CSV files."""
-
-    rows: pd.DataFrame
-    replaced: pd.DataFrame
-
-    @property
-    def every(self) -> pd.DataFrame:
-        return pd.concat([self.rows, self.replaced])
-
-    def where(self, kept: Callable[[pd.DataFrame], pd.Series]) -> Runs:
-        """The runs whose rows ``kept`` marks."""
-        return Runs(self.rows[kept(self.rows)], self.replaced[kept(self.replaced)])
-
-
-def read_folder(folder: Path, may_be_empty: bool = False) -> Runs:
-    """Every table of runs in ``folder``; tables with other columns are ignored."""
+def read_folder(folder: Path, may_be_empty: bool = False) -> pd.DataFrame:
+    """Every row of every table of runs in ``folder``; tables with other columns are ignored."""
     paths = sorted(folder.glob("*.csv"))
     rows = [row for path in paths if _is_table_of_runs(path) for row in read_rows(path)]
     if not rows and not may_be_empty:
@@ -57,23 +34,30 @@ def read_folder(folder: Path, may_be_empty: bool = False) -> Runs:
             f"{folder} has no rows of runs (it has {found}); `gfsa train RECIPE` writes some, and "
             "--dir names the folder that has them"
         )
-    return latest(rows)
+    return frame_of(rows)
 
 
-def latest(rows: Sequence[Row]) -> Runs:
-    """Of several rows of one run (same key, seed and data) the one with the latest date counts.
+def frame_of(rows: Sequence[Row]) -> pd.DataFrame:
+    """The rows with two columns more.
 
-    The column ``only_data`` is added: the data of a row if its experiment has rows on several.
+    ``only_data`` is the data of a row if its experiment has rows on several, else None. A row
+    without fingerprint belongs to the data of the others if there is one; if there are several,
+    its data is unknown and it stays apart, as ``""``.
+
+    ``replaced``: of several rows of one run (same key, seed and data) the latest counts.
     """
-    data_of = data_of_experiments(rows)
+    data = defaultdict(set)
+    for row in rows:
+        data[row.experiment].update({row.data} - {""})
     frame = pd.DataFrame([asdict(row) for row in rows], columns=COLUMNS)
     # numbers, also where no row has one
     frame = frame.astype(dict.fromkeys(("valid", "moved", "peak_memory_mib"), float))
-    frame["only_data"] = pd.Series([data_of(row) for row in rows], dtype=object)
+    only = [row.data if len(data[row.experiment]) > 1 else None for row in rows]
+    frame["only_data"] = pd.Series(only, dtype=object)
     # stable: rows of one date stay in the order they were written
     frame = frame.sort_values("date", kind="stable")
-    is_replaced = frame.duplicated([*_TABLE, "method", "options", "seed"], keep="last")
-    return Runs(frame[~is_replaced], frame[is_replaced])
+    run = [*_TABLE, "method", "options", "seed"]
+    return frame.assign(replaced=frame.duplicated(run, keep="last"))
 
 
 def _is_table_of_runs(path: Path) -> bool:
@@ -119,15 +103,6 @@ class Line:
         return f"{self.method} {self.options}".strip()
 
     @property
-    def difference(self) -> PairedDifference | None:
-        """To plain, on the test split."""
-        return None if self.to_plain is None else self.to_plain.test
-
-    @property
-    def values(self) -> dict[int, float]:
-        return dict(zip(self.rows.seed.tolist(), self.rows.test.tolist(), strict=True))
-
-    @property
     def mean(self) -> float | None:
         return _none_if_missing(self.rows.test.mean())
 
@@ -137,22 +112,12 @@ class Line:
         return _none_if_missing(self.rows.test.std())
 
     @property
-    def valid(self) -> float | None:
-        """The mean on the validation split, if every run has it."""
-        return _none_if_missing(self.rows.valid.mean(skipna=False))
-
-    @property
     def coefficients(self) -> tuple[float, ...] | None:
         """Final c0, c1, … averaged over seeds; None without filters or if degrees differ."""
         known = [coefficients_of(r) for r in self.rows.itertuples() if r.coefficients]
         if not known or len({len(coefficients) for coefficients in known}) > 1:
             return None
         return tuple(pd.DataFrame(known).mean())
-
-    @property
-    def c0(self) -> list[float]:
-        """The weight of the identity in each run that learns it, averaged over heads and layers."""
-        return [coefficients_of(row)[0] for row in self.rows.itertuples() if learns_c0(row)]
 
     @property
     def gpu_seconds(self) -> float | None:
@@ -185,12 +150,11 @@ class ResultTable:
         return next((line for line in self.lines if (line.method, line.options) == PLAIN), None)
 
 
-def make_tables(runs: Runs) -> list[ResultTable]:
+def make_tables(rows: pd.DataFrame) -> list[ResultTable]:
     """Every table of the folder, with p values adjusted over all comparisons in it."""
-    groups = {_without_nan(key): rows for key, rows in runs.rows.groupby(_TABLE, dropna=False)}
-    replaced = {_without_nan(k): rows for k, rows in runs.replaced.groupby(_TABLE, dropna=False)}
+    groups = {_without_nan(key): own for key, own in rows.groupby(_TABLE, dropna=False)}
     keys = sorted(groups, key=lambda key: _natural(part or "" for part in key))
-    tables = [_make_table(k, groups[k], replaced.get(k, runs.replaced[:0])) for k in keys]
+    tables = [_make_table(key, groups[key]) for key in keys]
     compared = [(line, line.to_plain) for t in tables for line in t.lines if line.to_plain]
     ps = {id(line): found.test.p for line, found in compared if found.test.p is not None}
     adjusted = dict(zip(ps, holm(list(ps.values())), strict=True))
@@ -200,7 +164,8 @@ def make_tables(runs: Runs) -> list[ResultTable]:
     ]
 
 
-def _make_table(key: Any, rows: pd.DataFrame, replaced: pd.DataFrame) -> ResultTable:
+def _make_table(key: Any, every: pd.DataFrame) -> ResultTable:
+    rows = every[~every.replaced]
     measures = set(zip(rows.metric, rows.higher_is_better, strict=True))
     if len(measures) > 1:
         raise ValueError(
@@ -227,8 +192,8 @@ def _make_table(key: Any, rows: pd.DataFrame, replaced: pd.DataFrame) -> ResultT
         )
         lines.append(line)
     recipe, task, settings, data = key
-    kept = tuple(lines), replaced
-    return ResultTable(recipe, task, settings, data, metric, bool(up), *kept)
+    replaced = every[every.replaced]
+    return ResultTable(recipe, task, settings, data, metric, bool(up), tuple(lines), replaced)
 
 
 def _seconds_per_step(rows: pd.DataFrame) -> pd.Series:
@@ -265,9 +230,9 @@ def titles(tables: Sequence[ResultTable]) -> list[str]:
 
 
 def coefficients_of(row: Any) -> tuple[float, ...]:
-    """``0.1 0.9 0.02``, also as ``c0=0.1 c1=0.9 c2=0.02``, as numbers."""
+    """The cell ``0.1 0.9 0.02`` as numbers."""
     try:
-        return tuple(float(part.rpartition("=")[2]) for part in row.coefficients.split())
+        return tuple(map(float, row.coefficients.split()))
     except ValueError:
         raise ValueError(
             f"the row of {row.recipe} {row.task} {row.method} seed {row.seed} has coefficients "

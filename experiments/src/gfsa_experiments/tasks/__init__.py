@@ -1,7 +1,7 @@
-"""The tasks, one folder each: its recipe and its data reader.
+"""The tasks: recipes, and the readers of their data.
 
-A recipe is a module with a :class:`~gfsa_experiments.engine.task.Recipe` called ``RECIPE``; the
-command line finds it by its line here.
+A recipe is a :class:`~gfsa_experiments.engine.task.Recipe`; the command line finds it by its line
+here, or in a module of the user's own, where it is called ``RECIPE``.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from gfsa_experiments.engine.task import Recipe
 
 RECIPES = {
-    "glue": "gfsa_experiments.tasks.glue.recipe",
-    "text": "gfsa_experiments.tasks.text.recipe",
-    "causal_lm": "gfsa_experiments.tasks.causal_lm.recipe",
-    "code": "gfsa_experiments.tasks.code.recipe",
+    "glue": "gfsa_experiments.tasks.texts:GLUE",
+    "text": "gfsa_experiments.tasks.texts:TEXT",
+    "causal_lm": "gfsa_experiments.tasks.causal_lm",
+    "code": "gfsa_experiments.tasks.texts:CODE",
     "image": "gfsa_experiments.tasks.image.recipe",
     "graph": "gfsa_experiments.tasks.graph.recipe",
     "speech": "gfsa_experiments.tasks.speech.recipe",
-    "lra": "gfsa_experiments.tasks.lra.recipe",
+    "lra": "gfsa_experiments.tasks.lra",
     "pretrain": "gfsa_experiments.tasks.pretrain.recipe",
-    "stdlib": "gfsa_experiments.tasks.stdlib.recipe",
-    "digits": "gfsa_experiments.tasks.digits.recipe",
+    "stdlib": "gfsa_experiments.tasks.pretrain.stdlib",
+    "digits": "gfsa_experiments.tasks.digits",
 }
 
 
@@ -34,7 +34,8 @@ def find_recipe(name: str) -> Recipe:
             f"there is no recipe {name!r}; there are {', '.join(RECIPES)}, "
             "or name a module of your own that has a RECIPE, with a dot: package.module"
         )
-    module = RECIPES.get(name, name)
+    module, _, attribute = RECIPES.get(name, name).partition(":")
+    attribute = attribute or "RECIPE"
     try:
         found = import_module(module)
     except ModuleNotFoundError as error:
@@ -45,11 +46,10 @@ def find_recipe(name: str) -> Recipe:
         raise ValueError(f"the module {module} cannot be imported: {error}") from error
     from gfsa_experiments.engine.task import Recipe
 
-    recipe = getattr(found, "RECIPE", None)
+    recipe = getattr(found, attribute, None)
     if not isinstance(recipe, Recipe):
         raise ValueError(
-            f"the module {module} has no RECIPE, or it is not a "
-            f"gfsa_experiments.engine.task.Recipe: "
-            f"got {type(recipe).__name__}"
+            f"the module {module} has no {attribute}, or it is not a "
+            f"gfsa_experiments.engine.task.Recipe: got {type(recipe).__name__}"
         )
     return recipe

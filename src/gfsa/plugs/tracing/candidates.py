@@ -51,7 +51,8 @@ _WITHOUT_MAP = {
     ),
     r"outlook": "its map is predicted from one token, not from pairs of tokens",
     r"linear|performer|additive|sgformer|polynormer|lite|factor": (
-        "linear attention has no n×n map that could be taken to a power here"
+        "linear attention has no n×n map that could be taken to a power here "
+        "(gfsa.linear_graph_filter_attention filters Efficient Attention)"
     ),
 }
 

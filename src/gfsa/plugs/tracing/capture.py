@@ -45,6 +45,7 @@ from gfsa.plugs.tracing.product import (
 
 # functions that make, change or use an attention map
 SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
+_STARTS = (F.scaled_dot_product_attention, *SOFTMAX)
 DROPOUT = (F.dropout, torch.dropout)
 MATMUL = (
     torch.matmul,
@@ -91,6 +92,9 @@ class Watch(TorchFunctionMode):
         return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.history.steps and func not in _STARTS:
+            # most operations of a forward: they come before its map, or after torch's attention
+            return self._run(func, args, kwargs)
         if func is F.scaled_dot_product_attention:
             return self.product.of_attention(*args, **kwargs)
         if func in SOFTMAX:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from gfsa_experiments.data.files import Tensors
-from gfsa_experiments.models.batch import Batch
+from gfsa_experiments.models.graphs import Batch
 from gfsa_experiments.tasks.graph.features import unpack
 from gfsa_experiments.tasks.graph.graphs import GraphSet, spans, starts
 
@@ -113,7 +113,7 @@ class PairItems(GraphItems):
 
     @staticmethod
     def inputs(batch: Tensors) -> Batch:
-        from gfsa_experiments.models.pairs import GraphormerBatch
+        from gfsa_experiments.models.graphormer import GraphormerBatch
 
         wide = _wide(batch)
         distance, paths = unpack(wide.pop("pairs"))

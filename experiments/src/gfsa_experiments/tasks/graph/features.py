@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from gfsa_experiments.data.files import Tensors
-from gfsa_experiments.models.graph_features import (
+from gfsa_experiments.models.graph_vit import bisection, copies_in_patches, grown_patches
+from gfsa_experiments.models.graphs import (
     dense_adjacency,
     distances,
     path_edges,
     random_walk_encoding,
 )
-from gfsa_experiments.models.partition import bisection
-from gfsa_experiments.models.patches import copies_in_patches, grown_patches
 from gfsa_experiments.tasks.graph.graphs import GraphSet, spans, starts
 
 MAX_HOPS = 5
@@ -52,7 +51,7 @@ def chunks_of_similar_size(nodes: Tensor) -> Iterator[Tensor]:
 
 
 def padded_edges(graphs: GraphSet, chunk: Tensor) -> tuple[Tensor, Tensor, int]:
-    """The edges of a chunk as :mod:`gfsa_experiments.models.graph_features` takes them.
+    """The edges of a chunk as :mod:`gfsa_experiments.models.graphs` takes them.
 
     Returns:
         ``edge_index`` with node i of the chunk's graph b numbered ``b·N + i``, the columns of these

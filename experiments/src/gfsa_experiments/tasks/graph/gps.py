@@ -13,10 +13,8 @@ from torch.nn import functional as F
 from torch_geometric.nn import GINEConv, GPSConv, ResGatedGraphConv
 
 from gfsa_experiments.baselines.blocks import GPS_BLOCK, register_block
-from gfsa_experiments.models.batch import Batch
-from gfsa_experiments.models.graph_layers import FeatureEncoder
-from gfsa_experiments.models.graph_vit import GraphViT
-from gfsa_experiments.models.patches import GraphViTBatch
+from gfsa_experiments.models.graph_vit import GraphViT, GraphViTBatch
+from gfsa_experiments.models.graphs import Batch, FeatureEncoder
 
 
 class Rows(NamedTuple):

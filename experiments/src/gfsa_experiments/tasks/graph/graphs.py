@@ -88,13 +88,15 @@ class GraphSet:
         return (self.split == which).nonzero().flatten()
 
     def source(self, number: int) -> dict[str, Tensor]:
-        """One graph as it was read; real-valued edges were computed from its nodes."""
+        """One graph as it was read."""
         first, edge = int(self.first_node[number]), int(self.first_edge[number])
-        read = {"x": self.x[first : first + int(self.nodes[number])], "y": self.y[number]}
-        if not self.edge_attr.is_floating_point():
-            edges = slice(edge, edge + int(self.edges[number]))
-            read |= {"edge_index": self.edge_index[:, edges], "edge_attr": self.edge_attr[edges]}
-        return read
+        edges = slice(edge, edge + int(self.edges[number]))
+        return {
+            "x": self.x[first : first + int(self.nodes[number])],
+            "y": self.y[number],
+            "edge_index": self.edge_index[:, edges],
+            "edge_attr": self.edge_attr[edges],
+        }
 
     def only(self, keep: Tensor) -> GraphSet:
         """The graphs where ``keep``, ``(G,)``, is True."""

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.files import Tensors, cached_arrays
+from gfsa_experiments.data.files import Tensors, cached_arrays, table
 from gfsa_experiments.data.own import Wanted
-from gfsa_experiments.data.sources import table
 from gfsa_experiments.engine.config import (
     Count,
     CountOrZero,
@@ -28,7 +27,6 @@ from gfsa_experiments.engine.config import (
 )
 from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.graph.batches import DenseItems, GraphItems, PairItems, PatchItems
-from gfsa_experiments.tasks.graph.data_sets import DATA_NAMES, read_graphs
 from gfsa_experiments.tasks.graph.features import (
     MAX_HOPS,
     laplacian_encoding,
@@ -37,7 +35,13 @@ from gfsa_experiments.tasks.graph.features import (
     walk_encoding,
 )
 from gfsa_experiments.tasks.graph.graphs import TEST, TRAIN, VALID, GraphSet
-from gfsa_experiments.tasks.graph.own import EXPECTED, is_own, own_name
+from gfsa_experiments.tasks.graph.readers import (
+    DATA_NAMES,
+    EXPECTED,
+    is_own,
+    own_name,
+    read_graphs,
+)
 
 Settings = dict[str, Any]
 
@@ -67,20 +71,13 @@ FOLLOWING = tuple(_SETTINGS[MODELS[0], ""])
 """The settings that follow the model and the data set."""
 
 _GRAPHORMERS = ("graphormer-slim", "graphormer")
-# settings that only some models read (graph/models.py, graph/recipe.py)
 _READ_BY: dict[str, tuple[str, ...]] = {
-    "ffn_width": _GRAPHORMERS,
-    "mlp_dropout": _GRAPHORMERS,
-    "local": ("gps",),
-    "encoding": ("gps", "graph-vit"),
-    "encoding_size": ("gps", "graph-vit"),
-    "encoding_width": ("gps",),
-    "pooling": ("gps",),
-    "gnn_depth": ("graph-vit",),
-    "patches": ("graph-vit",),
-    "patch_hops": ("graph-vit",),
-    "patch_walk_steps": ("graph-vit",),
+    **dict.fromkeys(("ffn_width", "mlp_dropout"), _GRAPHORMERS),
+    **dict.fromkeys(("local", "encoding_width", "pooling"), ("gps",)),
+    **dict.fromkeys(("encoding", "encoding_size"), ("gps", "graph-vit")),
+    **dict.fromkeys(("gnn_depth", "patches", "patch_hops", "patch_walk_steps"), ("graph-vit",)),
 }
+"""Settings that only some models read."""
 
 
 def paper_settings(model: str, data: str) -> Settings:

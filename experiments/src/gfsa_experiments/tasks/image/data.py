@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gfsa_experiments.data.files import check_count, not_found, read_npz
-from gfsa_experiments.data.own import PARTS, entries_of, part_named, three_parts
-from gfsa_experiments.data.sources import source_of
-from gfsa_experiments.data.token_batches import hold_out
+from gfsa_experiments.data.files import check_count, not_found, read_npz, source_of
+from gfsa_experiments.data.own import PARTS, entries_of, hold_out, part_named, three_parts
 
 Cifar = Literal["cifar10", "cifar100"]
 SIDE = 32

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from gfsa_experiments.data.own import PARTS, digest_of, find_own
-from gfsa_experiments.data.token_batches import hold_out
+from gfsa_experiments.data.own import PARTS, digest_of, find_own, hold_out
 from gfsa_experiments.engine.batches import SeededItems
 from gfsa_experiments.engine.config import (
     CountOrZero,
@@ -246,7 +245,7 @@ def build(config: ImageConfig, data_dir: Path) -> ImageTask:
     parts, num_classes = read(config, Path(data_dir))
     model = make_model(config, num_classes)
     splits = {part: _split(config, part, dataset) for part, dataset in parts.items()}
-    task = ImageTask(model, splits, num_classes, _pipeline(config, num_classes))
+    task = ImageTask(model, splits, num_classes, _augmentation(config, num_classes))
     if config.dataset == "folder":
         task.own_data = _own_data(config, Path(data_dir))
     return task
@@ -384,31 +383,18 @@ def _transform(config: ImageConfig, training: bool) -> Any:
     return transform
 
 
-def _pipeline(config: ImageConfig, num_classes: int) -> Any:
-    from timm.data import Mixup
+def _augmentation(config: ImageConfig, num_classes: int) -> Any:
+    from gfsa_experiments.tasks.image.augment import Augmentation, Normalise
 
-    from gfsa_experiments.tasks.image.augment import Normalise, OnDevice, OnHost
-
-    if config.on_device:
-        return OnDevice(
-            Normalise(*_CIFAR[config.dataset]),
-            num_classes,
-            erase=config.erase,
-            mixup=config.mixup,
-            cutmix=config.cutmix,
-            switch=config.switch,
-            smoothing=config.smoothing,
-        )
-    mixup = None
-    if config.mixup or config.cutmix:
-        mixup = Mixup(
-            mixup_alpha=config.mixup,
-            cutmix_alpha=config.cutmix,
-            switch_prob=config.switch,
-            label_smoothing=config.smoothing,
-            num_classes=num_classes,
-        )
-    return OnHost(num_classes, mixup, config.smoothing)
+    return Augmentation(
+        num_classes,
+        Normalise(*_CIFAR[config.dataset]) if config.on_device else None,
+        erase=config.erase,
+        mixup=config.mixup,
+        cutmix=config.cutmix,
+        switch=config.switch,
+        smoothing=config.smoothing,
+    )
 
 
 def label(config: ImageConfig, data_dir: Path) -> str:

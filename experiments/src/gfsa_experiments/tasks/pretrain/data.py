@@ -31,7 +31,7 @@ TOKENIZER = "tokenizer.json"
 END = "<|endoftext|>"
 """Begins every document, so that the end of one is predicted, and nothing from one to the next."""
 _FORMAT = 1
-# 2: documents stay whole, whatever their number; counts for text that names no parts
+# of the rule that splits text which names no parts
 _SPLIT = 2
 _DOCUMENTS_AT_ONCE = 2_000
 
@@ -138,19 +138,6 @@ def prepare(corpus: Corpus, choice: TokenizerChoice, folder: Path) -> Meta:
     return meta
 
 
-def pack(folder: Path, out: Path) -> Path:
-    """A prepared corpus with its tokens compressed, for taking it elsewhere."""
-    if out.exists():
-        raise FileExistsError(f"{out} is there already; name another folder, or delete it")
-    out.mkdir(parents=True)
-    for name in (META, TOKENIZER):
-        shutil.copyfile(folder / name, out / name)
-    for part in PARTS:
-        packed = lzma.compress((folder / f"{part}.bin").read_bytes(), preset=6)
-        (out / f"{part}.bin.xz").write_bytes(packed)
-    return out
-
-
 def read_meta(folder: Path) -> Meta:
     path = folder / META
     try:
@@ -178,8 +165,7 @@ def _given(path: Path, choice: TokenizerChoice, cache: Path) -> TokenFiles:
             f"{wanted}; set {hint}, or data= to the text itself"
         )
     if all((path / f"{part}.bin").is_file() for part in PARTS):
-        _check_sizes(path, meta)
-        return TokenFiles(path, meta)
+        return TokenFiles(path, _checked(path))
     digest = sha256("".join(meta.parts[part].sha256 for part in PARTS).encode()).hexdigest()[:16]
     folder = cache / f"tokens-{meta.name}-{digest}"
     with _made_once(folder) as making:
@@ -205,13 +191,8 @@ def _unpack(path: Path, meta: Meta, folder: Path) -> None:
 
 
 def _checked(folder: Path) -> Meta:
-    """What a folder of the cache holds; a disk that was full, or cleaned up, may have cut it."""
+    """What a folder holds; a disk that was full, or cleaned up, may have cut it."""
     meta = read_meta(folder)
-    _check_sizes(folder, meta)
-    return meta
-
-
-def _check_sizes(folder: Path, meta: Meta) -> None:
     for part, numbers in meta.parts.items():
         path = folder / f"{part}.bin"
         size = path.stat().st_size if path.is_file() else 0
@@ -221,15 +202,13 @@ def _check_sizes(folder: Path, meta: Meta) -> None:
                 f"{path} has {size} bytes where {META} says {expected}; delete {folder} and "
                 "prepare the corpus again"
             )
+    return meta
 
 
 def _key(corpus: Corpus, choice: TokenizerChoice) -> str:
     """The same as long as files, their sizes and dates, and the tokenizer are the same."""
-    # tokens of text that an earlier rule split are not taken; named parts were never split
     parts = corpus.has_parts or f"split {_SPLIT}"
-    # earlier versions cut documents where a tokenizer's file said so
-    whole = " whole" if choice.file else ""
-    digest = sha256(f"{_FORMAT} {choice.description}{whole} {parts}".encode())
+    digest = sha256(f"{_FORMAT} {choice.description} {parts}".encode())
     for line in corpus.identity():
         digest.update(line.encode())
     return digest.hexdigest()[:16]

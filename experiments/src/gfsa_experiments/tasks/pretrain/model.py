@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -53,15 +52,6 @@ class Variant:
     per head."""
     gate: bool = False
     """See :class:`GatedAttention`."""
-    tokenwise: bool = False
-    """See :class:`TokenwiseCoefficients`."""
-    shift_keys: bool = False
-    """See :class:`ShiftedKeys`."""
-    fast_gates: bool = False
-    """Weights of gates and token-wise coefficients are trained as gains: at their rate, without
-    decay."""
-    output_norm: bool = False
-    """RMSNorm on the outputs of attention and MLP."""
     init_std: float = 0.02
 
 
@@ -91,21 +81,8 @@ def build_decoder(sizes: Sizes, variant: Variant, end: int | None = None) -> Any
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     for layer in model.model.layers:
         _change_norms(layer.self_attn, sizes, variant.qk_norm, config.rms_norm_eps)
-        if variant.output_norm:
-            for module, name in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
-                norm = type(layer.input_layernorm)(sizes.width, config.rms_norm_eps)
-                setattr(module, name, nn.Sequential(getattr(module, name), norm))
-        if variant.shift_keys:
-            keys = ShiftedKeys(sizes.kv_heads)
-            layer.self_attn.k_norm = nn.Sequential(layer.self_attn.k_norm, keys)
         if variant.gate:
             layer.self_attn = GatedAttention(layer.self_attn, sizes, variant.init_std)
-        elif variant.tokenwise:
-            layer.self_attn = TokenwiseCoefficients(layer.self_attn, sizes)
-    if variant.fast_gates:
-        names = [name for name, _ in model.named_parameters() if name.endswith(".gate.weight")]
-        # the optimiser asks a model for what it does not decay
-        model.no_weight_decay = partial(set, names)
     return model
 
 
@@ -143,55 +120,6 @@ class GatedAttention(nn.Module):
         factors = 2 * torch.sigmoid(self.gate(hidden_states).float())
         gated = heads.unflatten(-1, (factors.shape[-1], -1)) * factors[..., None].to(heads.dtype)
         return self.o_proj(gated.flatten(-2)), weights
-
-
-class TokenwiseCoefficients(nn.Module):
-    r"""Attention in which each token computes the coefficients of its heads.
-
-    .. math:: y = \operatorname{concat}_h\big(c_0\,V_h + (1 + c_1)\,A_h V_h\big)\, W_O,
-              \qquad (c_0, c_1) = x\,w_h
-
-    w starts at zero, which is ordinary attention.
-
-    Args:
-        attention: a decoder's attention; its output projection moves into this module.
-    """
-
-    def __init__(self, attention: Any, sizes: Sizes) -> None:
-        super().__init__()
-        self.o_proj: nn.Module = attention.o_proj
-        attention.o_proj = nn.Identity()
-        self.attention: Any = attention
-        self.groups = sizes.heads // sizes.kv_heads
-        self.gate = nn.Linear(sizes.width, 2 * sizes.heads, bias=False)
-        nn.init.zeros_(self.gate.weight)
-
-    def forward(self, hidden_states: Tensor, **others: Any) -> tuple[Tensor, Any]:
-        """As the attention that it wraps."""
-        mixed, weights = self.attention(hidden_states=hidden_states, **others)
-        c0, c1 = self.gate(hidden_states).float()[..., None].chunk(2, -2)
-        mixed = mixed.unflatten(-1, (c0.shape[-2], -1))
-        v = self.attention.v_proj(hidden_states).unflatten(-1, (-1, mixed.shape[-1]))
-        v = v.repeat_interleave(self.groups, -2)
-        y = (mixed + c0 * v + c1 * mixed).to(mixed.dtype)
-        return self.o_proj(y.flatten(-2)), weights
-
-
-class ShiftedKeys(nn.Module):
-    r"""Keys with a share of the key before them, :math:`k_i + κ_h\,k_{i-1}`, before RoPE.
-
-    κ is learned for each head of keys and starts at zero. In a packed row the first token of a
-    document sees the last key of the document before it.
-    """
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.kappa = nn.Parameter(torch.zeros(heads))
-
-    def forward(self, k: Tensor) -> Tensor:
-        """``(batch, tokens, heads, head_dim)`` to the same."""
-        before = nn.functional.pad(k, (0, 0, 0, 0, 1, 0))[:, :-1]
-        return (k + self.kappa[:, None] * before).to(k.dtype)
 
 
 class HeadNorm(nn.Module):

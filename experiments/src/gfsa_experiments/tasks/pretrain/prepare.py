@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import lzma
 import os
-import time
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from gfsa_experiments.data.files import cache_folder
-from gfsa_experiments.tasks.pretrain.data import TokenizerChoice, pack, token_files
+from gfsa_experiments.data.own import PARTS
+from gfsa_experiments.tasks.pretrain.data import META, TOKENIZER, TokenizerChoice, token_files
+
+
+def pack(folder: Path, out: Path) -> Path:
+    """A prepared corpus with its tokens compressed, for taking it elsewhere."""
+    out.mkdir(parents=True)
+    for name in (META, TOKENIZER):
+        shutil.copyfile(folder / name, out / name)
+    for part in PARTS:
+        packed = lzma.compress((folder / f"{part}.bin").read_bytes(), preset=6)
+        (out / f"{part}.bin.xz").write_bytes(packed)
+    return out
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,14 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cache", default="", help="default: GFSA_CACHE, or ~/.cache/gfsa")
     parser.add_argument("--pack", type=Path, help="also write it there, compressed")
     given = parser.parse_args(arguments)
-    began = time.perf_counter()
     choice = TokenizerChoice(given.tokenizer, given.vocab_size)
+    cache = cache_folder(given.cache)
     try:
-        cache = cache_folder(given.cache)
         found = token_files(given.data, given.data_dir, choice, cache, given.text)
         parts = found.meta.parts.items()
-        counts = ", ".join(f"{name} {part.tokens:,} tokens" for name, part in parts)
-        print(f"{found.folder}: {counts}; {time.perf_counter() - began:.0f} s")
+        print(f"{found.folder}: {', '.join(f'{n} {p.tokens:,} tokens' for n, p in parts)}")
         if given.pack is not None:
             print(f"packed into {pack(found.folder, given.pack)}")
     except (ValueError, OSError) as error:

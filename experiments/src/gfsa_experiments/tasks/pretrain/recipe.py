@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gfsa_experiments.data.files import cache_folder
 from gfsa_experiments.data.own import digest_of, name_of
 from gfsa_experiments.engine.config import (
+    Bounds,
     Compile,
+    Count,
     CountOrZero,
     Positive,
     Precision,
@@ -56,21 +59,21 @@ class PretrainConfig(TrainConfig):
     """The key of the text in JSON lines, its column in tables and on the hub."""
     tokenizer: str = "bpe"
     """``bpe``: trained on the text; or the path of a tokenizer.json."""
-    vocab_size: int = 16_384
-    """Of ``tokenizer=bpe``."""
-    block: int = 1024
+    vocab_size: Annotated[int, Bounds(257)] = 16_384
+    """Of ``tokenizer=bpe``: every byte, the end, and more."""
+    block: Count = 1024
     """Tokens of a row."""
     boundaries: bool = False
     """Attention and positions begin anew with each document of a row."""
     size: Literal["5m", "15m", "46m", "110m"] = "15m"
     """Millions of parameters; the numbers below override it."""
-    depth: int | None = None
-    width: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
+    depth: Count | None = None
+    width: Count | None = None
+    heads: Count | None = None
+    kv_heads: Count | None = None
     """Fewer than ``heads``: grouped queries; None: as many."""
-    head_dim: int = 64
-    mlp: int | None = None
+    head_dim: Count = 64
+    mlp: Count | None = None
     """Width inside the MLP."""
     tied: bool = True
     """The head has the weights of the embedding."""
@@ -79,21 +82,13 @@ class PretrainConfig(TrainConfig):
     normalised without gains, ``temperature``: that and one learned factor per head."""
     gate: bool = False
     """A factor for each head's output, computed from the layer's input (gated attention)."""
-    tokenwise: bool = False
-    """c0 and c1 of each head computed from the layer's input, by maps that start at zero."""
-    shift_keys: bool = False
-    """Add to each key the one before it, times a factor per head that starts at zero."""
-    fast_gates: bool = False
-    """Weights of ``gate`` or ``tokenwise`` learn at ``gain_lr``, without decay."""
-    output_norm: bool = False
-    """RMSNorm on what attention and MLP add to the tokens, as in Gemma 2."""
     init_std: Positive = 0.02
     """Standard deviation of the random weights."""
     residual: Literal["fp32", "bf16"] = "fp32"
     """What tokens are kept in from layer to layer; ``bf16`` moves half the bytes."""
-    evaluations: int = 10
+    evaluations: Count = 10
     """How often ``valid`` is measured."""
-    eval_rows: int = 256
+    eval_rows: CountOrZero = 256
     """Rows of ``valid`` that are measured, evenly spaced; 0 for all."""
     probes: CountOrZero = 0
     """Rows and random sequences on which the trained model is probed (``probes.json``)."""
@@ -112,25 +107,10 @@ class PretrainConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        for name in ("depth", "width", "heads", "kv_heads", "mlp"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be above 0, got {value}")
-        for name in ("head_dim", "block", "evaluations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.eval_rows < 0:
-            raise ValueError(f"eval_rows must not be negative, got {self.eval_rows}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
-        if self.vocab_size < 257:
-            raise ValueError(
-                f"vocab_size must be at least 257, every byte and the end, got {self.vocab_size}"
-            )
         if self.residual == "bf16" and self.precision != "bf16":
             raise ValueError(f"residual=bf16 needs precision=bf16, got {self.precision}")
-        if self.gate and self.tokenwise:
-            raise ValueError("gate and tokenwise both scale a head's output: choose one of them")
         sizes = self.sizes(self.vocab_size)
         if sizes.heads % sizes.kv_heads:
             raise ValueError(
@@ -145,8 +125,6 @@ class PretrainConfig(TrainConfig):
             unused["vocab_size"] = f"{self.tokenizer} has its own; tokenizer=bpe is trained"
         if None not in (self.depth, self.width, self.heads, self.mlp):
             unused["size"] = "depth, width, heads and mlp are all given"
-        if not (self.gate or self.tokenwise):
-            unused["fast_gates"] = "there are no gates without gate or tokenwise"
         return unused
 
     def advice(self, filter_lr: float | None) -> str:
@@ -215,31 +193,25 @@ class PretrainTask(Task):
 
     metric = "loss"
     higher_is_better = False
-    falling = "loss"
+    falling: str | None = "loss"
 
     def __init__(self, config: PretrainConfig, data_dir: Path) -> None:
         found = token_files(config.data, data_dir, config.choice(), cache_folder(), config.text)
+        parts = found.meta.parts
         if config.data != PretrainConfig.data:
             self.own_data = OwnData(
                 name=found.meta.name,
                 source=config.data,
-                splits={name: part.tokens for name, part in found.meta.parts.items()},
-                split_by=f"{found.split_by}; {_documents(found.meta.parts, config.boundaries)}",
+                splits={name: part.tokens for name, part in parts.items()},
+                split_by=f"{found.split_by}; {_documents(parts, config.boundaries)}",
                 unit="tokens",
-                digest=digest_of(part.sha256 for part in found.meta.parts.values()),
+                digest=digest_of(part.sha256 for part in parts.values()),
             )
-        most = {"valid": config.eval_rows}
-        self.rows = {
-            part: TokenRows(found.tokens(part), config.block, part, most.get(part, 0))
-            for part in found.meta.parts
-        }
-        self.splits = {part: Split(rows, as_it_is) for part, rows in self.rows.items()}
+        self._cut({p: found.tokens(p) for p in parts}, config, {"valid": config.eval_rows})
+        self._bytes_per_token = {name: part.bytes / part.tokens for name, part in parts.items()}
         self._end = found.meta.end
         self._boundaries = config.boundaries
         self._probes, self._in_bf16 = config.probes, config.precision == "bf16"
-        self._eval_batch = config.eval_batch_size or config.batch_size
-        parts = found.meta.parts.items()
-        self._bytes_per_token = {name: part.bytes / part.tokens for name, part in parts}
         sizes = config.sizes(found.meta.vocabulary)
         self.work = Work(sizes.block, sizes.flops())
         model = build_decoder(sizes, config.variant(), self._end)
@@ -247,6 +219,15 @@ class PretrainTask(Task):
         if config.residual == "bf16":
             model.get_input_embeddings().register_forward_hook(_in_bf16)
         self.model = model
+
+    def _cut(self, tokens: dict[str, np.ndarray], config: Any, most: dict[str, int]) -> None:
+        """The rows of each part, of some parts only ``most`` of them."""
+        self.rows = {
+            part: TokenRows(of_part, config.block, part, most.get(part, 0))
+            for part, of_part in tokens.items()
+        }
+        self.splits = {part: Split(rows, as_it_is) for part, rows in self.rows.items()}
+        self._eval_batch = config.eval_batch_size or config.batch_size
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         ids = self.rows[batch["part"]].ids(batch)

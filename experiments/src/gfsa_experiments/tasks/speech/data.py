@@ -10,15 +10,15 @@ Features are 80 log-Mel energies of 25 ms every 10 ms, computed when an utteranc
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,19 +26,25 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from gfsa_experiments.data.files import BadRows, check_count, find_file, not_found, read_npz
+from gfsa_experiments.data.files import (
+    BadRows,
+    check_count,
+    find_file,
+    not_found,
+    read_npz,
+    source_of,
+)
 from gfsa_experiments.data.own import (
     PARTS,
     digest_of,
     entries_of,
+    files_in,
     find_own,
-    is_hidden,
     name_of,
     part_named,
     text_of,
     three_parts,
 )
-from gfsa_experiments.data.sources import source_of
 from gfsa_experiments.data.tables import open_table, read_rows
 from gfsa_experiments.engine.task import OwnData, Split, as_it_is
 
@@ -57,8 +63,6 @@ LIBRISPEECH = {
 SAMPLE_RATE, HOP, _WINDOW, _MELS = 16_000, 160, 400, 80
 _TABLES = ("transcripts.tsv", "transcripts.csv")
 _AUDIO = (".flac", ".wav", ".ogg", ".mp3")
-# every run holds out the same speakers
-_HOLDOUT_SEED = 20240
 # with fewer speakers than parts they cannot be kept apart
 _FEWEST_SPEAKERS = 3
 
@@ -89,14 +93,20 @@ def normalised(features: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=2)
-def read_an4(data_dir: Path) -> tuple[list[Utterance], list[Utterance]]:
-    """CMU AN4's training and test utterances, of different speakers, as 13 cepstra per frame.
+def read_an4(data_dir: Path, holdout: float) -> Sets:
+    """CMU AN4's utterances as 13 cepstra per frame; ``valid`` are some speakers of ``train``.
 
     ``an4_mfcc.npz`` holds for ``train`` and ``test`` the concatenated frames ``feat_*``, the counts
     ``n_frame_*``, ``text_*`` and ``utt_*``.
     """
     path = find_file(data_dir, ["an4_mfcc.npz"], source_of("an4"))
-    return _an4_part(path, "train"), _an4_part(path, "test")
+    found = [*_an4_part(path, "train"), *_an4_part(path, "test")]
+    named = {p: [i for i, one in enumerate(found) if one.part == p] for p in ("train", "test")}
+    speakers = [one.speaker for one in found]
+    parts = named
+    if holdout:
+        parts, _ = three_parts(named, str(path), groups=speakers, holdout=holdout)
+    return {part: [found[row] for row in rows] for part, rows in parts.items()}
 
 
 def _an4_part(path: Path, part: str) -> list[Utterance]:
@@ -120,9 +130,8 @@ def _an4_part(path: Path, part: str) -> list[Utterance]:
             speaker = name.split("-")[-2] if "-" in name else name
             tensor = normalised(torch.from_numpy(of_one).float())
             source = partial(_as_it_is, sha256(of_one.tobytes()).digest())
-            words = " ".join(text.split())
             given = len(of_one), partial(_as_it_is, tensor), source
-            found.append(Utterance(part, name, speaker, words, *given))
+            found.append(Utterance(part, name, speaker, " ".join(text.split()), *given))
     bad.report(len(found))
     official = source_of("an4").sizes[PARTS.index(part)]
     check_count(f"AN4 {part}", len(texts), official, "utterances")
@@ -245,7 +254,7 @@ def _mel_filters() -> Any:
 
 def _lines(root: Path) -> list[_Line]:
     tables = [p for p in sorted(root.rglob("transcripts.*")) if p.name in _TABLES]
-    transcripts = [p for p in sorted(root.rglob("*.trans.txt")) if not is_hidden(p, root)]
+    transcripts = [p for p in files_in(root) if p.name.endswith(".trans.txt")]
     if not tables and not transcripts:
         raise FileNotFoundError(
             f"expected {' or '.join(_TABLES)} (columns path and text) in the folder {root}, or "
@@ -295,26 +304,6 @@ def letters_of(sets: Sets) -> str:
     """The characters of all transcripts; the space is one of them."""
     used = {letter for utterances in sets.values() for one in utterances for letter in one.text}
     return "".join(sorted(used | {" "}))
-
-
-def hold_out(
-    utterances: Sequence[Utterance], share: float
-) -> tuple[list[Utterance], list[Utterance]]:
-    """Split into (kept, held out) with no speaker in both.
-
-    Speakers are held out in a fixed random order until they have spoken ``share`` of all
-    utterances.
-    """
-    spoken = Counter(utterance.speaker for utterance in utterances)
-    if len(spoken) < 2:
-        raise ValueError("1 speaker cannot be held out of itself; set holdout=0 to train without")
-    held: set[str] = set()
-    for speaker in np.random.default_rng(_HOLDOUT_SEED).permutation(sorted(spoken))[:-1]:
-        held.add(str(speaker))
-        if sum(spoken[name] for name in held) >= share * len(utterances):
-            break
-    kept = [utterance for utterance in utterances if utterance.speaker not in held]
-    return kept, [utterance for utterance in utterances if utterance.speaker in held]
 
 
 class SpeechBatches(Dataset[dict[str, Any]]):
@@ -391,3 +380,80 @@ def _padded(sequences: list[Tensor], multiple: int) -> Tensor:
     missing = -padded.shape[1] % multiple
     rest = padded.new_zeros(padded.shape[0], missing, *padded.shape[2:])
     return torch.cat([padded, rest], dim=1) if missing else padded
+
+
+BLANK, BEGIN, END = 0, 1, 2
+_SPECIAL = 3
+
+Tokens = Literal["char", "unigram", "bpe"]
+
+
+class Characters:
+    """Characters as tokens, A–Z, apostrophe and space; its length counts the special ones too."""
+
+    def __init__(self, letters: str = LETTERS) -> None:
+        self._letters = letters
+        self._token = {letter: _SPECIAL + i for i, letter in enumerate(letters)}
+
+    def __len__(self) -> int:
+        return _SPECIAL + len(self._letters)
+
+    def encode(self, text: str) -> list[int]:
+        return [self._token[letter] for letter in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        text = "".join(self._letters[token - _SPECIAL] for token in tokens if token >= _SPECIAL)
+        return " ".join(text.split())
+
+
+class Pieces:
+    """Parts of words as tokens, learned from the training transcripts by SentencePiece."""
+
+    def __init__(self, texts: Sequence[str], kind: Literal["unigram", "bpe"], size: int) -> None:
+        import sentencepiece
+
+        written = io.BytesIO()
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(texts),
+                model_writer=written,
+                model_type=kind,
+                vocab_size=size,
+                character_coverage=1.0,
+                pad_id=BLANK,
+                bos_id=BEGIN,
+                eos_id=END,
+                unk_id=_SPECIAL,
+                # several threads may break ties differently
+                num_threads=1,
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            raise ValueError(
+                f"SentencePiece could not learn {size} {kind} pieces from {len(texts)} "
+                f"transcripts; set vocabulary lower, or tokens=char ({error})"
+            ) from error
+        self._model = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+
+    def __len__(self) -> int:
+        return int(self._model.get_piece_size())
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._model.encode(text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return str(self._model.decode([int(token) for token in tokens if token >= _SPECIAL]))
+
+
+Vocabulary = Characters | Pieces
+"""Converts transcripts to tokens and back."""
+
+
+@lru_cache(maxsize=2)
+def learn_vocabulary(
+    texts: tuple[str, ...], tokens: Tokens, size: int, letters: str = LETTERS
+) -> Vocabulary:
+    """The vocabulary for these transcripts, which consist of ``letters``."""
+    return Characters(letters) if tokens == "char" else Pieces(texts, tokens, size)

@@ -1,12 +1,11 @@
-"""Speech recognition: Transformer and Branchformer with joint CTC/attention training."""
+"""Speech recognition: SpeechBrain's Transformer and Branchformer, joint CTC/attention training."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,131 +22,25 @@ from gfsa_experiments.engine.config import (
 )
 from gfsa_experiments.engine.task import Recipe, Task
 from gfsa_experiments.tasks.speech.data import (
+    BEGIN,
+    BLANK,
+    END,
     LETTERS,
     LIBRISPEECH,
+    Sets,
     SpeechBatches,
-    Utterance,
-    hold_out,
+    Tokens,
+    Vocabulary,
+    learn_vocabulary,
     letters_of,
     read_an4,
     read_librispeech,
     read_own,
 )
-from gfsa_experiments.tasks.speech.models import SUBSAMPLING, Encoder, Recognition, TorchRecogniser
-from gfsa_experiments.tasks.speech.text import (
-    BEGIN,
-    BLANK,
-    END,
-    Tokens,
-    Vocabulary,
-    learn_vocabulary,
-)
 
-
-def warp_time(features: Tensor, frames: Tensor, most: int) -> Tensor:
-    """Shift one moment of each utterance by up to ``most`` frames; both ends stay in place.
-
-    A moment c is drawn from the utterance and w from [−most, most]; the part before c is stretched
-    to c + w frames, the rest to the remaining ones. Linear interpolation, on the device.
-
-    Args:
-        features: ``(B, T, F)``.
-        frames: ``(B,)``, the numbers of real frames.
-        most: the shift is smaller in utterances shorter than three times this.
-    """
-    B, T, _ = features.shape
-    last = (frames[:, None] - 1).to(features.dtype)
-    room = (last / 3).clamp_max(most)
-    draws = torch.rand(2, B, 1, device=features.device, dtype=features.dtype)
-    moment = room + draws[0] * (last - 2 * room)
-    moved = moment + (2 * draws[1] - 1) * room
-    time = torch.arange(T, device=features.device, dtype=features.dtype).expand(B, T)
-    before = time * moment / moved.clamp_min(1e-3)
-    after = last - (last - time) * (last - moment) / (last - moved).clamp_min(1e-3)
-    source = torch.where(time < moved, before, after)
-    # padding stays in place
-    source = torch.where(time <= last, source, time).clamp(0, T - 1)
-    left = source.floor().long()
-    right = (left + 1).clamp_max(T - 1)
-    share = (source - left)[:, :, None]
-    index = left[:, :, None].expand_as(features), right[:, :, None].expand_as(features)
-    return features.gather(1, index[0]).lerp(features.gather(1, index[1]), share)
-
-
-@lru_cache(maxsize=4)
-def masks(time_masks: int, time_width: int, feature_masks: int, feature_width: int) -> Any:
-    """torchaudio's SpecAugment: independent masks for each utterance, filled with the mean."""
-    from torchaudio.transforms import SpecAugment
-
-    return SpecAugment(
-        time_masks, time_width, feature_masks, feature_width,
-        iid_masks=True,
-        # the largest share that a mask covers
-        p=0.5,
-        # the features have mean 0
-        zero_masking=True,
-    )  # fmt: skip
-
-
-_Prefix = tuple[int, ...]
-_Scores = tuple[float, float]
-
-# tokens per frame that the beam search considers
-_CANDIDATES = 8
-
-
-def best_path(logits: Tensor, lengths: Tensor) -> list[list[int]]:
-    """The most likely token of each frame, without repetitions and blanks."""
-    path = logits.argmax(-1)
-    new = torch.ones_like(path, dtype=torch.bool)
-    new[:, 1:] = path[:, 1:] != path[:, :-1]
-    spoken = torch.arange(path.shape[1], device=path.device) < lengths[:, None]
-    kept = (new & spoken & (path != BLANK)).cpu()
-    return [row[keep].tolist() for row, keep in zip(path.cpu(), kept, strict=True)]
-
-
-def prefix_search(logits: Tensor, lengths: Tensor, beam: int) -> list[list[int]]:
-    """The most likely text of each utterance, summed over all paths of that text."""
-    log_probs = logits.float().log_softmax(-1).cpu()
-    ends = lengths.tolist()
-    return [_search(rows[:end], beam) for rows, end in zip(log_probs, ends, strict=True)]
-
-
-def _search(log_probs: Tensor, beam: int) -> list[int]:
-    """Keep the ``beam`` best prefixes from frame to frame (Graves, 2012; Hannun, 2014).
-
-    Each has two log-probabilities, for paths that end in a blank and for paths that end in its last
-    token: a repeated token counts as a new one only after a blank.
-    """
-    scores, candidates = log_probs.topk(min(_CANDIDATES, log_probs.shape[1]), dim=1)
-    best = [
-        list(zip(*pair, strict=True))
-        for pair in zip(scores.tolist(), candidates.tolist(), strict=True)
-    ]
-    prefixes: dict[_Prefix, _Scores] = {(): (0.0, -math.inf)}
-    for row, frame in zip(log_probs.tolist(), best, strict=True):
-        grown: dict[_Prefix, _Scores] = {}
-        for prefix, (in_blank, in_token) in prefixes.items():
-            either = _log_add(in_blank, in_token)
-            repeated = in_token + row[prefix[-1]] if prefix else -math.inf
-            _add(grown, prefix, either + row[BLANK], repeated)
-            for score, token in frame:
-                if token != BLANK:
-                    before = in_blank if prefix and token == prefix[-1] else either
-                    _add(grown, (*prefix, token), -math.inf, before + score)
-        ranked = sorted(grown, key=lambda prefix: -_log_add(*grown[prefix]))
-        prefixes = {prefix: grown[prefix] for prefix in ranked[:beam]}
-    return list(next(iter(prefixes)))
-
-
-def _add(scores: dict[_Prefix, _Scores], prefix: _Prefix, in_blank: float, in_token: float) -> None:
-    old_blank, old_token = scores.get(prefix, (-math.inf, -math.inf))
-    scores[prefix] = _log_add(old_blank, in_blank), _log_add(old_token, in_token)
-
-
-def _log_add(a: float, b: float) -> float:
-    high, low = (a, b) if a > b else (b, a)
-    return high if low == -math.inf else high + math.log1p(math.exp(low - high))
+Encoder = Literal["transformer", "branchformer"]
+_SUBSAMPLING = 4
+"""Frames per token of the encoder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +73,6 @@ class SpeechConfig(TrainConfig):
     vocabulary: Count = 5000
     """The number of word pieces to learn, unless tokens=char."""
 
-    library: Literal["speechbrain", "torch"] = "speechbrain"
-    """SpeechBrain's model with a decoder, or one built from torch.nn with CTC alone."""
     encoder: Encoder = "transformer"
     depth: CountOrZero = 0
     """0: the paper's, 12 for the Transformer and 18 for the Branchformer."""
@@ -211,7 +102,7 @@ class SpeechConfig(TrainConfig):
     feature_width: CountOrZero = 35
 
     decode: Literal["greedy", "beam"] = "beam"
-    """How the test split is decoded; validation is always greedy, by CTC."""
+    """How the test split is decoded; validation, and CTC alone, is always greedy."""
     beam: Count = 66
     search_ctc_weight: Share = 0.4
     """CTC's share in the joint beam search."""
@@ -235,11 +126,6 @@ class SpeechConfig(TrainConfig):
             raise ValueError(
                 "the Branchformer needs an even hidden and an odd kernel, "
                 f"got {self.hidden_size} and {self.kernel}"
-            )
-        if self.library == "torch" and self.decoder_layers:
-            raise ValueError(
-                "library=torch has CTC alone: set decoder_layers=0 and ctc_weight=1, "
-                "or library=speechbrain"
             )
         if (self.decoder_layers == 0) != (self.ctc_weight == 1):
             raise ValueError(
@@ -285,8 +171,6 @@ class SpeechConfig(TrainConfig):
         return unused
 
     def _unused_of_model(self) -> dict[str, str]:
-        # norm_first changes nothing in a Branchformer of library=torch either, but rows of
-        # results/speech.csv have it: leaving it out would be another experiment to the tables
         unused: dict[str, str] = {}
         if self.encoder == "transformer":
             unused["kernel"] = "encoder=branchformer alone has convolutions"
@@ -295,9 +179,10 @@ class SpeechConfig(TrainConfig):
             unused |= dict.fromkeys(("beam", "search_ctc_weight"), "decode=beam alone searches")
         if not self.decoder_layers:
             alone = "decoder_layers=0 is CTC alone, without a decoder"
-            unused |= dict.fromkeys(
-                ("decoder_hidden", "label_smoothing", "search_ctc_weight"), alone
-            )
+            of_decoder = ("decoder_hidden", "label_smoothing", "beam", "search_ctc_weight")
+            unused |= dict.fromkeys(of_decoder, alone)
+            if self.decode == "beam":
+                unused["decode"] = alone
         return unused
 
     @property
@@ -315,6 +200,142 @@ class SpeechConfig(TrainConfig):
     def label(self) -> str:
         data = f"data={name_of(self.data)}" if self.data else self.dataset
         return f"{data} {self.encoder}-d{self.encoder_layers}"
+
+
+class Recognition(NamedTuple):
+    """The output of a recogniser.
+
+    ``states (B, N, E)`` of the encoder, of which ``lengths (B,)`` are real, the logits ``ctc
+    (B, N, V)`` and, if there is a decoder, its logits ``attention (B, L + 1, V)``.
+    """
+
+    states: Tensor
+    lengths: Tensor
+    ctc: Tensor
+    attention: Tensor | None
+
+
+class Recogniser(nn.Module):
+    """``TransformerASR`` behind SpeechBrain's convolutions, with linear layers for CTC and text.
+
+    As in SpeechBrain's LibriSpeech recipes: the Transformer has absolute positions, the
+    Branchformer relative ones.
+    """
+
+    def __init__(self, config: SpeechConfig, features: int, vocabulary: int) -> None:
+        try:
+            from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
+            from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+            from speechbrain.nnet.linear import Linear
+        except ImportError as error:
+            raise ImportError(
+                f"this recipe needs SpeechBrain, which cannot be imported here ({error}): "
+                "pip install speechbrain"
+            ) from error
+
+        super().__init__()
+        channels = 64
+        branches = config.encoder == "branchformer"
+        self.front = ConvolutionFrontEnd(
+            input_shape=(None, None, features),
+            num_blocks=3,
+            num_layers_per_block=1,
+            out_channels=(channels,) * 3,
+            kernel_sizes=(5, 5, 1),
+            strides=(2, 2, 1),
+            residuals=(False, False, True),
+            dropout=config.dropout,
+        )
+        self.asr = TransformerASR(
+            tgt_vocab=vocabulary,
+            # the convolutions have a stride of 4 over features too
+            input_size=channels * -(-features // 4),
+            d_model=config.width,
+            nhead=config.head_count,
+            num_encoder_layers=config.encoder_layers,
+            num_decoder_layers=config.decoder_layers,
+            d_ffn=config.decoder_hidden if branches else config.hidden_size,
+            csgu_linear_units=config.hidden_size,
+            kernel_size=config.kernel,
+            dropout=config.dropout,
+            activation=nn.GELU,
+            encoder_module=config.encoder,
+            attention_type="RelPosMHAXL" if branches else "regularMHA",
+            normalize_before=config.norm_first,
+            causal=False,
+        )
+        self.ctc = Linear(vocabulary, input_size=config.width)
+        decodes = config.decoder_layers > 0
+        self.text = Linear(vocabulary, input_size=config.width) if decodes else None
+
+    def forward(
+        self, features: Tensor, frames: Tensor, tokens: Tensor | None = None
+    ) -> Recognition:
+        """``features (B, T, F)``, of which ``frames (B,)`` are real; ``tokens (B, L + 1)`` start
+        with 1 and are the input of the decoder, which does not run without them."""
+        x = self.front(features)
+        lengths = (frames + _SUBSAMPLING - 1) // _SUBSAMPLING
+        share = lengths / x.shape[1]
+        if self.text is None or tokens is None:
+            states = self.asr.encode(x.flatten(2), share)
+            return Recognition(states, lengths, self.ctc(states), None)
+        states, decoded = self.asr(x, tokens, share, pad_idx=BLANK)
+        return Recognition(states, lengths, self.ctc(states), self.text(decoded))
+
+
+def best_path(output: Recognition) -> list[list[int]]:
+    """The most likely token of each frame, without repetitions and blanks."""
+    from speechbrain.decoders.ctc import ctc_greedy_decode
+
+    share = output.lengths / output.ctc.shape[1]
+    found: list[list[int]] = ctc_greedy_decode(output.ctc.float(), share, BLANK)
+    return found
+
+
+def joint_search(
+    model: Recogniser, output: Recognition, beam: int, ctc_weight: float
+) -> list[list[int]]:
+    """The most likely tokens by CTC and decoder together, found by SpeechBrain's beam search."""
+    from speechbrain.decoders.scorer import CTCScorer, ScorerBuilder
+    from speechbrain.decoders.seq2seq import S2STransformerBeamSearcher
+
+    scorers: dict[str, Any] = {}
+    if ctc_weight > 0:
+        ctc = CTCScorer(ctc_fc=model.ctc, blank_index=BLANK, eos_index=END)
+        scorers["scorer"] = ScorerBuilder(full_scorers=[ctc], weights={"ctc": ctc_weight})
+    search = S2STransformerBeamSearcher(
+        modules=[model.asr, model.text],
+        bos_index=BEGIN,
+        eos_index=END,
+        min_decode_ratio=0.0,
+        max_decode_ratio=1.0,
+        beam_size=beam,
+        using_eos_threshold=False,
+        length_normalization=True,
+        **scorers,
+    )
+    # the search expects a batch that is exactly as long as its longest utterance
+    states = output.states[:, : int(output.lengths.max())]
+    with torch.no_grad():
+        tokens, *_ = search(states, output.lengths / states.shape[1])
+    return [[int(token) for token in row] for row in tokens]
+
+
+@lru_cache(maxsize=4)
+def augmentations(
+    warp: int, time_masks: int, time_width: int, feature_masks: int, feature_width: int
+) -> Any:
+    """SpecAugment: SpeechBrain's shift of a moment in time, torchaudio's masks of mean values."""
+    from speechbrain.augment.freq_domain import Warping
+    from torchaudio.transforms import SpecAugment
+
+    # independent masks for each utterance, each over at most half of it; the features have mean 0
+    masks = SpecAugment(
+        time_masks, time_width, feature_masks, feature_width,
+        iid_masks=True, p=0.5, zero_masking=True,
+    )  # fmt: skip
+    warped = Warping(warp_window=warp) if warp else nn.Identity()
+    return lambda features: masks(warped(features).transpose(1, 2)).transpose(1, 2)
 
 
 class SpeechTask(Task):
@@ -338,14 +359,8 @@ class SpeechTask(Task):
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
         """SpecAugment."""
         config = self.config
-        features = batch["features"]
-        if config.warp:
-            features = warp_time(features, batch["frames"], config.warp)
-        augment = masks(
-            config.time_masks, config.time_width, config.feature_masks, config.feature_width
-        )
-        features = augment(features.transpose(1, 2)).transpose(1, 2)
-        return {**batch, "features": features}
+        masks = config.time_masks, config.time_width, config.feature_masks, config.feature_width
+        return {**batch, "features": augmentations(config.warp, *masks)(batch["features"])}
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         r"""``λ·CTC + (1 − λ)·cross-entropy``, each summed over an utterance."""
@@ -380,24 +395,17 @@ class SpeechTask(Task):
 
     def predict(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
         output: Recognition = model(batch["features"], batch["frames"])
-        found = {"greedy": best_path(output.ctc, output.lengths)}
+        found = {"greedy": best_path(output)}
         if batch["search"]:
-            found["beam"] = self._search(model, output)
+            for wrapped in ("module", "_orig_mod"):
+                model = getattr(model, wrapped, model)
+            assert isinstance(model, Recogniser)
+            given = self.config.beam, self.config.search_ctc_weight
+            found["beam"] = joint_search(model, output, *given)
         texts = {
             way: [self.vocabulary.decode(tokens) for tokens in rows] for way, rows in found.items()
         }
         return {"text": batch["text"], "part": batch["part"], **texts}
-
-    def _search(self, model: nn.Module, output: Recognition) -> list[list[int]]:
-        config = self.config
-        if config.decoder_layers == 0:
-            return prefix_search(output.ctc, output.lengths, config.beam)
-        from gfsa_experiments.tasks.speech.speechbrain import SpeechBrainRecogniser, joint_search
-
-        for wrapped in ("module", "_orig_mod"):
-            model = getattr(model, wrapped, model)
-        assert isinstance(model, SpeechBrainRecogniser)
-        return joint_search(model, output, config.beam, config.search_ctc_weight)
 
     def score(self, predictions: list[dict[str, Any]]) -> dict[str, float]:
         """In percent: ``wer`` and ``cer`` of the first set, and ``wer_<set>`` of any others.
@@ -455,54 +463,26 @@ def build(config: SpeechConfig, data_dir: Path) -> SpeechTask:
             vocabulary.encode,
             config.pad_to_multiple,
             config.pad_tokens_to_multiple,
-            search=name == "test" and config.decode == "beam",
+            search=name == "test" and config.decode == "beam" and config.decoder_layers > 0,
         )
         for name, utterances in sets.items()
     }
-    batches["train"].warn_of_unalignable(SUBSAMPLING)
-    model = _model(config, sets["train"][0].features().shape[1], len(vocabulary))
+    batches["train"].warn_of_unalignable(_SUBSAMPLING)
+    model = Recogniser(config, sets["train"][0].features().shape[1], len(vocabulary))
     task = SpeechTask(config, model, vocabulary, batches)
     task.own_data = own
     return task
 
 
-def _read(config: SpeechConfig, data_dir: Path) -> dict[str, list[Utterance]]:
-    if config.dataset == "librispeech":
-        sets = {
-            "train": config.train_sets, "valid": config.valid_sets, "test": config.test_sets
-        }  # fmt: skip
-        return {
-            split: [one for name in names for one in read_librispeech(data_dir, name)]
-            for split, names in sets.items()
-            if names
-        }
-    train, test = read_an4(data_dir)
-    if not config.holdout:
-        return {"train": train, "test": test}
-    train, valid = hold_out(train, config.holdout)
-    return {"train": train, "valid": valid, "test": test}
-
-
-def _model(config: SpeechConfig, features: int, vocabulary: int) -> nn.Module:
-    common: dict[str, Any] = {
-        "features": features,
-        "vocabulary": vocabulary,
-        "encoder": config.encoder,
-        "width": config.width,
-        "heads": config.head_count,
-        "layers": config.encoder_layers,
-        "hidden": config.hidden_size,
-        "kernel": config.kernel,
-        "dropout": config.dropout,
-        "norm_first": config.norm_first,
+def _read(config: SpeechConfig, data_dir: Path) -> Sets:
+    if config.dataset == "an4":
+        return read_an4(data_dir, config.holdout)
+    named = {"train": config.train_sets, "valid": config.valid_sets, "test": config.test_sets}
+    return {
+        part: [one for name in names for one in read_librispeech(data_dir, name)]
+        for part, names in named.items()
+        if names
     }
-    if config.library == "torch":
-        return TorchRecogniser(**common)
-    from gfsa_experiments.tasks.speech.speechbrain import SpeechBrainRecogniser
-
-    return SpeechBrainRecogniser(
-        **common, decoder_layers=config.decoder_layers, decoder_hidden=config.decoder_hidden
-    )
 
 
 RECIPE = Recipe(

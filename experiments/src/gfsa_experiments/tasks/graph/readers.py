@@ -1,8 +1,8 @@
-"""Graphs of a caller's own: an npz file, PyG's processed files, or any PyG data set.
+"""Graphs of known data sets and of the caller's own, from npz files, PyG's files or its classes.
 
-``graphs.npz`` has the arrays of ``NAME_graphs.npz`` (:mod:`.readers`): ``n_node``, ``n_edge``,
-``edge`` with each edge once, ``y``, and if there are some ``node_feat``, ``edge_feat`` and
-``split``. A ``.pt`` file is a list of PyG's ``Data``, or what ``InMemoryDataset`` writes.
+``NAME_graphs.npz`` holds ``n_node``, ``n_edge``, ``edge`` with each edge once, ``y``, and perhaps
+``node_feat``, ``edge_feat`` and ``split``; ``zinc12k_graphs.npz`` calls the features ``atom_type``
+and ``bond_type``. A ``.pt`` file is a list of PyG's ``Data``, or what ``InMemoryDataset`` writes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import dataclasses
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gfsa_experiments.data.files import read_npz
+from gfsa_experiments.data.files import find_file, read_npz, source_of
 from gfsa_experiments.data.own import (
     PARTS,
     Labels,
@@ -34,17 +35,40 @@ from gfsa_experiments.data.own import (
     three_parts,
 )
 from gfsa_experiments.engine.task import OwnData
-from gfsa_experiments.tasks.graph.graphs import KINDS, Features, GraphSet, Metric, usable
+from gfsa_experiments.tasks.graph.graphs import KINDS, TEST, Features, GraphSet, Metric, usable
 
+# OGB's vocabularies of atoms (element, chirality, degree, charge, hydrogens, radicals,
+# hybridisation, aromatic, in a ring) and bonds (type, stereo, conjugated)
+ATOMS = (119, 5, 12, 12, 10, 6, 6, 2, 2)
+BONDS = (5, 6, 2)
+_MOLECULES = (ATOMS, BONDS)
+# QM8 gives energies in hartree; PCQM4M, which it stands in for, in electronvolts
+_HARTREE = 27.211386
+
+# file, metric, features of nodes and edges; the labels of pcqm4m's test sets are hidden: whoever
+# writes the npz file makes the split
+_FACTS: dict[str, tuple[str, Metric, tuple[Features, Features]]] = {
+    "zinc": ("zinc12k_graphs.npz", "mae", ((28,), (4,))),
+    "pcqm4m": ("pcqm4m_graphs.npz", "mae", _MOLECULES),
+    "pcqm4mv2": ("pcqm4mv2_graphs.npz", "mae", _MOLECULES),
+    "qm8": ("qm8_graphs.npz", "mae", _MOLECULES),
+    "peptides-func": ("peptides_func_graphs.npz", "ap", _MOLECULES),
+    "peptides-struct": ("peptides_struct_graphs.npz", "mae", _MOLECULES),
+    "molhiv": ("molhiv_graphs.npz", "rocauc", _MOLECULES),
+    "moltox21": ("moltox21_graphs.npz", "rocauc", _MOLECULES),
+    "molesol": ("molesol_graphs.npz", "rmse", _MOLECULES),
+}
+DATA_NAMES = tuple(_FACTS)
 EXPECTED = (
     "a .npz or .pt file, a folder of train.pt, val.pt and test.pt, pyg:CLASS:NAME or "
     "MODULE:CLASS:NAME"
 )
-_NEEDED = ("n_node", "n_edge", "edge", "y")
-_OPTIONAL = ("node_feat", "edge_feat", "split")
 _IMPORTED = re.compile(r"[A-Za-z_][\w.]*(:[\w.-]+){1,2}")
 _SPLITS = ("train", "val", "test")
 _MOST_KINDS = 1 << 20
+
+Parts = dict[str, list[int]]
+Tensors = dict[str, Tensor]
 
 
 def is_own(data: str) -> bool:
@@ -58,36 +82,98 @@ def own_name(data: str) -> str:
     return "-".join(data.split(":")[1:]) if _IMPORTED.fullmatch(data) else name_of(data)
 
 
-def read_own(data: str, data_dir: Path, labels: Wanted = "auto") -> GraphSet:
-    """The graphs that ``data`` names, with their kind of labels decided and their parts chosen."""
+@lru_cache(maxsize=4)
+def read_graphs(data: str, data_dir: Path, labels: Wanted = "auto") -> GraphSet:
+    """The data set that ``data`` names; of own graphs the labels are decided and parts chosen."""
+    if data in _FACTS:
+        return _known(data, data_dir)
     if _IMPORTED.fullmatch(data):
-        where, graphs, parts = data, *_imported(data, data_dir)
-        return _graph_set(data, where, _joined(where, graphs), parts, labels)
+        graphs, parts = _imported(data, data_dir)
+        return _own(data, data, _joined(data, graphs), parts, labels)
     path = find_own(data, data_dir, EXPECTED)
-    where = str(path)
     if path.suffix == ".npz":
-        return _graph_set(data, where, *_from_npz(path), labels)
+        read = _from_npz(path)
+        return _own(data, str(path), read, _named_parts(path, read), labels)
     files = {"train": path} if path.is_file() else _processed_files(path)
     graphs, parts = [], {}
     for part, file in files.items():
         found = _load(file)
         parts[part] = list(range(len(graphs), len(graphs) + len(found)))
         graphs += found
-    return _graph_set(data, where, _joined(where, graphs), parts, labels)
+    return _own(data, str(path), _joined(str(path), graphs), parts, labels)
 
 
-Parts = dict[str, list[int]]
-Tensors = dict[str, Tensor]
+def _known(name: str, data_dir: Path) -> GraphSet:
+    file, metric, (nodes, edges) = _FACTS[name]
+    source = source_of(f"graph {name}")
+    path = find_file(data_dir, [file], source)
+    read = _from_npz(path, ("split",))
+    y = read.pop("y").float()
+    if KINDS[metric] == "labels":
+        y = torch.where(y == -1, torch.nan, y)
+    if name == "qm8":
+        # the first excitation energy is the closest to PCQM4M's gap
+        y = y[:, :1] * _HARTREE
+    facts: dict[str, Any] = {"metric": metric, "node_features": nodes, "edge_features": edges}
+    graphs = GraphSet(name=name, kind=KINDS[metric], y=y, **(facts | read))
+    # the fourth split of zinc12k has molecules that the official 12,000 lack
+    return usable(graphs, path, source.sizes, unused=TEST + 1 if name == "zinc" else None)
 
 
-def _graph_set(data: str, where: str, read: Tensors, named: Parts, labels: Wanted) -> GraphSet:
+def _from_npz(path: Path, needed: tuple[str, ...] = ()) -> Tensors:
+    """The graphs of a file; every edge becomes one in each direction, side by side, as in OGB."""
+    arrays = read_npz(path, ("n_node", "n_edge", "edge", "y", *needed))
+    with np.load(path, allow_pickle=False) as file:
+        optional = {"node_feat", "edge_feat", "split", "atom_type", "bond_type"} & {*file.files}
+    arrays |= read_npz(path, optional - arrays.keys())
+    # torch has few operations on unsigned integers: convert to the next larger signed type
+    signed: dict[str, Any] = {"uint16": np.int32, "uint32": np.int64, "bool": np.uint8}
+    found = {
+        key: torch.from_numpy(array.astype(signed.get(array.dtype.name, array.dtype), copy=False))
+        for key, array in arrays.items()
+    }
+    nodes, pairs = found["n_node"].long(), found["edge"].int()
+    if pairs.dim() != 2 or pairs.shape[1] != 2:
+        raise ValueError(
+            f"{path}: expected edge of shape (edges, 2), each edge once, got {tuple(pairs.shape)}"
+        )
+    none = torch.zeros(int(nodes.sum()) + len(pairs), 1, dtype=torch.int)
+    x = found.get("atom_type", found.get("node_feat", none[: int(nodes.sum())]))
+    edge_attr = found.get("bond_type", found.get("edge_feat", none[: len(pairs)]))
+    read = {
+        "x": _columns(x, len(x)),
+        "edge_index": torch.stack([pairs, pairs.flip(1)], 1).reshape(-1, 2).T.contiguous(),
+        "edge_attr": _columns(edge_attr, len(edge_attr)).repeat_interleave(2, 0),
+        "nodes": nodes,
+        "edges": 2 * found["n_edge"].long(),
+        "y": _columns(found["y"], len(found["y"])),
+    }
+    return read | ({"split": found["split"]} if "split" in found else {})
+
+
+def _named_parts(path: Path, read: Tensors) -> Parts:
+    """The rows of each part that the array ``split`` names; all in ``train`` without it."""
+    count = len(read["y"])
+    if "split" not in read:
+        return {"train": list(range(count))}
+    split = read.pop("split").tolist()
+    unknown = sorted(set(split) - {0, 1, 2})
+    if unknown or len(split) != count:
+        raise ValueError(
+            f"{path}: expected split to have 0 (train), 1 (valid) or 2 (test) for each of "
+            f"{count} graphs, got {len(split)} numbers{f', such as {unknown[0]}' * bool(unknown)}"
+        )
+    return {p: [row for row, of in enumerate(split) if of == n] for n, p in enumerate(PARTS)}
+
+
+def _own(data: str, where: str, read: Tensors, named: Parts, labels: Wanted) -> GraphSet:
     y, metric, classes, why = _labels(read["y"], labels)
     of_class = y[:, 0].tolist() if metric == "accuracy" else None
     parts, split_by = three_parts(named, where, of_class)
     if of_class is not None:
         known = y[:, 0].isfinite().tolist()
         labelled = {part: [row for row in rows if known[row]] for part, rows in parts.items()}
-        refuse_unseen(Labels("classes", classes, of_class, why), labelled, where)
+        refuse_unseen(Labels(classes, of_class, why), labelled, where)
     split = torch.full((len(y),), 255, dtype=torch.uint8)
     for number, part in enumerate(PARTS):
         split[torch.tensor(parts[part])] = number
@@ -110,6 +196,8 @@ def _graph_set(data: str, where: str, read: Tensors, named: Parts, labels: Wante
         edge_features=edge_features,
     )
     graphs = usable(graphs, Path(where))
+    structure = graphs.nodes, graphs.edges, graphs.edge_index, graphs.edge_attr
+    every = (*structure, graphs.x, graphs.y, graphs.split)
     own = OwnData(
         name=graphs.name,
         source=where,
@@ -117,16 +205,9 @@ def _graph_set(data: str, where: str, read: Tensors, named: Parts, labels: Wante
         split_by=split_by,
         labels=why,
         unit="graphs",
-        digest=_digest(graphs),
+        digest=digest_of(np.ascontiguousarray(part.numpy()).tobytes() for part in every),
     )
     return dataclasses.replace(graphs, own=own)
-
-
-def _digest(graphs: GraphSet) -> str:
-    """A hash of everything that was read, labels and parts included."""
-    structure = graphs.nodes, graphs.edges, graphs.edge_index, graphs.edge_attr
-    every = (*structure, graphs.x, graphs.y, graphs.split)
-    return digest_of(np.ascontiguousarray(part.numpy()).tobytes() for part in every)
 
 
 def _labels(y: Tensor, wanted: Wanted) -> tuple[Tensor, Metric, tuple[str, ...], str]:
@@ -145,7 +226,7 @@ def _labels(y: Tensor, wanted: Wanted) -> tuple[Tensor, Metric, tuple[str, ...],
         found = decide(texts, "y", wanted, advice="give every graph its class or number as y")
         values = torch.full(y.shape, torch.nan)
         values[known, 0] = torch.tensor(found.values)
-        metric: Metric = "accuracy" if found.kind == "classes" else "mae"
+        metric: Metric = "accuracy" if found.classes else "mae"
         return values, metric, found.classes, f"y: {found.why}; measured by {metric}"
     if wanted == "classes":
         raise ValueError(f"labels=classes takes one column y, got {y.shape[1]}")
@@ -180,49 +261,6 @@ def _features(features: Tensor, where: str, of: str) -> tuple[Tensor, Features]:
     kinds = features.int()
     sizes = kinds.amax(0) + 1 if len(kinds) else torch.ones(kinds.shape[1], dtype=torch.int)
     return kinds, tuple(sizes.tolist())
-
-
-def _from_npz(path: Path) -> tuple[Tensors, Parts]:
-    arrays = read_npz(path, _NEEDED)
-    with np.load(path, allow_pickle=False) as file:
-        present = [name for name in _OPTIONAL if name in file.files]
-    arrays |= read_npz(path, present)
-    found = {name: _signed(array) for name, array in arrays.items()}
-    nodes, edges, pairs = found["n_node"].long(), found["n_edge"].long(), found["edge"].long()
-    if pairs.dim() != 2 or pairs.shape[1] != 2:
-        raise ValueError(
-            f"{path}: expected edge of shape (edges, 2), each edge once, got {tuple(pairs.shape)}"
-        )
-    both = torch.stack([pairs, pairs.flip(1)], 1).reshape(-1, 2)
-    none = torch.zeros(len(pairs), 1, dtype=torch.int)
-    y = found["y"].reshape(len(found["y"]), -1)
-    read = {
-        "x": found.get("node_feat", torch.zeros(int(nodes.sum()), 1, dtype=torch.int)),
-        "edge_index": both.T.contiguous(),
-        "edge_attr": found.get("edge_feat", none).repeat_interleave(2, 0),
-        "nodes": nodes,
-        "edges": 2 * edges,
-        "y": y,
-    }
-    if "split" not in found:
-        return read, {"train": list(range(len(y)))}
-    split = found["split"].tolist()
-    unknown = sorted(set(split) - {0, 1, 2})
-    if unknown or len(split) != len(y):
-        raise ValueError(
-            f"{path}: expected split to have 0 (train), 1 (valid) or 2 (test) for each of "
-            f"{len(y)} graphs, got {len(split)} numbers{f', such as {unknown[0]}' * bool(unknown)}"
-        )
-    return read, {
-        part: [row for row, of in enumerate(split) if of == number]
-        for number, part in enumerate(PARTS)
-    }
-
-
-def _signed(array: np.ndarray) -> Tensor:
-    # torch has few operations on unsigned integers
-    wide = array.astype(np.int64) if array.dtype.kind in "ub" else array
-    return torch.from_numpy(wide)
 
 
 def _processed_files(folder: Path) -> dict[str, Path]:
@@ -277,7 +315,14 @@ def _load(path: Path) -> list[Any]:
 def _imported(data: str, data_dir: Path) -> tuple[list[Any], Parts]:
     """The graphs of a PyG data set that is constructed, which may download it."""
     module, name, *rest = data.split(":")
-    make = _find_class("torch_geometric.datasets" if module == "pyg" else module, name, data)
+    module = "torch_geometric.datasets" if module == "pyg" else module
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"data={data}: there is no data set {name} in the module {module} ({error}); expected "
+            "pyg:CLASS:NAME or MODULE:CLASS:NAME, from the working directory or installed"
+        ) from error
     takes = inspect.signature(make).parameters
     given: dict[str, Any] = {}
     if "root" in takes:
@@ -290,36 +335,17 @@ def _imported(data: str, data_dir: Path) -> tuple[list[Any], Parts]:
     parts: Parts = {}
     for split in _SPLITS if "split" in takes else ("train",):
         arguments = given | ({"split": split} if "split" in takes else {})
-        found = _construct(make, arguments, data)
+        try:
+            found = list(make(**arguments))
+        except Exception as error:
+            # a data set of the caller's own may fail in any way
+            raise ValueError(
+                f"data={data} could not be constructed with {arguments}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         parts[str(part_named(split))] = list(range(len(graphs), len(graphs) + len(found)))
         graphs += found
     return graphs, parts
-
-
-def _find_class(module: str, name: str, data: str) -> Callable[..., Any]:
-    try:
-        found = importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(
-            f"data={data}: the module {module} cannot be imported ({error}); expected "
-            "pyg:CLASS:NAME or MODULE:CLASS:NAME, from the working directory or installed"
-        ) from error
-    make = getattr(found, name, None)
-    if not callable(make):
-        raise ValueError(f"data={data}: the module {module} has no data set {name}")
-    return make
-
-
-def _construct(make: Callable[..., Any], arguments: dict[str, Any], data: str) -> list[Any]:
-    try:
-        return list(make(**arguments))
-    except Exception as error:
-        # a data set of the caller's own may fail in any way
-        words = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        raise ValueError(
-            f"data={data} could not be constructed with {words or 'no arguments'}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def _joined(where: str, graphs: Sequence[Any]) -> Tensors:
@@ -336,9 +362,12 @@ def _joined(where: str, graphs: Sequence[Any]) -> Tensors:
     x = [_columns(graph.x, graph.num_nodes) for graph in graphs]
     edge_attr = [_columns(graph.edge_attr, graph.edge_index.shape[1]) for graph in graphs]
     y = [torch.as_tensor(graph.y).reshape(-1) for graph in graphs]
-    for what, rows in (("x", x), ("edge_attr", edge_attr)):
-        _refuse_mixed(where, what, [row.shape[-1] for row in rows])
-    _refuse_mixed(where, "y", [len(row) for row in y])
+    for what, rows in (("x", x), ("edge_attr", edge_attr), ("y", y)):
+        if len({row.shape[-1] for row in rows}) > 1:
+            raise ValueError(
+                f"{where}: expected as many columns of {what} in every graph, and one label or "
+                f"row of labels each, got {sorted({row.shape[-1] for row in rows})}"
+            )
     return {
         "x": torch.cat(x),
         "edge_index": torch.cat([graph.edge_index.long() for graph in graphs], 1),
@@ -354,13 +383,3 @@ def _columns(features: Tensor | None, count: int) -> Tensor:
     if features is None:
         return torch.zeros(count, 1, dtype=torch.int)
     return features.reshape(count, -1) if count else features.reshape(0, features.shape[-1])
-
-
-def _refuse_mixed(where: str, what: str, sizes: Sequence[int]) -> None:
-    """Raise ValueError if graphs have different numbers of columns."""
-    if len(set(sizes)) > 1:
-        other = next(number for number, size in enumerate(sizes) if size != sizes[0])
-        raise ValueError(
-            f"{where}: {what} of graph 0 has {sizes[0]} columns, of graph {other} {sizes[other]}; "
-            "expected one label or row of labels per graph, and the same columns in all of them"
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from gfsa_experiments.data.own import name_of
-from gfsa_experiments.data.tables import refuse_columns
-from gfsa_experiments.data.token_batches import hold_out
+from gfsa_experiments.data.own import hold_out, name_of
+from gfsa_experiments.data.tables import read_labelled, refuse_columns
 from gfsa_experiments.engine.config import (
     Count,
     CountOrZero,
@@ -23,13 +22,22 @@ from gfsa_experiments.engine.config import (
     TrainConfig,
     check_multiple,
 )
-from gfsa_experiments.engine.task import Classification, Recipe, Split, TensorRows, as_it_is
+from gfsa_experiments.engine.task import (
+    Classification,
+    OwnData,
+    Recipe,
+    Split,
+    TensorRows,
+    as_it_is,
+)
 from gfsa_experiments.models.encoder import Attention, Encoder
+from gfsa_experiments.tasks import listops
 from gfsa_experiments.tasks.image import data as cifar
-from gfsa_experiments.tasks.lra import listops
-from gfsa_experiments.tasks.lra.data import BYTES, read_listops, read_texts
 
 _PIXELS = cifar.SIDE**2
+_BYTES = 256
+# labels are stored in bytes
+_MOST_CLASSES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,28 +187,23 @@ def build(config: LraConfig, data_dir: Path) -> LraTask:
     """Read (or generate) the sequences and build the encoder."""
     data_dir = Path(data_dir).absolute()
     if config.data:
-        return _own_task(config, data_dir)
+        parts, classes, own = _read_texts(config, data_dir)
+        task = LraTask(make_encoder(config, classes), _padded(config, parts), listops.PAD)
+        task.own_data = own
+        return task
     if config.task == "listops":
-        return LraTask(make_encoder(config), _lists(config, data_dir), listops.PAD)
+        lists = listops.read_listops(data_dir)
+        named = {"train": lists["train"], "valid": lists["val"], "test": lists["test"]}
+        return LraTask(make_encoder(config), _padded(config, named), listops.PAD)
     return LraTask(make_encoder(config), _images(data_dir, config.holdout), None)
-
-
-def _own_task(config: LraConfig, data_dir: Path) -> LraTask:
-    longest = config.length - 1
-    found = read_texts(config.data, data_dir, config.text, config.label_column, longest)
-    model = make_encoder(config, found.classes)
-    task = LraTask(model, _padded(config, found.parts), listops.PAD)
-    task.own_data = found.own
-    return task
 
 
 def make_encoder(config: LraConfig, num_classes: int = 10) -> Encoder:
     is_lists = config.task == "listops" and not config.data
-    is_padded = is_lists or bool(config.data)
     return Encoder(
-        vocabulary=len(listops.TOKENS) if is_lists else BYTES,
+        vocabulary=len(listops.TOKENS) if is_lists else _BYTES,
         num_classes=num_classes,
-        max_length=config.length - 1 if is_padded else _PIXELS,
+        max_length=config.length - 1 if is_lists or config.data else _PIXELS,
         attention=config.attention,
         dim=config.dim,
         depth=config.depth,
@@ -212,10 +215,31 @@ def make_encoder(config: LraConfig, num_classes: int = 10) -> Encoder:
     )
 
 
-def _lists(config: LraConfig, data_dir: Path) -> dict[str, Split]:
-    parts = read_listops(data_dir)
-    named = {"train": parts["train"], "valid": parts["val"], "test": parts["test"]}
-    return _padded(config, named)
+def _read_texts(
+    config: LraConfig, data_dir: Path
+) -> tuple[dict[str, listops.Sequences], int, OwnData | None]:
+    """The bytes of texts with classes from a table; those that are too long are cut."""
+    given = config.data, data_dir, (config.text,), config.label_column
+    rows = read_labelled(*given, only_classes=True)
+    classes, longest = len(rows.labels.classes), config.length - 1
+    if classes > _MOST_CLASSES:
+        raise ValueError(
+            f"{config.data}: this recipe predicts up to {_MOST_CLASSES} classes, and the column "
+            f"{config.label_column} has {classes}; the recipe text predicts any number of them"
+        )
+    # 0 is the padding
+    whole = [row[0].replace("\0", " ").encode() for row in rows.texts]
+    cut = sum(len(one) > longest for one in whole)
+    own = rows.own
+    if cut and own is not None:
+        said = f"{own.split_by}; {cut} texts of more than {longest} bytes are cut"
+        own = replace(own, split_by=said)
+    values = rows.labels.values
+    parts = {
+        part: listops.Sequences.of((whole[row][:longest], int(values[row])) for row in chosen)
+        for part, chosen in rows.parts.items()
+    }
+    return parts, classes, own
 
 
 def _padded(config: LraConfig, named: dict[str, listops.Sequences]) -> dict[str, Split]:

@@ -1,9 +1,4 @@
-"""Which tokens see each other in a layer: read from its arguments by its library's conventions.
-
-Classes of one library give their masks different meanings (True may show or hide), or hide pairs by
-code of their own. What was read from a layer's arguments is therefore compared with the attention
-map, or with the masks of the operator, in the first forward of each kind of mask.
-"""
+"""Which tokens of a block see each other, and the mean of the tokens that a query sees."""
 
 from __future__ import annotations
 
@@ -12,46 +7,43 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gfsa.operators import Operator
-from gfsa.operators.visibility import Visibility
-from gfsa.plugs.checks.proof import has_no_values
+from gfsa.operators import Visibility
+from gfsa.operators.base import at_least_float32
+from gfsa.operators.call import is_exporting
 from gfsa_experiments.models.attention import SoftmaxAttention
 
+# the longest scan that torch's compiler keeps within one program of a GPU
+CHUNK = 128
 # by library: the arguments that its reader below reads, and those of cross-attention
 _OF_TORCH = {"attn_mask", "key_padding_mask", "src_key_padding_mask", "src_mask"}
 _KNOWN_MASKS = {
-    "transformers": {"attention_mask", "mask", "encoder_attention_mask"},
+    "transformers": {"attention_mask", "encoder_attention_mask"},
     "timm": {"attn_mask", "mask"},
     "speechbrain": _OF_TORCH,
     "gfsa_experiments.models": {"mask"},
     "torch": _OF_TORCH,
 }
 
-# Swin's window masks have -100 where others have -inf
-_SWIN_HIDES_BELOW = -50.0
-
 
 class Reader:
-    """Reads which tokens see each other from the arguments of a module's forward.
+    """Reads which tokens see each other from the arguments of a block's forward.
 
     Args:
-        module: the module whose arguments are read: a block, or an attention module.
+        module: the module whose arguments are read: a block, or its attention.
         attention: the attention module inside it (or the module itself).
-        whole: whether the method needs all tokens, so that none may be in a cache.
     """
 
-    def __init__(self, module: nn.Module, attention: nn.Module, whole: bool) -> None:
-        library = library_of(module)
-        if library not in _READERS:
+    def __init__(self, module: nn.Module, attention: nn.Module) -> None:
+        self.library = library_of(module)
+        if self.library not in _READERS:
             raise ValueError(
                 f"the masks of a {type(module).__name__} cannot be read: expected a module of "
                 f"{', '.join(_READERS)}"
             )
-        self.library = library
         self.attention = attention
-        self.whole = whole
         kinds = inspect.Parameter
         self.names = tuple(
             name
@@ -70,17 +62,16 @@ class Reader:
                 "nested tensors are not supported here; pad the batch and pass a padding mask "
                 "(nn.TransformerEncoder(..., enable_nested_tensor=False))"
             )
-        known = _KNOWN_MASKS[self.library]
         for name, value in given.items():
-            if "mask" in name and isinstance(value, Tensor) and name not in known:
+            known = name in _KNOWN_MASKS[self.library]
+            if "mask" in name and isinstance(value, Tensor) and not known:
                 raise TypeError(
                     f"{type(self.attention).__name__} is called with a mask {name}, which cannot "
                     "be read: the method would include tokens that it hides"
                 )
-        if self.whole:
-            _refuse_a_past(self.attention, given)
+        _refuse_a_past(self.attention, given)
         seen = _READERS[self.library](self.attention, given, args[len(self.names) :])
-        if self.whole and seen.mask is not None and not _fits(seen.mask, tokens):
+        if seen.mask is not None and not _fits(seen.mask, tokens):
             raise ValueError(
                 f"a mask of shape {tuple(seen.mask.shape)} does not fit tokens of shape "
                 f"{tuple(tokens.shape)}: with a cache the layer gets only the newest tokens, and "
@@ -101,18 +92,14 @@ def library_of(module: nn.Module) -> str:
 
 
 def _transformers(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
-    # T5 and its relatives call it mask
-    mask = _first(given, "attention_mask", "mask")
-    own = _own_pairs(attention, given, mask)
+    mask = given.get("attention_mask")
     described = getattr(mask, "visible", None)
     if isinstance(described, Visibility):
         # what the masks of a plugged model say, not written out
-        if own is None:
-            return described
-        mask = mask.tensor()
+        return described
     causal = bool(getattr(attention, "is_causal", False))
     if mask is None:
-        return Visibility.from_masks(own, causal=causal)
+        return Visibility(causal=causal)
     if not isinstance(mask, Tensor):
         raise TypeError(
             f"an attention mask of type {type(mask).__name__} cannot be read; use "
@@ -120,38 +107,11 @@ def _transformers(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibi
         )
     if mask.dim() == 2:
         # flash attention's mask contains padding only
-        return Visibility.from_masks(own, keys=mask.bool(), causal=causal)
-    if mask.dim() == 3:
-        mask = _of_windows(mask, next(iter(given.values())))
-    seen = Visibility.from_masks(mask)
-    return seen if own is None or seen.mask is None else Visibility.from_masks(seen.mask & own)
-
-
-def _of_windows(mask: Tensor, windows: Tensor) -> Tensor:
-    """Swin's masks, one for each window of an image, repeated for each image."""
-    visible = mask > _SWIN_HIDES_BELOW if mask.is_floating_point() else mask.bool()
-    return visible.repeat(len(windows) // len(mask), 1, 1)
-
-
-def _own_pairs(attention: Any, given: Mapping[str, Any], mask: Tensor | None) -> Tensor | None:
-    """Which pairs a module hides by a buffer of its own (OpenAI GPT, ImageGPT, GPT-Neo), if any.
-
-    Such a module adds it to the mask that it is given.
-    """
-    own = dict(attention.named_buffers(recurse=False)).get("bias")
-    length = next(iter(given.values())).shape[-2]
-    if own is None or own.dim() != 4 or own.shape[-1] != own.shape[-2]:
-        return None
-    if mask is not None and mask.shape[-1] != length:
-        # the rows of the newest tokens; the mask that comes with a cache is whole
-        return None
-    return own[..., :length, :length].bool()
+        return Visibility.from_masks(keys=mask.bool(), causal=causal)
+    return Visibility.from_masks(mask)
 
 
 def _timm(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
-    windows = given.get("mask")
-    if windows is not None:
-        return Visibility.from_masks(_of_windows(windows, given["x"]))
     return Visibility.from_masks(given.get("attn_mask"), causal=bool(given.get("is_causal", False)))
 
 
@@ -209,56 +169,88 @@ def _fits(mask: Tensor, tokens: Tensor) -> bool:
     return mask.shape[-1] in tokens.shape[:-1] and mask.shape[-2] in (1, mask.shape[-1])
 
 
-# what a softmax leaves of a hidden key: Swin adds -100, others the smallest number
-_HIDDEN = 1e-12
-
-Kind = tuple[bool, ...]
-
-
-def kind_of(read: Visibility) -> Kind:
-    """What a layer was given: padding, pairs, causality, a window, documents."""
-    given = (read.keys, read.pairs, read.window, read.documents)
-    return (read.causal, *(part is not None for part in given))
-
-
-def refusal_of_reading(
-    read: Visibility, operator: Operator, v: Tensor, training: bool
-) -> tuple[str | None, bool]:
-    """How ``read`` differs from what the operator does, or None; and whether that was decisive.
+def mean_of_visible(visible: Visibility, x: Tensor, queries: int) -> Tensor:
+    r""":math:`m_i = \frac{1}{|S_i|} \sum_{j \in S_i} x_j`, where query i sees the keys S_i.
 
     Args:
-        read: which keys each query sees, as read from the layer's arguments.
-        operator: the layer's attention map.
-        v: its values, ``(B, H, N, D)``.
-        training: whether entries of the map may have been dropped.
+        x: ``(B, H, N, D)``.
+        queries: the number of queries, the newest tokens if there are fewer than N.
+
+    Returns:
+        ``(B, H, queries or 1, D)`` in float32 at least; zeros for a query that sees no key.
     """
-    length = v.shape[-2]
-    if v.is_meta or has_no_values(v) or length < 2:
-        return None, False
-    with torch.no_grad():
-        visible = read.rows(0, length, length, v.device)
-        used = operator.visibility()
-        if used is not None:
-            seen = used.rows(0, length, length, v.device)
-            if bool((visible & ~seen).any()):
-                return "a query would average keys that its attention hides", True
-            return None, True
-        try:
-            matrix = operator.dense().abs()
-        except TypeError:
-            return None, False
-        if matrix.shape[-1] != matrix.shape[-2]:
-            # the rows of the newest tokens, with a cache
-            return None, False
-        visible = visible.expand(*visible.shape[:-2], length, length)
-        # a query that sees nothing may have any row
-        hidden = ~visible & visible.any(-1, keepdim=True)
-        if bool(((matrix > _HIDDEN) & hidden).any()):
-            return "a query attends to keys that its average would leave out", True
-        if training or matrix.dtype not in (torch.float32, torch.float64):
-            # an entry may be zero because it was dropped, or too small for its dtype
-            return None, False
-        unused = (matrix == 0).all(-3, keepdim=True)
-        if bool((visible & unused).any()):
-            return "a query would average keys that its attention hides", True
-    return None, True
+    dtype = at_least_float32(x.dtype)
+    keys, pairs = visible.keys, visible.pairs
+    if pairs is not None:
+        # weights rather than a sum to divide, which could leave the range of float16
+        weights = pairs.to(dtype) / pairs.sum(-1, keepdim=True).clamp(min=1)
+        return (weights.to(x.dtype) @ x).to(dtype)
+    described = visible.window is not None or visible.documents is not None
+    if keys is not None and not described:
+        x = x.masked_fill(~keys[..., None], 0.0)
+    # torch's cumsum is not deterministic on a GPU
+    if described or (visible.causal and torch.are_deterministic_algorithms_enabled()):
+        weights = mean_matrix(visible, x.shape[-2], x)[..., x.shape[-2] - queries :, :]
+        return (weights @ x).to(dtype)
+    if visible.causal:
+        mean = running_sum(x, dtype) / _counts_so_far(visible, x)
+        return mean[..., x.shape[-2] - queries :, :]
+    if keys is not None:
+        count = keys[..., None].sum(-2, keepdim=True).clamp(min=1)
+        return x.sum(-2, keepdim=True, dtype=dtype) / count
+    return x.mean(-2, keepdim=True, dtype=dtype)
+
+
+def _counts_so_far(visible: Visibility, x: Tensor) -> Tensor:
+    """``(..., N, 1)``, how many keys a query of a causal layer sees, and 1 where it is none."""
+    if visible.keys is not None:
+        return running_sum(visible.keys[..., None], torch.int64).clamp(min=1)
+    return torch.arange(1, x.shape[-2] + 1, device=x.device)[:, None]
+
+
+def mean_matrix(visible: Visibility, length: int, like: Tensor) -> Tensor:
+    """The matrix of the mean, ``(B or 1, H or 1, N, N)``: row i has ``1/|S_i|`` on S_i."""
+    seen = visible.rows(0, length, length, like.device)
+    seen = seen.expand(*seen.shape[:-2], length, length)
+    seen = seen[(None,) * (4 - seen.dim())]
+    dtype = at_least_float32(like.dtype)
+    return (seen.to(dtype) / seen.sum(-1, keepdim=True).clamp(min=1)).to(like.dtype)
+
+
+def seen_by_tokens(visible: Visibility) -> Visibility:
+    """The visibility for tokens that are not split into heads: what some head sees."""
+    if visible.mask is None or visible.mask.shape[-3] == 1:
+        return visible
+    keys = None if visible.keys is None else visible.keys.any(-2, keepdim=True)
+    pairs = None if visible.pairs is None else visible.pairs.any(-3, keepdim=True)
+    options = (visible.causal, visible.window, visible.documents, visible.in_order)
+    return Visibility(keys, pairs, *options)
+
+
+def running_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
+    r"""``x.cumsum(-2, dtype=dtype)``, :math:`s_i = \sum_{j \le i} x_j` over the tokens.
+
+    The compiler splits longer scans between programs where there are few of them, and cannot fuse
+    such a scan with an operand that has no token axis (a factor per head or channel): up to torch
+    2.11 it ends with a TypeError (https://github.com/pytorch/pytorch/issues/180221), in the forward
+    or in the gradient. Compiled models therefore sum chunk by chunk.
+
+    Args:
+        x: ``(..., N, D)``.
+    """
+    # an exported program has one form for all lengths
+    if not torch.compiler.is_compiling() or is_exporting():
+        return x.cumsum(-2, dtype=dtype)
+    return sum_by_chunks(x, dtype)
+
+
+def sum_by_chunks(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """:func:`running_sum` by scans of at most :data:`CHUNK` tokens."""
+    tokens = x.shape[-2]
+    if tokens <= CHUNK:
+        return x.cumsum(-2, dtype=dtype)
+    filled = F.pad(x, (0, 0, 0, -tokens % CHUNK))
+    within = filled.unflatten(-2, (-1, CHUNK)).cumsum(-2, dtype=dtype)
+    whole = sum_by_chunks(within[..., -1, :], dtype)
+    before = F.pad(whole[..., :-1, :], (0, 0, 1, 0))
+    return (within + before[..., None, :]).flatten(-3, -2)[..., :tokens, :]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,8 +24,10 @@ from gfsa_experiments.engine.config import (
     check_multiple,
 )
 from gfsa_experiments.engine.measure import Work
-from gfsa_experiments.engine.task import Recipe, Split, Task, TensorRows, as_it_is
+from gfsa_experiments.engine.next_token_loss import cross_entropy
+from gfsa_experiments.engine.task import Recipe
 from gfsa_experiments.models.attention import SoftmaxAttention
+from gfsa_experiments.tasks.pretrain.recipe import PretrainTask
 
 BYTES = 256
 # of ten shares of the modules, one to validate on and one to test on
@@ -57,26 +59,6 @@ def read_parts(folder: Path) -> dict[str, bytes]:
             "Python came without it: use another one, or gfsa train pretrain --set data=FOLDER"
         )
     return {name: b"\0".join(modules) for name, modules in found.items()}
-
-
-def rows_of(text: bytes, block: int, name: str, most: int = 0) -> TensorRows:
-    """Rows ``ids (N, block + 1)`` of bytes: the last of a row is the first of the next.
-
-    Args:
-        text: all bytes of a part.
-        block: how many bytes each row predicts.
-        name: of the part.
-        most: take so many rows, evenly spaced; 0 for all.
-    """
-    count = (len(text) - 1) // block
-    if count < 1:
-        raise ValueError(
-            f"the {name} text has {len(text)} bytes, not enough for a row of {block} and the byte "
-            "after it; set a smaller block"
-        )
-    rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, block + 1, block)
-    taken = min(count, most) if most else count
-    return TensorRows(ids=rows[torch.arange(taken) * count // taken].contiguous())
 
 
 class CausalAttention(SoftmaxAttention):
@@ -239,49 +221,34 @@ class StdlibConfig(TrainConfig):
         return f"stdlib decoder-d{self.depth}-w{self.width}"
 
 
-class StdlibTask(Task):
+class StdlibTask(PretrainTask):
     """Predict the next byte: ``bits_per_byte = mean of −log₂ p(byte | those before it)``."""
 
     metric = "bits_per_byte"
-    higher_is_better = False
+    falling = None
 
     def __init__(self, config: StdlibConfig, data_dir: Path) -> None:
         text = read_parts(source_folder())
-        most = {"valid": config.eval_rows, "test": config.test_rows}
-        self.rows = {
-            name: rows_of(part, config.block, name, most.get(name, 0))
-            for name, part in text.items()
-        }
-        self.splits = {name: Split(rows, as_it_is) for name, rows in self.rows.items()}
+        tokens = {part: np.frombuffer(of_part, np.uint8) for part, of_part in text.items()}
+        wide = {part: of_part.astype(np.uint16) for part, of_part in tokens.items()}
+        self._cut(wide, config, {"valid": config.eval_rows, "test": config.test_rows})
+        self._bytes_per_token = dict.fromkeys(text, 1.0)
         self.model = config.model()
         weights = sum(p.numel() for p in self.model.parameters() if p.dim() > 1)
         # matrix products alone; causal attention is half of a square
         attention = 6.0 * config.depth * config.width * config.block
         self.work = Work(config.block, config.block * (6.0 * weights + attention))
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return self._cross_entropy(model, batch, "mean")
-
-    def predict(self, model: nn.Module, batch: Any) -> Any:
-        return self._cross_entropy(model, batch, "sum").double(), batch["ids"][:, 1:].numel()
-
-    def score(self, predictions: list[Any]) -> dict[str, float]:
-        totals, counts = zip(*predictions, strict=True)
-        loss = float(sum(totals)) / sum(counts)
-        return {"bits_per_byte": loss / math.log(2), "loss": loss}
-
     def example(self) -> Tensor:
         """The first rows of the validation text."""
-        return self.rows["valid"].columns["ids"][:64, :-1].long()
+        rows = self.rows["valid"]
+        return rows.ids(rows.__getitems__(list(range(min(64, len(rows))))))[:, :-1]
 
-    def identity(self, split: str, index: int) -> Any:
-        """The bytes themselves; those of ``train`` are never augmented, so they count too."""
-        return self.rows[split].columns["ids"][index]
+    def probes(self, model: nn.Module) -> None:
+        return None
 
-    def _cross_entropy(self, model: nn.Module, batch: Any, reduction: str) -> Tensor:
-        ids = batch["ids"].long()
-        logits = model(ids[:, :-1]).float()
-        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction=reduction)
+    def _mean(self, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(model(ids), labels)
 
 
 RECIPE = Recipe(

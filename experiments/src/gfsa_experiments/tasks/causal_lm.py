@@ -1,10 +1,10 @@
-"""Language modelling: GPT-2-type models on WikiText and the Penn Treebank."""
+"""Language modelling: GPT-2-type models on WikiText, the Penn Treebank, or text of one's own."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,71 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data import hub
 from gfsa_experiments.data.corpus import corpus_of
-from gfsa_experiments.data.files import check_count, find_file, read_lines
-from gfsa_experiments.data.own import PARTS, digest_of, name_of
-from gfsa_experiments.data.pretrained import load_config, load_model, load_tokenizer
-from gfsa_experiments.data.sources import source_of
-from gfsa_experiments.data.tokenizers import gpt2_tokenizer, token_ids, train_tokenizer
+from gfsa_experiments.data.files import check_count, find_file, source_of
+from gfsa_experiments.data.own import PARTS, digest_of, name_of, text_of
+from gfsa_experiments.data.pretrained import load, load_model, load_tokenizer
+from gfsa_experiments.data.tables import column_of, instead_of_files
+from gfsa_experiments.data.tokenizers import token_ids, train_tokenizer
 from gfsa_experiments.engine.config import Count, ShareBelowOne, TrainConfig, check_multiple
 from gfsa_experiments.engine.next_token_loss import IGNORED, NextTokenLoss
 from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, TensorRows, as_it_is
-
-_REPOSITORY = "Salesforce/wikitext"
-
-
-@lru_cache(maxsize=3)
-def read_corpus(data_dir: Path, name: str, part: str) -> tuple[str, ...]:
-    """The lines of one part, each with the line feed that ends it."""
-    names = [f"ptb.{part}.txt"]
-    if name != "ptb":
-        names = [f"wiki.{part}.tokens", f"wiki.{part}.raw", f"{part}.txt"]
-    try:
-        path = find_file(data_dir, names, source_of(name))
-    except FileNotFoundError as missing:
-        if name == "ptb":
-            raise
-        return _from_hub(data_dir, name, part, missing)
-    lines = tuple(line + "\n" for line in read_lines(path))
-    # the raw files contain the words that the others replace by <unk>: their counts differ
-    if not path.name.startswith(f"wiki.{part}.raw"):
-        _check_words(path, lines, name, part)
-    return lines
-
-
-def own_lines(data_dir: Path, data: str, column: str) -> tuple[dict[str, tuple[str, ...]], str]:
-    """The lines of each part of a corpus of the caller's own, and how the parts were made."""
-    corpus = corpus_of(data, data_dir, column)
-    lines = {
-        part: tuple(line + "\n" for text in documents for line in _lines(text))
-        for part, documents in corpus.documents().items()
-    }
-    return lines, corpus.split_by
-
-
-def _lines(text: str) -> list[str]:
-    """Only line feeds separate lines."""
-    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
-
-
-def _from_hub(data_dir: Path, name: str, part: str, missing: FileNotFoundError) -> tuple[str, ...]:
-    ((where, found),) = hub.fetch(data_dir, _REPOSITORY, f"{name}-v1", [hub.PARTS[part]], missing)
-    (texts,) = hub.columns_of(where, found, "text")
-    # the hub's empty lines lack their line feed
-    lines = tuple(text.rstrip("\n") + "\n" for text in texts)
-    _check_words(where, lines, name, part)
-    return lines
-
-
-def _check_words(where: Path | str, lines: tuple[str, ...], name: str, part: str) -> None:
-    check_count(where, count_words(lines), source_of(name).sizes[PARTS.index(part)], "words")
-
-
-def count_words(lines: tuple[str, ...]) -> int:
-    """Words as these corpora count them: separated by blanks, plus one for each line end."""
-    return sum(len(line.split()) + 1 for line in lines)
-
 
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout")
 
@@ -98,9 +42,9 @@ class CausalLMConfig(TrainConfig):
     dataset: Literal["wikitext-2", "wikitext-103", "ptb"] = "wikitext-2"
     model: str = "gpt2"
     """A folder, a name on the hub, or ``scratch``: a new GPT-2 of the sizes below."""
-    tokenizer: Literal["own", "gpt2", "bpe"] = "own"
-    """The model's own; GPT-2's from its two files below ``--data-dir``; or one of ``vocab_size``
-    tokens that is learned from the training text."""
+    tokenizer: str = "own"
+    """``own``: the model's; ``bpe``: one of ``vocab_size`` tokens that is learned from the training
+    text; or that of another model (``gpt2``), a folder or a name on the hub."""
     vocab_size: Count = 8192
     block: int = 1024
     """The length of the model's input in tokens."""
@@ -145,6 +89,100 @@ class CausalLMConfig(TrainConfig):
         return f"{f'data={name_of(self.data)}' if self.data else self.dataset} {name}"
 
 
+def read_corpus(data_dir: Path, name: str, part: str) -> list[str]:
+    """The lines of one part of a known corpus."""
+    source = source_of(name)
+    names = [f"wiki.{part}.tokens", f"wiki.{part}.raw", f"{part}.txt"]
+    try:
+        path = find_file(data_dir, [f"ptb.{part}.txt"] if name == "ptb" else names, source)
+    except FileNotFoundError as missing:
+        if name == "ptb":
+            raise
+        data = f"hub:Salesforce/wikitext:{name}-v1"
+        (found,) = instead_of_files(missing, data_dir, data, [part.replace("valid", "validation")])
+        # the hub's empty lines lack their line feed
+        where, lines = data, [text.rstrip("\n") for text in column_of(data, found, "text", "")]
+    else:
+        where, lines = str(path), _lines(text_of(path))
+    # the raw files contain the words that the others replace by <unk>: their counts differ
+    if f"wiki.{part}.raw" not in where:
+        check_count(where, count_words(lines), source.sizes[PARTS.index(part)], "words")
+    return lines
+
+
+def _lines(text: str) -> list[str]:
+    """Only line feeds separate lines."""
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+
+
+def count_words(lines: Sequence[str]) -> int:
+    """Words as these corpora count them: separated by blanks, plus one for each line end."""
+    return sum(len(line.split()) + 1 for line in lines)
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """One part of a corpus: its tokens, and the number of words they represent."""
+
+    tokens: np.ndarray
+    words: int
+
+
+@dataclass(frozen=True)
+class EncodedCorpus:
+    vocabulary: int
+    parts: dict[str, EncodedText]
+    split_by: str
+    digest: str
+    """A hash of the text, if it is the caller's own."""
+
+
+@lru_cache(maxsize=2)
+def encode_corpus(
+    data_dir: Path, data: str, column: str, tokenizer: str, vocab_size: int
+) -> EncodedCorpus:
+    """A corpus as token ids, cached for later runs of this process.
+
+    Args:
+        data: one of the data sets; or, with a ``column``, a corpus of the caller's own.
+        tokenizer: of a model, or ``bpe``.
+    """
+    lines: Mapping[str, list[str]]
+    if column:
+        corpus = corpus_of(data, data_dir, column)
+        lines = {p: [x for d in ds for x in _lines(d)] for p, ds in corpus.documents().items()}
+        split_by = corpus.split_by
+    else:
+        lines, split_by = {part: read_corpus(data_dir, data, part) for part in PARTS}, "official"
+    texts = {part: [f"{line}\n" for line in of_part] for part, of_part in lines.items()}
+    if tokenizer == "bpe":
+        encoder = train_tokenizer(texts["train"], vocab_size)
+        size = encoder.get_vocab_size()
+    else:
+        encoder = load_tokenizer(tokenizer)
+        size = len(encoder)
+    parts = {
+        part: EncodedText(np.concatenate(token_ids(encoder, of_part)), count_words(of_part))
+        for part, of_part in texts.items()
+    }
+    pieces = (piece for part, of_part in texts.items() for piece in (part, *of_part))
+    return EncodedCorpus(size, parts, split_by, digest_of(pieces) if column else "")
+
+
+def blocks(text: EncodedText, block: int, name: str) -> TensorRows:
+    """A text cut into blocks of equal length, with the number of words of each on average."""
+    count = len(text.tokens) // block
+    if not count:
+        raise ValueError(
+            f"the {name} text has {len(text.tokens)} tokens, less than a block of {block}; "
+            "set a smaller block"
+        )
+    ids = torch.from_numpy(text.tokens[: count * block].reshape(count, block))
+    # tokens that are not predicted do not count
+    words = text.words / len(text.tokens) * (block - 1)
+    return TensorRows(input_ids=ids, words=torch.full((count,), words))
+
+
 class CausalLMTask(Task):
     """Predict the next token: ``perplexity = exp(mean of −log p(token | those before it))``.
 
@@ -163,9 +201,8 @@ class CausalLMTask(Task):
             data_dir,
             config.data or config.dataset,
             config.text if config.data else "",
-            config.tokenizer,
-            config.model if config.tokenizer == "own" else "",
-            config.vocab_size if config.tokenizer == "bpe" else 0,
+            config.model if config.tokenizer == "own" else config.tokenizer,
+            config.vocab_size,
         )
         if config.data:
             self.own_data = OwnData(
@@ -256,10 +293,9 @@ def new_model(config: CausalLMConfig, vocabulary: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     dropout = 0.1 if config.dropout is None else config.dropout
-    # GPUs are fastest with a multiple of 64 rows in the embedding
-    rows = -(-vocabulary // 64) * 64
     sizes = GPT2Config(
-        vocab_size=rows,
+        # GPUs are fastest with a multiple of 64 rows in the embedding
+        vocab_size=-(-vocabulary // 64) * 64,
         n_positions=config.block,
         n_embd=config.width,
         n_layer=config.depth,
@@ -274,9 +310,9 @@ def new_model(config: CausalLMConfig, vocabulary: int) -> Any:
 
 
 def _pretrained(config: CausalLMConfig) -> Any:
-    from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    sizes = load_config(config.model)
+    sizes = load(AutoConfig, config.model)
     is_causal = getattr(sizes, "is_decoder", False) or sizes.is_encoder_decoder
     if type(sizes) in MODEL_FOR_MASKED_LM_MAPPING and not is_causal:
         raise ValueError(
@@ -293,65 +329,6 @@ def _pretrained(config: CausalLMConfig) -> Any:
         for name in names:
             setattr(sizes, name, config.dropout)
     return load_model(AutoModelForCausalLM, config.model, config=sizes)
-
-
-@dataclass(frozen=True)
-class EncodedText:
-    """One part of a corpus: its tokens, and the number of words they represent."""
-
-    tokens: np.ndarray
-    words: int
-
-
-@dataclass(frozen=True)
-class EncodedCorpus:
-    vocabulary: int
-    parts: dict[str, EncodedText]
-    split_by: str
-    digest: str
-    """A hash of the text, if it is the caller's own."""
-
-
-@lru_cache(maxsize=2)
-def encode_corpus(
-    data_dir: Path, data: str, column: str, tokenizer: str, model: str, vocab_size: int
-) -> EncodedCorpus:
-    """A corpus as token ids, cached for later runs of this process.
-
-    Args:
-        data: one of the data sets; or, with a ``column``, a corpus of the caller's own.
-    """
-    if column:
-        lines, split_by = own_lines(data_dir, data, column)
-    else:
-        lines, split_by = {name: read_corpus(data_dir, data, name) for name in PARTS}, "official"
-    if tokenizer == "gpt2":
-        encoder = gpt2_tokenizer(data_dir)
-    elif tokenizer == "bpe":
-        encoder = train_tokenizer(lines["train"], vocab_size)
-    else:
-        encoder = load_tokenizer(model)
-    parts = {
-        name: EncodedText(np.concatenate(token_ids(encoder, part)), count_words(part))
-        for name, part in lines.items()
-    }
-    size = len(encoder) if tokenizer == "own" else encoder.get_vocab_size()
-    pieces = (piece for name, part in lines.items() for piece in (name, *part))
-    return EncodedCorpus(size, parts, split_by, digest_of(pieces) if column else "")
-
-
-def blocks(text: EncodedText, block: int, name: str) -> TensorRows:
-    """A text cut into blocks of equal length, with the number of words of each on average."""
-    count = len(text.tokens) // block
-    if not count:
-        raise ValueError(
-            f"the {name} text has {len(text.tokens)} tokens, less than a block of {block}; "
-            "set a smaller block"
-        )
-    ids = torch.from_numpy(text.tokens[: count * block].reshape(count, block))
-    # tokens that are not predicted do not count
-    words = text.words / len(text.tokens) * (block - 1)
-    return TensorRows(input_ids=ids, words=torch.full((count,), words))
 
 
 RECIPE = Recipe(

@@ -1,4 +1,4 @@
-"""ListOps of the Long Range Arena: generates nested lists of operators and digits.
+"""ListOps of the Long Range Arena: nested lists of operators and digits, read or generated.
 
 The value of ``[MAX 4 3 [MIN 2 3 ] 1 0 ]`` is 4. The official rules: an operator has 2 to 10
 arguments, each an operator with probability 1/4 and a digit otherwise, at depth 10 (the root has
@@ -6,22 +6,23 @@ depth 1) always a digit; operators are MIN, MAX, MED (the median, rounded down) 
 modulo 10); lists of more than 500 and fewer than 2,000 tokens are kept (so the root is always an
 operator), without duplicates; 96,000 to train on, 2,000 to validate on, 2,000 to test on.
 
-Trees are drawn level by level in numpy, some thousands at once. To write the official tsv files:
-``python -m gfsa_experiments.tasks.lra.listops FOLDER``.
+Trees are drawn level by level in numpy, some thousands at once.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
+from filelock import FileLock
 
+from gfsa_experiments.data.files import check_count, find_file, read_npz, source_of
+from gfsa_experiments.data.tables import open_table, usable_rows
 from gfsa_experiments.engine.whole_files import write_whole
 
 COUNTS = {"train": 96_000, "val": 2_000, "test": 2_000}
@@ -174,49 +175,68 @@ def _spell(levels: list[_Level], spans: list[np.ndarray], offsets: np.ndarray) -
     return tokens
 
 
-def to_text(tokens: np.ndarray) -> str:
-    """A sequence as in the official files, with parentheses around every step of a list.
-
-    ``[MAX 4 3 ]`` is ``( ( ( [MAX 4 ) 3 ) ] )``.
-    """
-    pieces: list[str] = []
-    opened: list[tuple[int, int]] = []
-    for token in tokens.tolist():
-        if _OPERATOR <= token < _CLOSE:
-            opened.append((len(pieces), 0))
-            pieces.append(TOKENS[token])
-            continue
-        if token == _CLOSE:
-            at, count = opened.pop()
-            pieces[at] = "( " * (count + 1) + pieces[at]
-        pieces.append(f"{TOKENS[token]} )")
-        if opened:
-            at, count = opened[-1]
-            opened[-1] = at, count + 1
-            if token == _CLOSE:
-                pieces.append(")")
-    return " ".join(pieces)
+_GENERATED = "listops_seed0.npz"
+_ARRAYS = ("tokens", "offsets", "labels")
+# only words and brackets count: parentheses repeat the structure
+_CODES = {token: code for code, token in enumerate(TOKENS) if code}
 
 
-def write_listops(folder: Path, seed: int = 0, counts: dict[str, int] | None = None) -> None:
-    """Write ``basic_train.tsv``, ``basic_val.tsv`` and ``basic_test.tsv``."""
-    for part, sequences in make_listops(seed, counts).items():
-        write_whole(folder / f"basic_{part}.tsv", functools.partial(_write_tsv, sequences))
+@functools.lru_cache(maxsize=2)
+def read_listops(data_dir: Path) -> dict[str, Sequences]:
+    """``train``, ``val`` and ``test``; generated and stored if they do not exist."""
+    source = source_of("listops")
+    paths: dict[str, Path] = {}
+    for part in COUNTS:
+        try:
+            paths[part] = find_file(data_dir, [f"basic_{part}.tsv"], source)
+        except FileNotFoundError:
+            # one part without the others is a mistake
+            if paths:
+                raise
+            break
+    else:
+        return {part: _read_tsv(path, COUNTS[part]) for part, path in paths.items()}
+    stored = [folder / _GENERATED for folder in (data_dir, data_dir / "listops")]
+    path = next((path for path in stored if path.is_file()), stored[-1])
+    if not path.is_file():
+        _generate(path)
+    try:
+        # the npz format has a checksum for each array
+        arrays = read_npz(path, [f"{name}_{part}" for part in COUNTS for name in _ARRAYS])
+    except ValueError as error:
+        raise ValueError(f"{error}, or delete it to generate it again") from error
+    return {part: Sequences(*(arrays[f"{name}_{part}"] for name in _ARRAYS)) for part in COUNTS}
 
 
-def _write_tsv(sequences: Sequences, file: BinaryIO) -> None:
-    file.write(b"Source\tTarget\r\n")
-    for index, label in enumerate(sequences.labels):
-        file.write(f"{to_text(sequences[index])}\t{label}\r\n".encode())
+def _read_tsv(path: Path, official: int) -> Sequences:
+    """Columns Source and Target."""
+    rows = usable_rows(path, open_table(path), ("Source", "Target"), ("", ""))
+    check_count(path, len(rows), official)
+    found = []
+    for source, target in rows:
+        words = source.replace("(", " ").replace(")", " ").split()
+        if not set(words) <= _CODES.keys() or not 0 < len(words) <= LONGEST:
+            raise ValueError(f"{path}: expected lists of {', '.join(_CODES)}, got {source[:60]!r}")
+        found.append((bytes(_CODES[word] for word in words), int(target)))
+    return Sequences.of(found)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write ListOps in the official format.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    write_listops(arguments.folder, arguments.seed)
+def _generate(path: Path) -> None:
+    """Draw the data set and store it; of several processes, one does and the others wait."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            if not path.is_file():
+                print(f"generating ListOps, 100,000 lists, in {path.parent} …", file=sys.stderr)
+                store(path, make_listops())
+    except OSError as error:
+        raise OSError(
+            f"found no ListOps under {path.parents[1]}, and cannot write one there ({error}); "
+            "give a --data-dir that can be written to"
+        ) from error
 
 
-if __name__ == "__main__":
-    main()
+def store(path: Path, parts: dict[str, Sequences]) -> None:
+    """Write the parts where :func:`read_listops` finds them."""
+    arrays = {f"{name}_{p}": getattr(part, name) for p, part in parts.items() for name in _ARRAYS}
+    write_whole(path, functools.partial(np.savez, **arrays))

@@ -1,1 +1,0 @@
-"""Language modelling with GPT-2-type models."""

@@ -1,1 +1,0 @@
-"""Code: detection of defects and clones."""

@@ -1,1 +1,0 @@
-"""Digits: a task that needs no files, small enough for the demo."""

@@ -1,1 +1,0 @@
-"""GLUE: classification of sentences and pairs of sentences."""

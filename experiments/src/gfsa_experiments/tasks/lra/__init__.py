@@ -1,1 +1,0 @@
-"""Long Range Arena: ListOps and CIFAR-10 by pixel."""

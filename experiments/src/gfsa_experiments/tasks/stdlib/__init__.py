@@ -1,1 +1,0 @@
-"""Python's standard library as text: a byte-level decoder from scratch."""

@@ -1,1 +1,0 @@
-"""Texts of a caller's own: classes or numbers."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from gfsa.lens import measure
 from gfsa.lens.measure import attention_entropy
 from gfsa.lens.readings import AttentionReading
-from gfsa.lens.report import passed
+from gfsa.lens.sentences import passed
 from gfsa.operators import (
     AttentionCall,
     AttentionOperator,
@@ -277,7 +277,7 @@ def test_verdicts_agree_with_a_fine_grid(coefficients: list[float]) -> None:
     sigma = torch.linspace(0, 1, 20001, dtype=DOUBLE)[:-1]
     difference = measure.polynomial(numbers, sigma).abs() - numbers.sum().abs()
     clear = difference[difference.abs() > 1e-4]
-    said = measure.verdict(numbers)
+    (said,) = measure.verdicts(numbers[None])
     # what the grid sees clearly, the verdict must say
     if said == "low-pass":
         assert (clear < 0).all()

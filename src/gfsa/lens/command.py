@@ -102,7 +102,14 @@ def diagnose(
             found = LensReport({}, created=now.isoformat(timespec="seconds"))
         found.trajectories |= trajectories
         found.table()
-        _write(found, html, json, figures)
+        if html is not None:
+            found.to_html(html)
+        if json is not None:
+            found.to_json(json)
+        if figures is not None:
+            for name, figure in found.figures.items():
+                letters = (letter if letter.isalnum() else "-" for letter in name)
+                figure.savefig(figures / f"{''.join(letters).strip('-')}.pdf")
     except (ValueError, ImportError, OSError) as error:
         typer.echo(f"gfsa diagnose: {error}", err=True)
         raise typer.Exit(1) from error
@@ -134,17 +141,6 @@ def _make_places(html: Path | None, json: Path | None, figures: Path | None) -> 
                 raise ValueError(
                     f"{folder} cannot be a folder to write into: there is a file of that name"
                 ) from error
-
-
-def _write(report: LensReport, html: Path | None, json: Path | None, figures: Path | None) -> None:
-    """Write what the options name."""
-    if html is not None:
-        report.to_html(html)
-    if json is not None:
-        report.to_json(json)
-    if figures is not None:
-        for name, figure in report.figures.items():
-            figure.savefig(figures / f"{_file_name(name)}.pdf")
 
 
 def _load_sources(names: list[str], untrained: bool) -> list[Source]:
@@ -193,13 +189,12 @@ def _diagnose(
 def _trajectories(names: list[str]) -> dict[str, Any]:
     """``[LABEL=]FILE``, by label; without one, the folder of the file is its name."""
     from gfsa.lens.readings import printable
+    from gfsa.lens.sources import label_of
     from gfsa.lens.trajectory import Trajectory
 
     found: dict[str, Any] = {}
     for text in names:
-        # the name of a run folder may have a "=" in it; a label has none
-        before, _, after = text.partition("=")
-        label, path = ("", text) if Path(text).exists() or not after else (before, after)
+        label, path = label_of(text)
         label = printable(label or Path(path).absolute().parent.name)
         if label in found:
             raise ValueError(f"two files have the same name ({label}): use LABEL=FILE")
@@ -220,7 +215,3 @@ def _layers(text: str) -> str | list[int]:
             f"--layers is all, even, odd, lower, upper or numbers such as 1,5-8,12; got {text!r}"
         ) from None
     return chosen
-
-
-def _file_name(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in name).strip("-")

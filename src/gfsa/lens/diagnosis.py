@@ -15,14 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from gfsa.lens.readings import ModelReading, printable
-from gfsa.lens.record import LensOptions, Recorder, no_nested_tensors, plugged_everywhere
+from gfsa.filters import GFSA, GraphFilter
+from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading, printable
+from gfsa.lens.record import LayerRecord, LensOptions
 from gfsa.lens.report import LensReport
-from gfsa.lens.tokens import AXES_IN_DOUBT, axes_in_doubt
+from gfsa.lens.tokens import AXES_IN_DOUBT, AxesInDoubtError, axes_in_doubt, checked_mask
+from gfsa.lens.watch import Layer, Watch
+from gfsa.operators import Operator
+from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import Unknown
 from gfsa.plugs.running import call, evaluating
-from gfsa.plugs.sites import Layers, Site
+from gfsa.plugs.sites import Layers, Site, accepting_sites, plugged_sites, select_layers, sites
+from gfsa.plugs.transaction import all_or_nothing
 
 Forward = Callable[[nn.Module, Any], Any]
 """Calls a model on a batch."""
@@ -42,7 +48,7 @@ def diagnose(
     most_frequencies: int = 33,
     most_tokens: int = 1024,
     unknown: Unknown = "refuse",
-    progress: bool | Progress | None = None,
+    progress: bool | None = None,
 ) -> LensReport:
     """Measure whether a model over-smooths, where, and what its filters change.
 
@@ -72,8 +78,7 @@ def diagnose(
         most_tokens: no n×n map is built beyond this length, so no singular values of maps.
         unknown: attention that no adapter knows is skipped (``"refuse"``) or traced
             (``"trace"``), as in :func:`gfsa.plug`.
-        progress: True or False for a progress bar (default: in a terminal), or a function that is
-            called with (batches done, number of batches or None).
+        progress: whether to show a progress bar; default: in a terminal.
 
     Returns:
         A report with the readings of each model by its name. A single model has the name of its
@@ -110,7 +115,7 @@ def diagnose(
     readings = {}
     for name, module in models.items():
         chosen = itertools.islice(batches, max_batches)
-        with progress_bar(progress, name, total) as advance:
+        with _progress_bar(progress, name, total) as advance:
             readings[name] = _measure(
                 name,
                 module,
@@ -157,10 +162,10 @@ def _measure(
             advance()
         if not recorder.layers:
             raise ValueError("no attention layer ran: expected at least one batch in inputs")
-        skipped |= _without_response(sites) | dict.fromkeys(recorder.in_doubt, AXES_IN_DOUBT)
         if recorder.in_doubt:
             warnings.warn(axes_in_doubt(recorder.in_doubt), stacklevel=3)
-        own = [s.filter for n, s in sites.items() if n not in bare]
+        skipped |= recorder.without_maps | dict.fromkeys(recorder.in_doubt, AXES_IN_DOUBT)
+        own = [site.filter for name, site in sites.items() if name not in bare]
         first = next(iter(recorder.layers.values()))
         return ModelReading(
             name=name,
@@ -170,7 +175,7 @@ def _measure(
             samples=recorder.samples,
             tokens=recorder.tokens,
             spectral_samples=first.spectral_samples,
-            seconds={"total": time.perf_counter() - start, **recorder.watch.seconds},
+            seconds=time.perf_counter() - start,
             features=recorder.features(),
             attention=recorder.attention(bare),
             skipped=skipped,
@@ -190,16 +195,6 @@ def _call(model: nn.Module, batch: Any) -> Any:
                 "diagnose(..., forward=lambda model, batch: model(batch[0]))"
             )
         raise
-
-
-def _without_response(sites: Mapping[str, Site]) -> dict[str, str]:
-    """The layers whose filter has no frequency response, with the reason."""
-    return {
-        name: f"{type(site.filter).__name__} is not a polynomial of its map: its tokens are shown, "
-        "its response is not"
-        for name, site in sites.items()
-        if not site.filter.is_polynomial
-    }
 
 
 def _without_labels(batch: Any) -> Any:
@@ -224,24 +219,11 @@ def _to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-Progress = Callable[[int, int | None], None]
-
-
 @contextmanager
-def progress_bar(
-    progress: bool | Progress | None, title: str, total: int | None
+def _progress_bar(
+    progress: bool | None, title: str, total: int | None
 ) -> Iterator[Callable[[], None]]:
     """Yields a function that the caller calls after each batch."""
-    if callable(progress):
-        report, done = progress, 0
-
-        def advance() -> None:
-            nonlocal done
-            done += 1
-            report(done, total)
-
-        yield advance
-        return
     if progress is None:
         # a single batch needs no bar
         progress = sys.stderr.isatty() and total != 1
@@ -250,9 +232,242 @@ def progress_bar(
         return
     try:
         from rich.console import Console
-        from rich.progress import Progress as Bar
+        from rich.progress import Progress
     except ImportError:
         raise ImportError("a progress bar needs rich: pip install rich") from None
-    with Bar(console=Console(stderr=True), transient=True) as bar:
+    with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"measuring {title}", total=total)
         yield lambda: bar.advance(task)
+
+
+@contextmanager
+def plugged_everywhere(
+    model: nn.Module, unknown: Unknown
+) -> Iterator[tuple[dict[str, Site], set[str], dict[str, str]]]:
+    """Plug every attention module of the model that has no filter, and unplug it at the end.
+
+    The added filters are ordinary attention, bit for bit, so the model computes what it did.
+
+    Yields:
+        The plugged sites, the names of those that were plugged here, and the refusals of the rest.
+    """
+    found = sites(model, unknown)
+    accepting = accepting_sites(model, found)
+    refusals = {name: site.refusal for name, site in found.items() if site.refusal is not None}
+    bare = {name: site for name, site in accepting.items() if not site.is_plugged}
+    # also if Ctrl-C comes while the filters are removed
+    with all_or_nothing(model):
+        # in one pass, with no parameters
+        ordinary = [(site, GFSA(site.num_heads, K=None, learn=())) for site in bare.values()]
+        install(model, ordinary)
+        plugged = plugged_sites(model)
+        yield plugged, set(bare), refusals
+        uninstall(model, [plugged[name] for name in bare])
+
+
+@contextmanager
+def no_nested_tensors(model: nn.Module) -> Iterator[None]:
+    """Keep torch's encoders from packing padded batches into nested tensors, which have no axes."""
+    packing = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor
+    ]
+    try:
+        for module in packing:
+            module.use_nested_tensor = False
+        yield
+    finally:
+        for module in packing:
+            module.use_nested_tensor = True
+
+
+# a layer is an attention module and the number of its earlier runs in the same forward: models
+# such as ALBERT run one module at every depth
+Key = tuple[str, int]
+
+
+class Recorder:
+    """Hooks on a model whose attention modules are all plugged.
+
+    .. code-block:: python
+
+        with plugged_everywhere(model, "refuse") as (sites, bare, refusals):
+            with Recorder(model, sites, "all", options) as recorder, recorder.listening():
+                model(**batch)
+            recorder.features(), recorder.attention(bare)
+
+    Args:
+        model: as given to :func:`plugged_everywhere`.
+        sites: its attention modules, all plugged.
+        layers: which of them to measure, as in :func:`gfsa.plug`.
+        options: what to measure.
+    """
+
+    def __init__(
+        self, model: nn.Module, sites: dict[str, Site], layers: Layers, options: LensOptions
+    ) -> None:
+        self.sites = sites
+        self.options = options
+        attention = {name: site.module for name, site in sites.items()}
+        self.selected = select_layers(attention, layers)
+        self.watch = Watch(model, attention, self._on_layer, self._on_filter, reads=True)
+        self.in_doubt: list[str] = []
+        """Layers (or the input) whose tokens were left out: axes could not be told apart."""
+        self.without_maps: dict[str, str] = {}
+        """Layers whose response or singular values were left out, with the reason."""
+        self.entry = LayerRecord(0, options)
+        self.layers: dict[Key, LayerRecord] = {}
+        self.samples = 0
+        self.tokens = 0
+        self._handles: list[RemovableHandle] = []
+        self._valid: Tensor | None = None
+        self._turns: dict[str, int] = {}
+        # the layer whose filter ran last, and its record
+        self._last: tuple[Layer, LayerRecord] | None = None
+
+    def __enter__(self) -> Recorder:
+        for site in self.sites.values():
+            # the values with the depth term, which the filter multiplies by its map
+            self._handles.append(site.filter.register_forward_pre_hook(_mix_first))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def listening(self, valid: Tensor | None = None, batch: Any = None) -> Iterator[None]:
+        """Around one forward of the model; padding masks that it is called with are used.
+
+        Args:
+            valid: ``(B, N)``, True where a token counts; overrides all other masks.
+            batch: what the call is made of; a padding mask in it counts as one that the model got.
+        """
+        self._valid, self._turns, self._last = checked_mask(valid), {}, None
+        self.watch.start(self._valid, batch)
+        try:
+            yield
+        finally:
+            self.watch.stop()
+
+    def features(self) -> list[FeatureReading]:
+        records = {"input": self.entry} | {self._title(k): r for k, r in self.layers.items()}
+        return [r.feature_reading(title) for title, r in records.items() if r.features]
+
+    def attention(self, bare: set[str]) -> list[AttentionReading]:
+        """One reading a layer; those whose name is in ``bare`` have no filter of their own."""
+        return [
+            record.attention_reading(
+                self._title(key), self.sites[key[0]].filter, bare=key[0] in bare
+            )
+            for key, record in self.layers.items()
+            if key[0] in self.selected and self.sites[key[0]].filter.is_polynomial
+        ]
+
+    def _title(self, key: Key) -> str:
+        name, turn = key
+        return f"{name} (run {turn + 1})" if (name, 1) in self.layers else name
+
+    def _on_filter(
+        self, layer: Layer, filter: GraphFilter, operator: Operator, v: Tensor, y: Tensor
+    ) -> None:
+        name, length = layer.name, v.shape[-2]
+        if y.shape[-2] != length:
+            raise ValueError(
+                f"{name}: {y.shape[-2]} new tokens attend to {length}: the lens measures whole "
+                "sequences, not decoding steps; leave past_key_values out"
+            )
+        turn = self._turns[name] = self._turns.get(name, -1) + 1
+        is_first = self._last is None
+        if (name, turn) not in self.layers:
+            self.layers[name, turn] = LayerRecord(len(self.layers) + 1, self.options)
+        record = self.layers[name, turn]
+        self._last = layer, record
+        if is_first and layer.entered is not None:
+            self._begin(layer, *layer.entered)
+        if name not in self.selected:
+            return
+        if not filter.is_polynomial:
+            self.without_maps[name] = (
+                f"{type(filter).__name__} is not a polynomial of its map: its tokens are shown, "
+                "its response is not"
+            )
+            return
+        if self.options.spectral and length > self.options.most_tokens:
+            self.without_maps[name] = (
+                f"no singular values: maps of more than {self.options.most_tokens} tokens are not "
+                f"built, and these have {length} (most_tokens=)"
+            )
+        # (..., heads, tokens, features)
+        if y.dim() == 4:
+            self._mask(layer, y.transpose(1, 2).flatten(2), f"that leave the attention of {name}")
+        valid = layer.padding.of((*v.shape[:-3], length), v.device)
+        record.add_attention(filter, operator, v, y, _unless_all(valid))
+
+    def _begin(self, layer: Layer, block: nn.Module, entered: Tensor) -> None:
+        """Count samples and tokens, and measure the input of the first block."""
+        attended = layer.attended
+        assert attended is not None
+        sizes = (attended.batch, attended.length)
+        try:
+            valid = layer.padding.of(sizes, entered.device)
+            tokens = self.watch.reader.tokens(entered, attended, block, valid=valid)
+        except AxesInDoubtError:
+            # how many there are is known
+            tokens = None
+            self._leave_out(layer.name, "the input of the first block")
+        else:
+            if tokens is None:
+                return
+            sizes = (tokens.shape[0], tokens.shape[1])
+        if self._valid is not None and self._valid.shape != sizes:
+            raise ValueError(
+                f"valid must be a mask of the tokens that enter the first block, "
+                f"{sizes} here (batch, tokens), got {tuple(self._valid.shape)}"
+            )
+        valid = layer.padding.of(sizes, entered.device)
+        self.samples += sizes[0]
+        self.tokens += sizes[0] * sizes[1] if valid is None else int(valid.sum())
+        if tokens is not None and self.options.features and layer.name in self.selected:
+            self.entry.add_features(tokens, self._mask(layer, tokens, "that enter the first block"))
+
+    def _on_layer(self, layer: Layer) -> None:
+        """Measure the output of the last block."""
+        if self._last is None or layer is not self._last[0]:
+            return
+        tokens, name = layer.tokens, layer.name
+        if tokens is None:
+            self._leave_out(name, name)
+        elif self.options.features and name in self.selected:
+            valid = self._mask(layer, tokens, f"that leave the block of {name}")
+            self._last[1].add_features(tokens, valid)
+
+    def _mask(self, layer: Layer, tokens: Tensor, which: str) -> Tensor | None:
+        """The mask of tokens ``(B, N, D)``; raises if one that counts is NaN or infinite."""
+        valid = _unless_all(layer.padding.of(tokens.shape[:2], tokens.device))
+        counted = tokens if valid is None else tokens[valid]
+        if not bool(counted.isfinite().all()):
+            raise ValueError(
+                f"tokens {which} have features that are NaN or infinite, so there is nothing to "
+                "measure: the weights diverged, the inputs are not finite, or "
+                f"{tokens.dtype} overflows"
+            )
+        return valid
+
+    def _leave_out(self, layer: str, what: str) -> None:
+        """Note tokens of a layer that are not measured, unless nobody asked for them."""
+        is_asked_for = self.options.features and layer in self.selected
+        if is_asked_for and what not in self.in_doubt:
+            self.in_doubt.append(what)
+
+
+def _mix_first(filter: nn.Module, args: tuple[Operator, Tensor]) -> tuple[Operator, Tensor]:
+    assert isinstance(filter, GraphFilter)
+    return args[0], filter.mixed(*args)
+
+
+def _unless_all(valid: Tensor | None) -> Tensor | None:
+    """A mask that hides something, else None: without a mask less is computed."""
+    return None if valid is None or bool(valid.all()) else valid

@@ -13,7 +13,6 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from gfsa.lens.colours import COLOURS, MARKERS, series_of
@@ -40,6 +39,8 @@ STYLE = {
     "svg.fonttype": "none",
 }
 COLUMN = (3.4, 2.4)
+
+DrawModel = Callable[[Axes, ModelReading, dict[str, Any]], None]
 
 
 class LensFigure(Figure):
@@ -91,18 +92,28 @@ def _figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = COLUMN)
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
+def _looks(models: list[ModelReading]) -> list[dict[str, Any]]:
+    """How the lines of each model look: earlier ones are wider, so that later ones hide none."""
+    numbers = series_of([model.name for model in models])
+    return [
+        {
+            "label": model.name,
+            "color": COLOURS[number],
+            "marker": MARKERS[number],
+            "linewidth": 1.6 + 0.9 * (len(models) - 1 - place),
+        }
+        for place, (model, number) in enumerate(zip(models, numbers, strict=True))
+    ]
+
+
 def _lines(
-    models: list[ModelReading],
-    draw_model: Callable[[Axes, ModelReading, int], None],
-    xlabel: str,
-    ylabel: str,
-) -> Figure:
-    """One panel with what ``draw_model`` draws of each model in its colour."""
+    models: list[ModelReading], draw_model: DrawModel, xlabel: str, ylabel: str
+) -> LensFigure:
+    """One panel with what ``draw_model`` draws of each model."""
     figure, axes = _figure()
     axis = axes[0][0]
-    for number, model in zip(_series(models), models, strict=True):
-        draw_model(axis, model, number)
-    _widen_lines_below(axis)
+    for look, model in zip(_looks(models), models, strict=True):
+        draw_model(axis, model, look)
     axis.set(xlabel=xlabel, ylabel=ylabel)
     axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
     if xlabel.startswith("layer"):
@@ -117,11 +128,10 @@ def _by_depth(
     pick: Callable[[FeatureReading], float],
     label: str,
     top: float | None,
-) -> Figure:
-    def draw_model(axis: Axes, model: ModelReading, number: int) -> None:
+) -> LensFigure:
+    def draw_model(axis: Axes, model: ModelReading, look: dict[str, Any]) -> None:
         xs = [reading.depth for reading in model.features]
-        ys = [pick(reading) for reading in model.features]
-        axis.plot(xs, ys, label=model.name, color=COLOURS[number], marker=MARKERS[number])
+        axis.plot(xs, [pick(reading) for reading in model.features], **look)
 
     figure = _lines(models, draw_model, "layer (0: input)", label)
     figure.axes[0].set_ylim(top=top)
@@ -130,50 +140,47 @@ def _by_depth(
 
 def _heads(
     models: list[ModelReading], pick: Callable[[AttentionReading], list[float]], label: str
-) -> Figure:
-    def draw_model(axis: Axes, model: ModelReading, number: int) -> None:
+) -> LensFigure:
+    """The mean over heads, and their range."""
+
+    def draw_model(axis: Axes, model: ModelReading, look: dict[str, Any]) -> None:
         rows = [(r.depth, [v for v in pick(r) if math.isfinite(v)]) for r in model.attention]
-        xs = [depth for depth, values in rows if values]
-        heads = [values for _, values in rows if values]
-        means, colour = [fmean(values) for values in heads], COLOURS[number]
-        axis.plot(xs, means, label=model.name, color=colour, marker=MARKERS[number])
-        lows, highs = [min(values) for values in heads], [max(values) for values in heads]
-        axis.fill_between(xs, lows, highs, color=colour, alpha=0.12, linewidth=0)
+        rows = [(depth, values) for depth, values in rows if values]
+        xs = [depth for depth, _ in rows]
+        lows, highs = ([end(values) for _, values in rows] for end in (min, max))
+        axis.plot(xs, [fmean(values) for _, values in rows], **look)
+        axis.fill_between(xs, lows, highs, color=look["color"], alpha=0.12, linewidth=0)
 
     figure = _lines(models, draw_model, "layer", label)
     figure.axes[0].set_ylim(top=max(1.05, figure.axes[0].get_ylim()[1]))
     return figure
 
 
-def _singular_values(axis: Axes, model: ModelReading, number: int) -> None:
+def _singular_values(axis: Axes, model: ModelReading, look: dict[str, Any]) -> None:
     if model.features:
         values = model.features[-1].singular_values
         xs = [i / max(1, len(values) - 1) for i in range(len(values))]
-        axis.plot(xs, values, label=model.name, color=COLOURS[number])
+        axis.plot(xs, values, **look | {"marker": ""})
 
 
-def _last_response(axis: Axes, model: ModelReading, number: int) -> None:
+def _last_response(axis: Axes, model: ModelReading, look: dict[str, Any]) -> None:
     """The last layer, as in the paper's Fig. 1a."""
     for layer, spectrum in _spectra(model)[-1:]:
-        _draw_response(axis, number, model.name, layer, spectrum)
-
-
-def _mean_over(rows: list[list[float]]) -> list[float]:
-    return [fmean(column) for column in zip(*rows, strict=True)]
+        _draw_response(axis, layer, spectrum, look)
 
 
 def _spectra(model: ModelReading) -> list[tuple[AttentionReading, Spectrum]]:
     return [(layer, layer.spectrum) for layer in model.attention if layer.spectrum is not None]
 
 
-def _draw_response(
-    axis: Axes, number: int, name: str, layer: AttentionReading, s: Spectrum
-) -> None:
-    colour = COLOURS[number]
-    axis.plot(s.frequencies, _mean_over(s.filter_response), color=colour, label=name)
+def _draw_response(axis: Axes, layer: AttentionReading, s: Spectrum, look: dict[str, Any]) -> None:
+    of_filter, of_map = (
+        [fmean(column) for column in zip(*heads, strict=True)]
+        for heads in (s.filter_response, s.map_response)
+    )
+    axis.plot(s.frequencies, of_filter, **look | {"marker": ""})
     if layer.filter is not None:
-        mean = _mean_over(s.map_response)
-        axis.plot(s.frequencies, mean, color=colour, linestyle="--", linewidth=1)
+        axis.plot(s.frequencies, of_map, color=look["color"], linestyle="--", linewidth=1)
 
 
 def _response_by_layer(models: list[ModelReading]) -> Figure:
@@ -184,17 +191,14 @@ def _response_by_layer(models: list[ModelReading]) -> Figure:
     figure, axes = _figure(rows, columns, (1.75 * columns, 1.45 * rows))
     panels = [axis for row in axes for axis in row]
     for axis, depth in zip(panels, depths, strict=False):
-        for number, model in zip(_series(models), models, strict=True):
+        for look, model in zip(_looks(models), models, strict=True):
             for layer, found in _spectra(model):
                 if layer.depth == depth:
-                    _draw_response(axis, number, model.name, layer, found)
-        _widen_lines_below(axis)
+                    _draw_response(axis, layer, found, look)
         axis.set_title(f"layer {depth}")
-    top = max(axis.get_ylim()[1] for axis in panels[: len(depths)])
-    for axis in panels[: len(depths)]:
-        axis.set_ylim(0, top)
     for axis in panels[len(depths) :]:
-        axis.set_visible(False)
+        axis.remove()
+    _share_range(panels[: len(depths)], 0.0)
     figure.supxlabel("frequency (cycles per token)", fontsize=9)
     figure.supylabel("gain on Fourier modes", fontsize=9)
     if len(models) > 1:
@@ -212,15 +216,10 @@ def _coefficients(model: ModelReading) -> Figure:
     figure, axes = _figure(1, powers, size)
     for power, axis in enumerate(axes[0]):
         usual = 1.0 if power == 1 else 0.0
-        cells = [
-            [
-                layer.coefficients[head][power] - usual
-                if head < len(layer.coefficients) and power < len(layer.coefficients[head])
-                else math.nan
-                for head in range(heads)
-            ]
-            for layer in layers
-        ]
+        cells = [[math.nan] * heads for _ in layers]
+        for row, layer in zip(cells, layers, strict=True):
+            for head, coefficients in enumerate(layer.coefficients):
+                row[head] = dict(enumerate(coefficients)).get(power, math.nan) - usual
         reach = max((abs(v) for row in cells for v in row if math.isfinite(v)), default=0) or 1e-3
         drawn = axis.pcolormesh(cells, cmap="PuOr_r", vmin=-reach, vmax=reach)
         axis.set_title(f"$c_{power}$" + (" − 1" if usual else ""))
@@ -237,16 +236,15 @@ def _coefficients(model: ModelReading) -> Figure:
 
 def _over_training(trajectory: Trajectory) -> Figure:
     """Layers × powers, one line per head; dotted is ordinary attention."""
-    powers = trajectory.powers
-    rows = len(trajectory.layers)
+    powers, rows = trajectory.powers, len(trajectory.layers)
     figure, axes = _figure(rows, powers, (2.1 * powers, 0.5 + 1.0 * rows))
     for layer, panels in zip(trajectory.layers, axes, strict=True):
         for power, axis in enumerate(panels):
             axis.axhline(1.0 if power == 1 else 0.0, color="#444444", linestyle=":", linewidth=1)
-            for head in range(len(layer.coefficients[0])):
-                values = [step[head][power : power + 1] for step in layer.coefficients]
-                if all(values):
-                    axis.plot(trajectory.steps, [v[0] for v in values], linewidth=1)
+            for head, row in enumerate(layer.coefficients[0]):
+                if power < len(row):
+                    values = [step[head][power] for step in layer.coefficients]
+                    axis.plot(trajectory.steps, values, linewidth=1)
             axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
         panels[0].set_ylabel(f"layer {layer.depth}")
     for power, axis in enumerate(axes[0]):
@@ -256,36 +254,8 @@ def _over_training(trajectory: Trajectory) -> Figure:
     return figure
 
 
-def _share_range(axes: list[Axes]) -> None:
+def _share_range(axes: list[Axes], low: float = math.inf) -> None:
     """The same range of y for all, so that layers can be compared."""
     lows, highs = zip(*(axis.get_ylim() for axis in axes), strict=True)
     for axis in axes:
-        axis.set_ylim(min(lows), max(highs))
-
-
-def _series(models: list[ModelReading]) -> list[int]:
-    return series_of([model.name for model in models])
-
-
-def _widen_lines_below(axis: Axes) -> None:
-    """Draw a line that others lie on wide and faint, so that both are seen.
-
-    Lines are on each other if nine of ten common points differ by less than 1 % of the axis.
-    """
-    low, high = axis.get_ylim()
-    points = [_points(line) for line in axis.lines]
-    for number, line in enumerate(axis.lines):
-        above = 0
-        for other in points[number + 1 :]:
-            gaps = [abs(points[number][x] - other[x]) for x in points[number].keys() & other.keys()]
-            close = sum(gap < 0.01 * (high - low) for gap in gaps)
-            above += len(gaps) > 1 and close >= 0.9 * len(gaps)
-        if above:
-            line.set_linewidth(line.get_linewidth() + 2.6 * above)
-            line.set_markersize(line.get_markersize() + 2.6 * above)
-            line.set_alpha(0.45)
-
-
-def _points(line: Line2D) -> dict[float, float]:
-    data: Any = line.get_data()
-    return {float(x): float(y) for x, y in zip(*data, strict=True) if math.isfinite(float(y))}
+        axis.set_ylim(min(low, *lows), max(highs))

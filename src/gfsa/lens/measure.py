@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -239,59 +238,39 @@ def map_singular_values(matrix: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def polynomial(coeffs: Tensor, values: Tensor) -> Tensor:
-    r"""``p(σ) = Σ_k c_k σ^k``: coefficients ``(..., m+1)`` at values ``(..., S)``."""
+    r"""``p(σ) = Σ_k c_k σ^k``: coefficients ``(..., m+1)`` at values ``(S,)``, ``(..., S)``."""
     result = torch.zeros_like(values)
     for column in reversed(coeffs.unbind(-1)):
         result = result * values + column[..., None]
     return result
 
 
-def verdict(coeffs: Tensor) -> Verdict:
-    r"""Low-pass or high-pass, by the criterion of Theorem 3.1 of the paper.
+def verdicts(coeffs: Tensor) -> list[Verdict]:
+    r"""Low-pass or high-pass, head by head, by the criterion of Theorem 3.1 of the paper.
 
     .. math:: |g(σ)| < |g(1)| \;\; ∀\, σ \in (0, 1): \text{low-pass}, \qquad
               |g(σ)| > |g(1)| \;\; ∀\, σ \in (0, 1): \text{high-pass}
 
-    with :math:`g(σ) = \sum_k c_k σ^k`. Decided by the roots of :math:`g(σ) = \pm g(1)`, not on a
-    grid. Neither is "mixed"; a constant g is "all-pass".
+    with :math:`g(σ) = \sum_k c_k σ^k`. Neither is "mixed"; a constant g is "all-pass". The grid of
+    σ is so fine at both ends that a crossing 1e-6 from them is seen.
 
     Args:
-        coeffs: ``(degree+1,)``, one head.
+        coeffs: ``(heads, degree+1)``.
     """
     numbers = coeffs.detach().double().cpu()
-    at_one = float(numbers.sum())
-    edges = [0.0, 1.0]
-    for level in (at_one, -at_one):
-        shifted = numbers.clone()
-        shifted[0] -= level
-        edges += [root for root in _real_roots(shifted) if 0 < root < 1]
-    edges.sort()
-    scale = max(float(numbers.abs().sum()), 1e-30)
-    signs = set()
-    for left, right in pairwise(edges):
-        # roots that differ by rounding are the same root
-        if right - left < 1e-6:
-            continue
-        middle = torch.tensor([(left + right) / 2], dtype=torch.float64)
-        difference = abs(float(polynomial(numbers, middle))) - abs(at_one)
-        signs.add(0 if abs(difference) < 1e-12 * scale else int(math.copysign(1, difference)))
-    if signs == {0}:
-        return "all-pass"
-    if signs == {-1}:
-        return "low-pass"
-    return "high-pass" if signs == {1} else "mixed"
-
-
-def _real_roots(numbers: Tensor) -> list[float]:
-    """Real roots of ``Σ_k numbers[k]·x^k``: eigenvalues of its companion matrix."""
-    used = numbers.abs() > 1e-14 * numbers.abs().max()
-    degree = int(used.nonzero().max()) if bool(used.any()) else 0
-    if degree == 0:
-        return []
-    companion = torch.diag(torch.ones(degree - 1, dtype=torch.float64), -1)
-    companion[:, -1] = -numbers[:degree] / numbers[degree]
-    roots = torch.linalg.eigvals(companion)
-    return [float(r.real) for r in roots if abs(float(r.imag)) < 1e-7]
+    sigma = torch.linspace(0, math.pi / 2, 4097, dtype=torch.float64)[1:-1].sin().square()
+    differences = polynomial(numbers, sigma).abs() - numbers.sum(-1, keepdim=True).abs()
+    noise = 1e-12 * numbers.abs().sum(-1, keepdim=True)
+    is_less, is_more = differences < -noise, differences > noise
+    found: list[Verdict] = []
+    for less, more in zip(is_less, is_more, strict=True):
+        if not bool((less | more).any()):
+            found.append("all-pass")
+        elif not bool(more.any()):
+            found.append("low-pass")
+        else:
+            found.append("mixed" if bool(less.any()) else "high-pass")
+    return found
 
 
 def _blocks(columns: Tensor, v: Tensor) -> list[Tensor]:
@@ -323,25 +302,24 @@ def attention_entropy(
     Returns:
         Nats and share, each ``(..., heads)``.
     """
+    nats = shares = counts = counts_shared = torch.zeros((), device=v.device)
     # autocast would round the scores to bfloat16, whatever the type of q and k here
     with torch.autocast(v.device.type, enabled=False):
-        return _means(operator, v, valid)
-
-
-def _means(operator: Operator, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    nats = shares = counts = counts_shared = torch.zeros((), device=v.device)
-    for start, entropy, allowed in _row_entropies(operator, v):
-        counted = torch.ones_like(entropy).masked_fill(entropy.isnan(), 0.0)
-        if valid is not None:
-            counted = counted * valid[..., None, start : start + entropy.shape[-1]]
-        entropy = entropy.nan_to_num(0.0)
-        most = allowed.to(entropy.dtype).sum(-1).expand(entropy.shape)
-        shared = counted * (most > 1)
-        nats = nats + (entropy * counted).sum(-1)
-        shares = shares + (entropy * shared / most.clamp_min(2).log()).sum(-1)
-        counts = counts + counted.sum(-1)
-        counts_shared = counts_shared + shared.sum(-1)
-    return _ratio(nats, counts), _ratio(shares, counts_shared)
+        for start, rows, visible in _rows(operator, v):
+            # of rows divided by their sums, without dividing them
+            total = rows.sum(-1)
+            counted = (total > 0).to(rows.dtype)
+            entropy = torch.special.entr(rows).sum(-1) / total + total.log()
+            entropy = torch.where(total > 0, entropy, 0.0)
+            if valid is not None:
+                counted = counted * valid[..., None, start : start + rows.shape[-2]]
+            most = visible.to(rows.dtype).sum(-1).expand(entropy.shape)
+            shared = counted * (most > 1)
+            nats = nats + (entropy * counted).sum(-1)
+            shares = shares + (entropy * shared / most.clamp_min(2).log()).sum(-1)
+            counts = counts + counted.sum(-1)
+            counts_shared = counts_shared + shared.sum(-1)
+    return nats / counts, shares / counts_shared
 
 
 def has_rows(operator: Operator) -> bool:
@@ -350,65 +328,40 @@ def has_rows(operator: Operator) -> bool:
     return isinstance(operator, kinds) or operator.holds_matrix
 
 
-def _ratio(total: Tensor, count: Tensor) -> Tensor:
-    return torch.where(count > 0, total / count, math.nan)
-
-
-def _row_entropies(operator: Operator, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yields a block's first row, its entropies ``(..., H, n)`` and which entries are not masked.
-
-    The entropy of a row of zeros is NaN.
-    """
+def _rows(operator: Operator, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yields a block's first row, its rows ``(..., H, n, N)`` and which entries are not masked."""
     if isinstance(operator, (AttentionOperator, SDPAOperator)):
-        yield from _softmax_entropies(operator)
-        return
-    if isinstance(operator, LinearOperator):
+        yield from _softmax_rows(operator)
+    elif isinstance(operator, LinearOperator):
         columns, visible = operator.columns.mT, operator.visibility()
         length = columns.shape[-1]
         for start, stop in _spans(operator.rows.shape[:-1], length):
-            allowed = visible.rows(start, stop, length, columns.device)
-            yield start, _entropy(operator.rows[..., start:stop, :] @ columns), allowed
-        return
-    matrix = dense_map(operator, v)
-    for start, stop in _spans(matrix.shape[:-1], matrix.shape[-1]):
-        rows = matrix[..., start:stop, :]
-        yield start, _entropy(rows), rows > 0
+            visible_here = visible.rows(start, stop, length, columns.device)
+            yield start, operator.rows[..., start:stop, :] @ columns, visible_here
+    else:
+        matrix = dense_map(operator, v)
+        for start, stop in _spans(matrix.shape[:-1], matrix.shape[-1]):
+            rows = matrix[..., start:stop, :]
+            yield start, rows, rows > 0
 
 
-def _entropy(rows: Tensor) -> Tensor:
-    """The entropy of rows divided by their sums, without dividing them."""
-    total = rows.sum(-1)
-    entropy = torch.special.entr(rows).sum(-1) / total + total.log()
-    return torch.where(total > 0, entropy, math.nan)
-
-
-def _softmax_entropies(
+def _softmax_rows(
     operator: AttentionOperator | SDPAOperator,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    r"""From the scores s: :math:`h = \mathrm{LSE}(s) - \langle \mathrm{softmax}(s), s\rangle`."""
     call, visible = operator.call, operator.visibility()
     q, mask = call.q, call.attn_mask
     dtype = at_least_float32(q.dtype)
     k = repeat_heads(call.k, q).to(dtype).mT
     scale = 1 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
-    masked = mask is not None or call.is_causal or call.visible is not None
     for start, stop in _spans(q.shape[:-1], k.shape[-1]):
         scores = (q[..., start:stop, :].to(dtype) * scale) @ k
-        allowed = visible.rows(start, stop, k.shape[-1], q.device)
+        visible_here = visible.rows(start, stop, k.shape[-1], q.device)
         if mask is not None and mask.dtype != torch.bool:
             broadcast = mask.dim() < 2 or mask.shape[-2] == 1
             scores = scores + (mask if broadcast else mask[..., start:stop, :])
-        if masked:
-            scores = scores.masked_fill(~allowed, -math.inf)
-        # the highest score is subtracted in place: these are the largest tensors here
-        scores -= scores.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
-        weights = scores.exp()
-        if masked:
-            # 0·(-inf) is NaN; with any finite score the product is the 0 that is needed
-            scores.masked_fill_(~allowed, 0.0)
-        total = weights.sum(-1)
-        entropy = total.log() - torch.linalg.vecdot(weights, scores) / total
-        yield start, torch.where(allowed.any(-1), entropy, math.nan), allowed
+        scores = scores.masked_fill(~visible_here, -math.inf)
+        # a query that sees nothing has a row of zeros
+        yield start, scores.softmax(-1).masked_fill(~visible_here, 0.0), visible_here
 
 
 def _spans(rows: torch.Size, width: int) -> Iterator[tuple[int, int]]:

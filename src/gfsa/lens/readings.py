@@ -51,10 +51,6 @@ class Spectrum:
     """``r_H(f)``, heads × frequencies."""
     map_values: list[Numbers]
     """Singular values of A, heads × points of a common axis; empty where A was too large."""
-    filter_values: list[Numbers]
-    """Singular values of H."""
-    note: str = ""
-    """Why something is missing."""
 
 
 @dataclass
@@ -119,16 +115,11 @@ class ModelReading:
     samples: int
     tokens: int
     spectral_samples: int
-    seconds: dict[str, float]
-    """Seconds: ``total``, and its parts ``features``, ``attention``, ``spectral``."""
+    seconds: float
     features: list[FeatureReading] = field(default_factory=list)
     attention: list[AttentionReading] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     """Attention modules that were not measured, with the reason."""
-
-    def __post_init__(self) -> None:
-        if "total" not in self.seconds:
-            raise ValueError(f"{self.name}: expected the total of its seconds")
 
 
 def to_plain(value: Any) -> Any:

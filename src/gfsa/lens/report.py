@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from gfsa._version import __version__
-from gfsa.lens.readings import (
-    USUAL_SIMILARITY,
-    AttentionReading,
-    FeatureReading,
-    ModelReading,
-    Numbers,
-    from_plain,
-    to_plain,
-)
+from gfsa.lens.readings import ModelReading, from_plain, to_plain
+from gfsa.lens.sentences import Headline, caption, findings, headline, rows
 from gfsa.lens.trajectory import Trajectory
 from gfsa.plugs.sites import grouped_reasons
 
@@ -73,8 +62,20 @@ class LensReport:
         return draw(list(self.models.values()), self.trajectories)
 
     def table(self, console: Console | None = None) -> None:
-        """Print a table for each model, with a row for each layer."""
-        show(self, console)
+        """Print a table and the findings for each model, then the headline."""
+        try:
+            from rich.console import Console
+        except ImportError:
+            raise ImportError("tables need rich: pip install rich") from None
+        console = console or Console()
+        for name, model in self.models.items():
+            console.print(_table(model))
+            notes = [f"Not measured: {reason}" for reason in grouped_reasons(model.skipped)]
+            for sentence in self.findings[name] + notes:
+                console.print(f" • {sentence}", highlight=False, markup=False)
+            console.print()
+        for sentence in self.headline.sentences:
+            console.print(sentence, highlight=False, markup=False)
 
     def to_plain(self) -> dict[str, Any]:
         """The report in JSON's types."""
@@ -83,8 +84,8 @@ class LensReport:
             "gfsa": self.version,
             "created": self.created,
             "data": self.data,
-            "models": [to_plain(model) for model in self.models.values()],
-            "trajectories": {name: path.to_plain() for name, path in self.trajectories.items()},
+            "models": to_plain(list(self.models.values())),
+            "trajectories": to_plain(self.trajectories),
         }
 
     def to_json(self, path: str | Path) -> None:
@@ -108,8 +109,7 @@ class LensReport:
             )
         try:
             models = from_plain(list[ModelReading], plain.get("models"), "models")
-            # reports of earlier versions have no trajectories
-            paths = from_plain(dict[str, Trajectory], plain.get("trajectories", {}), "trajectories")
+            paths = from_plain(dict[str, Trajectory], plain.get("trajectories"), "trajectories")
             created, version, data = (
                 from_plain(str, plain.get(key), key) for key in ("created", "gfsa", "data")
             )
@@ -135,396 +135,24 @@ class LensReport:
         return "\n".join(lines)
 
 
-_SHORT = {"low-pass": "low", "high-pass": "high", "all-pass": "all", "mixed": "mix"}
-
-
-def show(report: LensReport, console: Console | None) -> None:
-    """Print a table and the findings for each model."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        raise ImportError("tables need rich: pip install rich") from None
-    console = console or Console()
-    for name, model in report.models.items():
-        console.print(table(model))
-        for sentence in report.findings[name]:
-            console.print(f" • {sentence}", highlight=False, markup=False)
-        for reason in grouped_reasons(model.skipped):
-            console.print(f" • Not measured: {reason}", highlight=False, markup=False)
-        console.print(_cost(model), style="dim", highlight=False)
-        console.print()
-    for sentence in report.headline.sentences:
-        console.print(sentence, highlight=False, markup=False)
-
-
-def table(model: ModelReading) -> Table:
-    """One row per layer, averaged over heads."""
+def _table(model: ModelReading) -> Table:
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    most = f", of {model.features[-1].most_rank:.0f} at most" if model.features else ""
-    rows = Table(
+    table = Table(
         # a label in brackets is no markup
         title=escape(f"{model.name} ({model.kind})"),
-        caption=(
-            f"{model.samples} samples, {model.tokens} tokens; heads are averaged. rank: effective"
-            f"{most}. energy: of v → after the layer. high: gain on the upper half of the "
-            "frequencies relative to frequency 0, map → filter. filter: heads by Theorem 3.1"
-        ),
+        caption=caption(model),
         box=box.SIMPLE_HEAD,
         padding=0,
         title_justify="left",
         caption_justify="left",
     )
-    for heading in ("layer", "cosine", "rank", "residual", "norm", "entropy", "energy", "high"):
-        rows.add_column(heading, justify="right", no_wrap=True)
-    rows.add_column("filter")
-    has_own = any(reading.own is not None for reading in model.attention)
-    for heading in ("p", "A_ii", "cos(y, v)") if has_own else ():
-        rows.add_column(heading, justify="right", no_wrap=True)
-    features = {reading.depth: reading for reading in model.features}
-    attention = {reading.depth: reading for reading in model.attention}
-    for depth in sorted(features.keys() | attention.keys()):
-        rows.add_row(
-            "input" if depth == 0 else str(depth),
-            *_feature_cells(features.get(depth)),
-            *_attention_cells(attention.get(depth)),
-            *(_own_cells(attention.get(depth)) if has_own else ()),
-        )
-    return rows
-
-
-def _feature_cells(reading: FeatureReading | None) -> list[str]:
-    if reading is None:
-        return [""] * 4
-    return [
-        _number(reading.cosine, ".3f"),
-        _number(reading.effective_rank, ".1f"),
-        _number(reading.residual, ".3f"),
-        _number(reading.norm, ".2f"),
-    ]
-
-
-def _attention_cells(reading: AttentionReading | None) -> list[str]:
-    if reading is None:
-        return [""] * 4
-    high = ""
-    if reading.spectrum is not None:
-        high = percent(passed(reading.spectrum.map_response))
-        if reading.filter is not None:
-            high += f"→{percent(passed(reading.spectrum.filter_response))}"
-    verdicts = "none"
-    if reading.filter is not None:
-        counts = Counter(reading.verdict).most_common()
-        verdicts = " ".join(f"{count} {_SHORT[word]}" for word, count in counts)
-    return [
-        _number(fmean(reading.entropy_share), ".2f"),
-        f"{_number(fmean(reading.energy_before), '.2f')}→"
-        f"{_number(fmean(reading.energy_after), '.2f')}",
-        high,
-        verdicts,
-    ]
-
-
-def _own_cells(reading: AttentionReading | None) -> list[str]:
-    if reading is None or reading.own is None:
-        return [""] * 3
-    own = reading.own
-    return [_number(fmean(heads), ".3f") for heads in (own.part, own.weight, own.cosine)]
-
-
-def _cost(model: ModelReading) -> str:
-    seconds = model.seconds
-    inside = ", ".join(f"{name} {seconds[name]:.1f} s" for name in seconds if name != "total")
-    return f"   {seconds['total']:.1f} s in all, of which {inside}"
-
-
-def _number(value: float, form: str) -> str:
-    return format(value, form) if math.isfinite(value) else "–"
-
-
-# similarities above which tokens are called alike, and that differ
-ALIKE = 0.9
-RISE = 0.1
-DIFFERENCE = 0.05
-# the share of directions below which most have collapsed
-FEW = 0.1
-# distances of coefficients from ordinary attention
-HARDLY = 0.01
-FAR = 5.0
-
-# what plain models that we trained pass of high frequencies
-USUAL_PASSED = (0.19, 0.45)
-
-
-def findings(model: ModelReading) -> list[str]:
-    """Sentences about the readings of one model, the most important first."""
-    sentences = []
-    if model.features:
-        sentences += [_similarity(model), _rank(model)]
-    if model.attention:
-        sentences += [_response(model), _filters(model), *_entropy(model)]
-    return [sentence for sentence in sentences if sentence]
-
-
-def _similarity(model: ModelReading) -> str:
-    known = [reading for reading in model.features if math.isfinite(reading.cosine)]
-    if len(known) < 2:
-        return ""
-    first, last = known[0], known[-1]
-    word = "about as alike all along"
-    if abs(last.cosine - first.cosine) > RISE:
-        less = "more" if last.cosine > first.cosine else "less"
-        word = f"{less} alike at the end than at the beginning"
-    place = "at the input" if first.depth == 0 else f"after layer {first.depth}"
-    _, low, high = USUAL_SIMILARITY[-1]
-    text = (
-        f"Tokens are {word}: mean cosine similarity goes from {first.cosine:.2f} ({place}) to "
-        f"{last.cosine:.2f} (after layer {last.depth}; {low} to {high} in plain models of ours)."
-    )
-    alike = _alike_from(model)
-    if alike is not None:
-        text += f" It first passes {ALIKE} after layer {alike}: look there for over-smoothing."
-    return text
-
-
-def _alike_from(model: ModelReading) -> int | None:
-    """The first layer after which tokens are alike."""
-    return next((r.depth for r in model.features if r.depth and r.cosine > ALIKE), None)
-
-
-def _rank(model: ModelReading) -> str:
-    last = model.features[-1]
-    if not math.isfinite(last.effective_rank) or not last.most_rank:
-        return ""
-    share = last.effective_rank / last.most_rank
-    text = (
-        f"The last features use {last.effective_rank:.1f} of {last.most_rank:.0f} directions "
-        f"(effective rank, {share:.0%})."
-    )
-    return text + (" Most directions have collapsed." if share < FEW else "")
-
-
-def passed(responses: Iterable[Numbers]) -> float:
-    """What heads pass of the upper half of the frequencies, relative to frequency 0.
-
-    A filter that only amplifies passes what its map does. It is a ratio of means over heads: a
-    head that removes frequency 0 has no ratio of its own.
-    """
-    rows = list(responses)
-    high = fmean(fmean(row[len(row) // 2 :]) for row in rows)
-    low = fmean(row[0] for row in rows)
-    return high / low if low else math.inf
-
-
-def percent(share: float) -> str:
-    """A share that may be larger than everything, where little of frequency 0 is left."""
-    if math.isnan(share):
-        return "–"
-    return f"{share:.0%}" if share < 9.995 else ">999%"
-
-
-def _passed_by(model: ModelReading) -> tuple[float, float] | None:
-    """What the maps and the filters of a model pass of high frequencies."""
-    spectra = [layer.spectrum for layer in model.attention if layer.spectrum is not None]
-    if not spectra:
-        return None
-    on_map = passed(row for spectrum in spectra for row in spectrum.map_response)
-    return on_map, passed(row for spectrum in spectra for row in spectrum.filter_response)
-
-
-def _response(model: ModelReading) -> str:
-    found = _passed_by(model)
-    if found is None:
-        return ""
-    on_map, on_filter = map(percent, found)
-    low, high = map(percent, USUAL_PASSED)
-    with_filters = f"; with its filters {on_filter}" if _is_filtered(model) else ""
-    return (
-        f"Its attention maps pass {on_map} of the upper half of the frequencies, relative to "
-        f"frequency 0 ({low} to {high} in plain models of ours){with_filters}."
-    )
-
-
-def _filters(model: ModelReading) -> str:
-    if not _is_filtered(model):
-        return "No filters are plugged: every head is ordinary attention, low-pass by Theorem 3.1."
-    counts = Counter(word for layer in _filtered(model) for word in layer.verdict)
-    verdicts = ", ".join(f"{count} {word}" for word, count in counts.most_common())
-    moved, where = _largest_move(model)
-    text = (
-        f"Of {sum(counts.values())} filtered heads, by their coefficients: {verdicts} "
-        "(Theorem 3.1)."
-    )
-    if moved < 1e-6:
-        return text + " No filter has moved from where it started: train, or raise filter_lr."
-    return text + f" The largest move from ordinary attention is {moved:.2g}, in layer {where}."
-
-
-def _filtered(model: ModelReading) -> list[AttentionReading]:
-    return [layer for layer in model.attention if layer.filter is not None]
-
-
-def _is_filtered(model: ModelReading) -> bool:
-    return bool(_filtered(model))
-
-
-def _largest_move(model: ModelReading) -> tuple[float, int]:
-    """How far the filters are from ordinary attention at most, and in which layer."""
-    return max(
-        (abs(c - (1.0 if power == 1 else 0.0)), layer.depth)
-        for layer in _filtered(model)
-        for row in layer.coefficients
-        for power, c in enumerate(row)
-    )
-
-
-def _entropy(model: ModelReading) -> list[str]:
-    shares = [share for layer in model.attention for share in layer.entropy_share]
-    uniform, single = sum(s > 0.98 for s in shares), sum(s < 0.02 for s in shares)
-    found = []
-    if uniform:
-        found.append(
-            f"{uniform} of {len(shares)} heads attend almost uniformly: they average tokens."
-        )
-    if single:
-        found.append(f"{single} of {len(shares)} heads attend to a single token almost always.")
-    return found
-
-
-@dataclass
-class Headline:
-    """Sentences that compare, and sentences that advise."""
-
-    compares: list[str] = field(default_factory=list)
-    advises: list[str] = field(default_factory=list)
-
-    @property
-    def sentences(self) -> list[str]:
-        """All of them, in order."""
-        return self.compares + self.advises
-
-
-def headline(
-    models: Sequence[ModelReading], trajectories: Mapping[str, Trajectory] | None = None
-) -> Headline:
-    """The headline of a report.
-
-    Args:
-        models: the readings; the others are compared with the plain model, or the first one.
-        trajectories: coefficients over training, by name.
-    """
-    found = Headline()
-    if models:
-        named = [model for model in models if model.name.lower().startswith("plain")]
-        unfiltered = [model for model in models if not _is_filtered(model)]
-        reference = (named or unfiltered or list(models))[0]
-        ordered = [reference, *(model for model in models if model is not reference)]
-        gains = [(model.name, _passed_by(model)) for model in ordered]
-        known = [f"{percent(gain[1])} in {name}" for name, gain in gains if gain is not None]
-        found.compares += _compared(ordered)
-        if known:
-            found.compares.append(
-                f"Relative to frequency 0, the gain at high frequencies is {', '.join(known)}."
-            )
-        found.advises += _advice(ordered)
-    for name, trajectory in (trajectories or {}).items():
-        found.compares += _path(name, trajectory)
-    return found
-
-
-def _last_cosine(model: ModelReading) -> float | None:
-    known = [reading.cosine for reading in model.features if math.isfinite(reading.cosine)]
-    return known[-1] if known else None
-
-
-def _compared(models: Sequence[ModelReading]) -> list[str]:
-    """How alike the last tokens of each model are; the first is the one to compare with."""
-    start = _last_cosine(models[0])
-    if start is None:
-        return []
-    parts = [
-        f"After the last layer the tokens of {models[0].name} have a mean cosine similarity of "
-        f"{start:.2f}"
-    ]
-    groups: dict[str, list[str]] = {}
-    for model in models[1:]:
-        end = _last_cosine(model)
-        if end is not None:
-            word = "less alike" if end < start else "more alike"
-            word = word if abs(end - start) >= DIFFERENCE else "about as alike"
-            groups.setdefault(word, []).append(f"{model.name} ({end:.2f})")
-    parts += [f"those of {_listed(names)} are {word}" for word, names in groups.items()]
-    return [f"{'; '.join(parts)}."]
-
-
-def _listed(names: Sequence[str]) -> str:
-    """``a``, ``a and b``, or ``a, b and c``."""
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
-
-
-def _advice(models: Sequence[ModelReading]) -> list[str]:
-    """A sentence for each model; models with the same advice share it."""
-    advice: dict[str, list[str]] = {}
-    start = _last_cosine(models[0])
-    for model in models:
-        end = _last_cosine(model)
-        same = start is not None and end is not None and abs(end - start) < DIFFERENCE
-        text = _advice_on(model, same and model is not models[0])
-        if text:
-            advice.setdefault(text, []).append(model.name)
-    return [f"{_listed(names)}: {text}" for text, names in advice.items()]
-
-
-def _advice_on(model: ModelReading, same: bool) -> str:
-    if not _is_filtered(model):
-        alike = _alike_from(model)
-        if alike is not None:
-            return (
-                f"tokens are alike from layer {alike} on; plug filters there, "
-                f"gfsa.plug(model, layers=range({alike}, …)), train, and compare."
-            )
-        if not model.features:
-            return ""
-        return "no sign of over-smoothing, which is then no reason to plug filters."
-    if not model.filter_parameters:
-        return "its filters are fixed: judge them by the task's own metric."
-    moved, _ = _largest_move(model)
-    if moved < HARDLY:
-        return (
-            f"the filters hardly moved (at most {moved:.2g} from ordinary attention): raise their "
-            "learning rate, filter_lr of gfsa.parameter_groups."
-        )
-    if moved > FAR:
-        return (
-            f"some filters are very far from ordinary attention (by {moved:.2g}): their learning "
-            "rate may be too high."
-        )
-    if same:
-        return (
-            "the filters moved and tokens stay as alike as without them: judge the filters by the "
-            "task's own metric."
-        )
-    return "the filters moved; the task's own metric shows whether that helps."
-
-
-def _path(name: str, trajectory: Trajectory) -> list[str]:
-    """Where training moved the mean coefficients, and how many heads subtract the token itself."""
-    if len(trajectory.steps) < 2 or not trajectory.layers:
-        return []
-    first, last = (_mean_row(trajectory, at) for at in (0, -1))
-    heads = [row for layer in trajectory.layers for row in layer.coefficients[-1]]
-    below = f"below 0 in {sum(row[0] < 0 for row in heads)} of {len(heads)} heads"
-    sign = below if any(row[0] for row in heads) else "0 in every head"
-    return [
-        f"{name}: over {trajectory.steps[-1]:,} steps the mean coefficients went from "
-        f"({first}) to ({last}); c0 is {sign}."
-    ]
-
-
-def _mean_row(trajectory: Trajectory, at: int) -> str:
-    rows = [row for layer in trajectory.layers for row in layer.coefficients[at]]
-    means = [fmean(r[k] for r in rows if k < len(r)) for k in range(max(map(len, rows)))]
-    return ", ".join(f"{mean:.2f}".replace("-", "−") for mean in means)
+    headings, *layers = rows(model)
+    for heading in headings:
+        is_text = heading == "filter"
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
+    for layer in layers:
+        table.add_row(*layer)
+    return table

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,8 @@ IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 _FROM_TOKENIZER = {"input_ids", "attention_mask", "token_type_ids"}
 # samples that show whether two models have the same tokenizer, or take images of the same size
 _COMPARED = 4
+
+_PASS = "pass a text file, a folder of images, or a .safetensors file with the model's arguments"
 
 Make = Callable[[Sequence[Any], int], Any]
 """Samples and the largest number of tokens of each → a batch."""
@@ -51,11 +53,8 @@ class Source:
 
     label: str
     model: nn.Module
-    texts: Make | None = None
-    images: Make | None = None
-    """Takes PIL images."""
-    random: Make | None = None
-    """Uses the number of samples alone."""
+    makes: dict[str, Make] = field(default_factory=dict)
+    """By kind of data: of texts, of PIL images, or at random by the number of samples alone."""
     longest: int = sys.maxsize
     """The most tokens that these functions make of a text."""
 
@@ -74,32 +73,24 @@ def read_data(name: str, samples: int, column: str = "") -> Data:
             raise ValueError(f"no images ({', '.join(IMAGES)}) in {path}")
         return Data(name, "images", images[:samples])
     if not path.is_file():
-        raise ValueError(
-            f"--data {name!r} is neither a file nor a folder nor 'random'; pass a text file, a "
-            "folder of images, or a .safetensors file with the model's arguments"
-        )
+        raise ValueError(f"--data {name!r} is neither a file nor a folder nor 'random'; {_PASS}")
     if ending == ".safetensors":
         tensors = _read_tensors(path)
         return Data(name, "tensors", range(len(next(iter(tensors.values()))))[:samples], tensors)
     if ending in (".json", ".jsonl", ".ndjson", ".parquet"):
         raise ValueError(f"{path}: write its texts one per line into a .txt, or export a .csv")
-    text = _read_text(path)
+    try:
+        # some editors write a byte order mark
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not text in UTF-8 ({error.reason}, byte {error.start}); {_PASS}"
+        ) from error
     lines = _column_of(path, text, column) if ending in (".csv", ".tsv") else text.splitlines()
     lines = [line.strip() for line in lines if line.strip()]
     if not lines:
         raise ValueError(f"{path} has no text in it")
     return Data(name, "texts", lines[:samples])
-
-
-def _read_text(path: Path) -> str:
-    try:
-        # some editors write a byte order mark
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not text in UTF-8 ({error.reason}, byte {error.start}); pass a text file, "
-            "a folder of images, or a .safetensors file with the model's arguments"
-        ) from error
 
 
 def _column_of(path: Path, text: str, column: str) -> list[str]:
@@ -148,7 +139,7 @@ def load_batches(source: Source, data: Data, batch: int, tokens: int) -> list[An
     if data.kind == "tensors":
         rows = [slice(part[0], part[-1] + 1) for part in parts]
         return [{name: tensor[at] for name, tensor in data.tensors.items()} for at in rows]
-    make: Make | None = getattr(source, data.kind)
+    make = source.makes.get(data.kind)
     if make is None:
         what = {"texts": "text", "random": "random inputs"}.get(data.kind, data.kind)
         raise ValueError(
@@ -176,22 +167,20 @@ def other_inputs(first: Source, other: Source, data: Data, tokens: int) -> bool:
     """
     if data.kind in ("random", "tensors"):
         return False
-    some = Data(data.name, data.kind, data.samples[:_COMPARED])
+    some = replace(data, samples=data.samples[:_COMPARED])
     try:
         (own,) = load_batches(other, some, _COMPARED, tokens)
     # whatever a library raises for a tokenizer or settings of images that are not there
     except Exception:
         return False
     (given,) = load_batches(first, some, _COMPARED, tokens)
-    return not _equal(own, given)
+    return _numbers(own) != _numbers(given)
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    return type(a) is type(b) and bool(a == b)
+def _numbers(batch: Tensor | dict[str, Tensor]) -> Any:
+    if isinstance(batch, dict):
+        return {name: tensor.tolist() for name, tensor in batch.items()}
+    return batch.tolist()
 
 
 def refuse_unfit(source: Source, batch: Any, data: str) -> None:
@@ -210,7 +199,7 @@ def refuse_unfit(source: Source, batch: Any, data: str) -> None:
 def load_source(name: str, untrained: bool) -> Source:
     """``[LABEL=]MODEL[@FILTERS]``: transformers' folder or hub name, timm:NAME, module:function."""
     model, _, filters = name.partition("@")
-    label, where = _label_of(model)
+    label, where = label_of(model)
     if not where:
         raise ValueError(f"expected --model [LABEL=]MODEL[@FILTERS], got {name!r}")
     if where.startswith("timm:"):
@@ -226,8 +215,8 @@ def load_source(name: str, untrained: bool) -> Source:
     return source
 
 
-def _label_of(text: str) -> tuple[str, str]:
-    """The label, empty if there is none, and the model; a folder may have a "=" in its name."""
+def label_of(text: str) -> tuple[str, str]:
+    """The label, empty if there is none, and what it names, which may have a "=" in its name."""
     if Path(text).exists():
         return "", text
     for at, letter in enumerate(text):
@@ -281,16 +270,16 @@ def _transformers(where: str) -> Source:
             f"{where} cannot be loaded: {type(error).__name__}: {one_line(error)}"
         ) from error
     longest = positions_of(config, model)
-    source = Source(where, model, longest=longest)
     inputs = _TransformersInputs(where, config, longest)
-    main = getattr(model, "main_input_name", "input_ids")
+    main, makes = getattr(model, "main_input_name", "input_ids"), dict[str, Make]()
     if main == "input_ids":
-        source.texts = inputs.texts
+        makes["texts"] = inputs.texts
         # a model of texts and images has the sizes of each in a config inside its own
-        source.random = inputs.random_texts if hasattr(config, "vocab_size") else None
+        if hasattr(config, "vocab_size"):
+            makes["random"] = inputs.random_texts
     elif main == "pixel_values":
-        source.images, source.random = inputs.images, inputs.random_images
-    return source
+        makes = {"images": inputs.images, "random": inputs.random_images}
+    return Source(where, model, makes, longest)
 
 
 class _TransformersInputs:
@@ -308,12 +297,9 @@ class _TransformersInputs:
         self.longest = longest
 
     def texts(self, lines: Sequence[str], most: int) -> dict[str, Any]:
+        length = min(most, self.longest)
         tokens = self._tokenizer(
-            list(lines),
-            padding=True,
-            truncation=True,
-            max_length=min(most, self.longest),
-            return_tensors="pt",
+            list(lines), padding=True, truncation=True, max_length=length, return_tensors="pt"
         )
         return self._finish(dict(tokens))
 
@@ -418,4 +404,4 @@ def _timm(name: str, untrained: bool) -> Source:
     def random(rows: Sequence[Any], most: int) -> Tensor:
         return torch.randn(len(rows), *settings["input_size"])
 
-    return Source(name, model, images=images, random=random)
+    return Source(name, model, {"images": images, "random": random})

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from gfsa.operators import Operator
 
@@ -28,40 +25,6 @@ def first_tensor(value: Any) -> Tensor | None:
             if found is not None:
                 return found
     return None
-
-
-class Arguments(NamedTuple):
-    """What a module was called with."""
-
-    takes: tuple[str, ...]
-    """The parameters of its forward."""
-    given: dict[str, Any]
-    """By name, in the order of the parameters. What only ``*args`` takes is not here."""
-    passes_on: bool
-    """Whether its forward has ``*args``: a wrapper, whose arguments have names further inside."""
-
-
-def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Bind the arguments of a call to the names of the forward's parameters."""
-    if torch.compiler.is_compiling():
-        # the compiler follows hooks of what it compiles, but not inspect
-        return Arguments((), kwargs, passes_on=True)
-    kinds = inspect.Parameter
-    try:
-        parameters = inspect.signature(module.forward).parameters
-    except (TypeError, ValueError):
-        # compiled code, whose parameters have no names
-        return Arguments((), kwargs, passes_on=True)
-    named = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-    positional = [name for name, p in parameters.items() if p.kind in named]
-    given = {**dict(zip(positional, args, strict=False)), **kwargs}
-    order = [name for name in parameters if name in given]
-    order += [name for name in given if name not in parameters]
-    return Arguments(
-        takes=tuple(parameters),
-        given={name: given[name] for name in order},
-        passes_on=any(p.kind is kinds.VAR_POSITIONAL for p in parameters.values()),
-    )
 
 
 AXES_IN_DOUBT = (
@@ -131,30 +94,19 @@ def attended_by_values(attention: nn.Module, v: Tensor) -> Attended:
 
 
 def attended_by_input(
-    attention: nn.Module,
-    called: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Any,
-    around: Collection[tuple[int, int]],
+    attention: nn.Module, x: Tensor | None, around: Collection[tuple[int, ...]]
 ) -> Attended:
     """The same of an attention without a filter, by what it or a block around it was called with.
 
     Args:
         attention: the attention module.
-        called: the attention, or the innermost block around it whose call is seen (a compiled block
-            calls no hooks inside of it).
-        args: its arguments.
-        kwargs: those by name.
+        x: the first floating-point tensor of the call.
         around: shapes of matrices among the arguments of the modules around it. Those of ids and
             masks are ``(B, N)``.
 
     Raises:
         AxesInDoubtError: if it was not called with tokens, or may have been in several ways.
     """
-    x = first_tensor(arguments(called, args, kwargs).given)
-    if x is None:
-        # a wrapper, whose arguments have no names
-        x = first_tensor((args, kwargs))
     width = _width(attention)
     sequence_first = _declares_sequence_first(attention)
     if x is None or x.dim() > 4:
@@ -204,8 +156,8 @@ class TokenReader:
             attended: what the attention in the block attends to.
             block: the block, or the attention itself.
             entered: the input of the block, whose sizes may show more than those of its output.
-            valid: ``(B, N)``; separates concatenated samples of several lengths, which reads a
-                number from the device.
+            valid: ``(B, N)``; separates concatenated samples of several lengths, which reads their
+                lengths from the device.
 
         Raises:
             AxesInDoubtError: if ``x`` can be read in several ways.
@@ -215,15 +167,16 @@ class TokenReader:
         if x.dim() == 3:
             order = self._order(x, attended, block, entered)
             return x.transpose(0, 1) if order else x
-        if x.dim() != 2:
+        if x.dim() != 2 or len(x) == attended.batch:
+            # one vector a sample is no token
             return None
         if len(x) == attended.batch * attended.length:
             return x.unflatten(0, (attended.batch, attended.length))
-        if valid is not None and int(valid.sum()) == len(x):
-            dense = x.new_zeros(*valid.shape, x.shape[-1])
-            dense[valid] = x
-            return dense
-        return None
+        if valid is None or int(valid.sum()) != len(x):
+            raise AxesInDoubtError
+        dense = x.new_zeros(*valid.shape, x.shape[-1])
+        dense[valid] = x
+        return dense
 
     def _order(
         self, x: Tensor, attended: Attended, block: nn.Module, entered: Tensor | None
@@ -325,7 +278,7 @@ def padding_of(
     """The padding of a layer whose filter was called with an operator and values.
 
     Args:
-        handed_down: the mask that the modules around the layer got (:mod:`gfsa.lens.tokens`).
+        handed_down: the mask that the modules around the layer got (:mod:`gfsa.lens.watch`).
         operator: the attention map.
         v: ``(..., H, N, d)``.
         own: the mask of the user.
@@ -391,189 +344,3 @@ def checked_mask(valid: Any) -> Tensor | None:
             f"{others[0].item()}; of a mask that is added to scores: valid=mask == 0"
         )
     return valid.bool()
-
-
-# names of masks in the arguments of models, and whether True means that a token counts
-_OF_SOURCE = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
-_OF_TARGET = {"decoder_attention_mask": True, "tgt_key_padding_mask": False}
-
-# containers whose forward takes no masks, whatever their modules do with them
-_CHAINS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-class Calls:
-    """The calls of the modules around a model's attention that run now.
-
-    A padding mask that a model is called with need not be about the tokens of every layer: there
-    are decoders, and towers for images and text. It is not about those of a decoder or tower that
-    was called without it.
-
-    Args:
-        model: the model.
-        blocks: what :func:`gfsa.lens.tokens.blocks_around` found.
-    """
-
-    def __init__(self, model: nn.Module, blocks: dict[str, list[str]]) -> None:
-        self._model = model
-        containers = containers_around(blocks)
-        self._watched = {*containers, *itertools.chain.from_iterable(blocks.values())}
-        # encoders, decoders and towers: the model has attention outside of them, on other tokens
-        self._parts = {
-            container
-            for container in containers
-            if not all(name == container or is_inside(name, container) for name in blocks)
-        }
-        self._running: dict[str, Arguments] = {}
-        self.batch: Any = None
-        """What the outermost call is made of, if that is known."""
-
-    def watch(self) -> list[RemovableHandle]:
-        """Hooks on the modules, which keep the arguments of each until it ends."""
-        self._running = {}
-        modules = dict(self._model.named_modules())
-        handles = []
-        for name in sorted(self._watched):
-            module = modules[name]
-            if isinstance(module, _CHAINS):
-                continue
-            begin, end = self._hooks(name)
-            handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-            handles.append(module.register_forward_hook(end, always_call=True))
-        return handles
-
-    def mask_of(self, layer: str) -> Tensor | None:
-        """The padding mask that was handed down to a layer that runs now, True where one counts."""
-        around = sorted((n for n in self._running if n == layer or is_inside(layer, n)), key=len)
-        calls = [(layer[len(n) :], self._running[n], n in self._parts) for n in reversed(around)]
-        calls.append((layer, Arguments((), {"batch": self.batch}, passes_on=True), False))
-        square = None
-        for path, call, is_part in calls:
-            mask = _mask_among(call, path)
-            if mask is not None:
-                if mask.shape[0] != mask.shape[1]:
-                    return mask
-                # (B, N) of as many samples as tokens, or pairs (N, N) that an inner module made:
-                # the outermost is the padding mask
-                square = mask
-            elif is_part and not _got_another_mask(call, path):
-                break
-        return square
-
-    def matrices_around(self, layer: str) -> set[tuple[int, int]]:
-        """The shapes of matrices among the arguments of the modules around a layer that runs."""
-        return {
-            (value.shape[0], value.shape[1])
-            for name, call in self._running.items()
-            if is_inside(layer, name)
-            for value in _with_batches(call).values()
-            if isinstance(value, Tensor) and value.dim() == 2
-        }
-
-    def _hooks(self, name: str) -> tuple[Any, Any]:
-        def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling():
-                # the compiler traces hooks inside a compiled block, whose own call has the masks
-                return
-            self._running[name] = arguments(module, args, kwargs)
-
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            self._running.pop(name, None)
-
-        return begin, end
-
-
-def _mask_among(call: Arguments, path: str) -> Tensor | None:
-    """The padding mask in the arguments of a module, for its layer at ``path`` inside of it."""
-    given = _with_batches(call)
-    for name in _masks_taken(call, path):
-        mask = given.get(name)
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            return _counting(mask, {**_OF_SOURCE, **_OF_TARGET}[name])
-    return None
-
-
-def _got_another_mask(call: Arguments, path: str) -> bool:
-    """Whether a mask may have come in another form: pairs or a description, made further out."""
-    given = _with_batches(call)
-    names = _masks_taken(call, path) or [name for name in given if "mask" in name]
-    return call.passes_on or any(given.get(name) is not None for name in names)
-
-
-def _masks_taken(call: Arguments, path: str) -> list[str]:
-    """The names of masks in a module's call that are about the layer at ``path`` inside of it."""
-    given = _with_batches(call)
-    source, target = (
-        [name for name in names if name in call.takes or name in given]
-        for names in (_OF_SOURCE, _OF_TARGET)
-    )
-    if source and target:
-        return target if "decoder" in path else source
-    return source + target
-
-
-def _with_batches(call: Arguments) -> dict[str, Any]:
-    """The arguments of a call, and what is in those that are a whole batch."""
-    given: dict[str, Any] = {}
-    for name, value in call.given.items():
-        given |= {name: value} | (dict(value) if isinstance(value, Mapping) else {})
-    return given
-
-
-def _counting(mask: Tensor, counts: bool) -> Tensor:
-    """A mask as bool, True where a token counts; without reading a number from the device."""
-    if not counts:
-        # of torch: True or -inf hides
-        return ~mask.bool()
-    if not mask.is_floating_point():
-        return mask.bool()
-    # zeros and ones, or zeros and large negative numbers to add to scores
-    return torch.where((mask < 0).any(), mask == 0, mask != 0)
-
-
-def blocks_around(model: nn.Module, attention: Iterable[str]) -> dict[str, list[str]]:
-    """For each attention module, the names of the blocks that contain no other attention.
-
-    Innermost first, beginning with the attention module itself. A block is an element of a
-    ``ModuleList``, ``Sequential`` or ``ModuleDict``: what a model repeats with depth.
-    """
-    modules = dict(model.named_modules())
-    names = list(attention)
-    found = {}
-    for name in names:
-        parts = name.split(".")
-        blocks = [name]
-        for end in range(len(parts) - 1, 0, -1):
-            around = ".".join(parts[:end])
-            if sum(other == name or other.startswith(around + ".") for other in names) > 1:
-                break
-            parent = modules[".".join(parts[: end - 1])]
-            repeats = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-            if repeats and not isinstance(modules[around], (nn.ModuleList, nn.ModuleDict)):
-                blocks.append(around)
-        found[name] = blocks
-    return found
-
-
-def containers_around(blocks: dict[str, list[str]]) -> list[str]:
-    """The names of the model, ``""``, and of all modules in it that contain blocks.
-
-    Args:
-        blocks: what :func:`blocks_around` found.
-    """
-    containers = [""]
-    for name, around in blocks.items():
-        parts = name.split(".")
-        for end in range(1, len(parts)):
-            container = ".".join(parts[:end])
-            if container in around:
-                break
-            if container not in containers:
-                containers.append(container)
-    return containers
-
-
-def is_inside(name: str, container: str) -> bool:
-    """Whether the module ``name`` is inside of the module ``container``; no module is in itself."""
-    return name != container and (not container or name.startswith(container + "."))

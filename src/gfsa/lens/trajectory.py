@@ -12,7 +12,7 @@ from torch import nn
 
 from gfsa.filters import GraphFilter
 from gfsa.lens.readings import Numbers, csv_cell, from_plain, printable, to_plain
-from gfsa.lens.record import attention_modules
+from gfsa.lens.watch import attention_modules
 from gfsa.plugs.sites import filters_of
 
 _FIRST_COLUMNS = ["step", "layer", "name", "head"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gfsa.lens.colours import series_of
 from gfsa.lens.readings import USUAL_SIMILARITY, ModelReading
+from gfsa.lens.sentences import caption, rows
 from gfsa.plugs.sites import grouped_reasons
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def render(report: LensReport) -> str:
         "headline": _headline(report),
         "looked": html.escape(_looked_at(report)),
         "summary": _summary(report),
+        "tables": "\n".join(_table(model) for model in report.models.values()),
         "made": html.escape(", ".join(filter(None, (f"gfsa {report.version}", report.created)))),
     }
     # in one pass: a part may have another part's mark in it, as the name of a model
@@ -111,7 +113,7 @@ def _summary(report: LensReport) -> str:
         model = report.models[name]
         facts = (
             f"{model.kind}, {model.parameters:,} parameters"
-            f" ({model.filter_parameters:,} in filters); {model.seconds['total']:.1f} s"
+            f" ({model.filter_parameters:,} in filters); {model.seconds:.1f} s"
         )
         items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
         skipped = "".join(
@@ -124,6 +126,23 @@ def _summary(report: LensReport) -> str:
             f'<p class="facts">{html.escape(facts)}</p><ul>{items}</ul></article>'
         )
     return "\n".join(cards)
+
+
+def _table(model: ModelReading) -> str:
+    """The numbers of each layer."""
+    names = {str(feature.depth): feature.name for feature in model.features if feature.depth}
+    names |= {str(layer.depth): layer.name for layer in model.attention}
+    headings, *layers = rows(model)
+    for layer in layers:
+        layer[0] = f"{layer[0]}  {names.get(layer[0], '')}"
+    head = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in headings)
+    cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in layer) for layer in layers)
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    return (
+        f'<div class="scroll"><table><caption>{html.escape(model.name)}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<p class="note">{html.escape(caption(model))}</p>'
+    )
 
 
 def _part(name: str) -> str:

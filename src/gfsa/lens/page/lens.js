@@ -250,32 +250,6 @@ function drawAttention() {
   });
 }
 
-function drawTables() {
-  const place = document.getElementById("tables");
-  const headings = ["layer", "cosine", "eff. rank", "of", "residual", "norm", "entropy share", "energy before", "energy after", "high f. / f. 0", "low / high / mixed / all-pass"];
-  for (const model of models) {
-    const table = element("table", {}, element("caption", {}, model.name));
-    table.append(element("thead", {}, element("tr", {}, ...headings.map((text) => element("th", { scope: "col" }, text)))));
-    const body = element("tbody");
-    const all = [...new Set([...model.features, ...model.attention].map((one) => one.depth))].sort((a, b) => a - b);
-    for (const depth of all) {
-      const f = model.features.find((one) => one.depth === depth);
-      const a = model.attention.find((one) => one.depth === depth);
-      const count = (word) => a.verdict.filter((one) => one === word).length;
-      const cells = [
-        depth === 0 ? "input" : `${depth}  ${(f || a).name}`,
-        ...(f ? [f.cosine, f.effective_rank, f.most_rank, f.residual, f.norm].map(show) : ["", "", "", "", ""]),
-        ...(a ? [mean(a.entropy_share), mean(a.energy_before), mean(a.energy_after),
-          a.spectrum ? passed(a.spectrum.filter_response) : null].map(show) : ["", "", "", ""]),
-        a ? ["low-pass", "high-pass", "mixed", "all-pass"].map(count).join(" / ") : "",
-      ];
-      body.append(element("tr", {}, ...cells.map((text) => element("td", {}, text))));
-    }
-    table.append(body);
-    place.append(element("div", { class: "scroll" }, table));
-  }
-}
-
 function choices(id, options, chosen, changed) {
   const select = document.getElementById(id);
   select.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
@@ -343,6 +317,5 @@ function startModels() {
   const first = moved.indexOf(Math.max(...moved));
   choices("heat-model", models.map((model, i) => [i, model.name]), first, (value) => chooseModel(Number(value)));
   state.head = [models[first].attention.length - 1, 0];
-  drawTables();
   chooseModel(first);
 }

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from gfsa.plugs.published import convert as convert
     from gfsa.plugs.saving.checkpoint import load as load
     from gfsa.plugs.saving.checkpoint import save as save
-    from gfsa.plugs.saving.peft import load_peft as load_peft
     from gfsa.plugs.saving.pretrained import from_pretrained as from_pretrained
+    from gfsa.plugs.saving.pretrained import load_peft as load_peft
     from gfsa_experiments import baselines as baselines
     from gfsa_experiments import models as models
 
@@ -40,12 +40,11 @@ _PUBLIC = {
     "gfsa.functional": "graph_filter_attention linear_graph_filter_attention",
     "gfsa.lens": "diagnose",
     "gfsa.plugs": "FilterRate filters_of parameter_groups plug register_adapter unplug",
-    "gfsa.plugs.saving.pretrained": "from_pretrained",
+    "gfsa.plugs.saving.pretrained": "from_pretrained load_peft",
     "gfsa.plugs.hub": "push_to_hub",
     "gfsa.plugs.prune": "prune",
     "gfsa.plugs.published": "convert",
     "gfsa.plugs.saving.checkpoint": "load save",
-    "gfsa.plugs.saving.peft": "load_peft",
 }
 _WHERE = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 _PARTS = ("filters", "functional", "lens", "operators", "plugs")

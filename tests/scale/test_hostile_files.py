@@ -308,23 +308,23 @@ def test_nothing_is_run(saved: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_shards_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
-    from gfsa.plugs.saving.pretrained import _files
+    from gfsa.plugs.saving.pretrained import files_of
 
     index = {"weight_map": {"x": "../../elsewhere/model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="names a file outside of it"):
-        _files(tmp_path, {})
+        files_of(tmp_path, {})
 
 
 @pytest.mark.parametrize(
     "text", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": []}}', "{"]
 )
 def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
-    from gfsa.plugs.saving.pretrained import _files
+    from gfsa.plugs.saving.pretrained import files_of
 
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match="is damaged"):
-        _files(tmp_path, {})
+        files_of(tmp_path, {})
 
 
 def test_filters_in_a_checkpoint_that_are_no_filters_are_not_read(tmp_path: Path) -> None:

@@ -156,19 +156,7 @@ def plug(
     factory = _factory(filter, given)
     with CHANGING:
         found = sites(model, unknown)
-        tracing = _traced_after_trial(model, found)
-        batch = example_inputs(model) if tracing and inputs is None else inputs
-        if tracing and batch is not None:
-            try:
-                planned, report = _planned(model, found | tracing, layers, factory, place, batch)
-                planned = _without_unreached(planned, report, tracing, found)
-            except (ValueError, torch.OutOfMemoryError):
-                if inputs is not None:
-                    raise
-                # nothing was shown: they stay refused
-                tracing = {}
-        if not tracing or batch is None:
-            planned, report = _planned(model, found, layers, factory, place, inputs)
+        planned, report = _planned(model, found, layers, factory, place, inputs)
         if depth:
             _add_depth(planned)
             report.parameters = _parameters(planned)
@@ -244,18 +232,7 @@ def unplug(model: nn.Module) -> None:
 def plan_filters(
     model: nn.Module, found: Mapping[str, Site], layers: Layers, factory: FilterFactory
 ) -> tuple[list[tuple[Site, GraphFilter]], PlugReport]:
-    """Build a filter for each selected site, without changing the model.
-
-    Args:
-        model: the model, for error messages.
-        found: its sites.
-        layers: which of them, as in :func:`plug`.
-        factory: number of heads → a new filter.
-
-    Returns:
-        The selected sites with their filters, for :func:`install`, and the report of what
-        that will do.
-    """
+    """The selected sites, each with a new filter, and the report; the model does not change."""
     accepting = accepting_sites(model, found)
     selected = select_layers({name: site.module for name, site in accepting.items()}, layers)
     report = PlugReport(
@@ -292,24 +269,6 @@ def plan_filters(
     return planned, report
 
 
-def _traced_after_trial(model: nn.Module, found: Mapping[str, Site]) -> dict[str, Site]:
-    """The refused sites that are traced where a trial forward shows that this works."""
-    refused = {n for n, site in found.items() if is_traced_after_trial(site.adapter, site.module)}
-    traced = sites(model, "trace") if refused else {}
-    return {n: site for n, site in traced.items() if n in refused and site.refusal is None}
-
-
-def _without_unreached(
-    planned: list[tuple[Site, GraphFilter]],
-    report: PlugReport,
-    tracing: Mapping[str, Site],
-    found: Mapping[str, Site],
-) -> list[tuple[Site, GraphFilter]]:
-    """The plan without sites that need a trial forward and were not reached by it."""
-    unshown = {n: str(found[n].refusal) for n in tracing if UNREACHED in report.how.get(n, "")}
-    return _skip(planned, report, unshown)
-
-
 def _planned(
     model: nn.Module,
     found: Mapping[str, Site],
@@ -319,36 +278,52 @@ def _planned(
     inputs: Any,
 ) -> tuple[list[tuple[Site, GraphFilter]], PlugReport]:
     """The filters to install, after a trial forward if there are inputs, and the report."""
-    planned, report = plan_filters(model, found, layers, factory)
-    report.skipped |= token_mixers(model, found)
-    for _, new_filter in planned:
-        new_filter.dropout_after = place
-    if inputs is not None:
-        planned = _tried(model, planned, report, inputs)
-    return planned, report
+    # refused sites that are traced where a trial forward shows that this works
+    refused = {n for n, site in found.items() if is_traced_after_trial(site.adapter, site.module)}
+    traced = sites(model, "trace") if refused else {}
+    tracing = {n: s for n, s in traced.items() if n in refused and s.refusal is None}
+    batch = example_inputs(model) if tracing and inputs is None else inputs
+    if tracing and batch is not None:
+        try:
+            planned, report = _tried(model, {**found, **tracing}, layers, factory, place, batch)
+        except (ValueError, torch.OutOfMemoryError):
+            if inputs is not None:
+                raise
+        else:
+            unreached = {n for n in tracing if UNREACHED in report.how.get(n, "")}
+            return _without(planned, report, {n: str(found[n].refusal) for n in unreached}), report
+    return _tried(model, found, layers, factory, place, inputs)
 
 
 def _tried(
     model: nn.Module,
-    planned: list[tuple[Site, GraphFilter]],
-    report: PlugReport,
+    found: Mapping[str, Site],
+    layers: Layers,
+    factory: FilterFactory,
+    place: DropoutPlace,
     inputs: Any,
-) -> list[tuple[Site, GraphFilter]]:
-    """The planned filters that work on ``inputs``; the report is corrected for the others."""
+) -> tuple[list[tuple[Site, GraphFilter]], PlugReport]:
+    """The filters of these sites, with inputs those alone that work in a trial forward."""
+    planned, report = plan_filters(model, found, layers, factory)
+    report.skipped |= token_mixers(model, found)
+    for _, new_filter in planned:
+        new_filter.dropout_after = place
+    if inputs is None:
+        return planned, report
     trial = try_forward(model, planned, inputs)
     for name in trial.unreached:
         report.how[name] += f", {UNREACHED}"
-    kept = _skip(planned, report, trial.refused)
+    kept = _without(planned, report, trial.refused)
     if not kept and planned:
         raise ValueError(
             f"no filter works in {type(model).__name__} on these inputs:"
             + listed_reasons(trial.refused)
             + "\ngfsa.register_adapter teaches gfsa an attention class of your own"
         )
-    return kept
+    return kept, report
 
 
-def _skip(
+def _without(
     planned: list[tuple[Site, GraphFilter]], report: PlugReport, refused: Mapping[str, str]
 ) -> list[tuple[Site, GraphFilter]]:
     """The plan without the refused layers, which the report lists with their reasons."""

@@ -1,4 +1,4 @@
-"""Upload filters, or a whole plugged model, to the Hub: the upload, its card, its picture."""
+"""Upload filters, or a whole plugged model, to the Hub, with a model card."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +16,11 @@ from gfsa._version import __version__
 from gfsa.plugs.saving.checkpoint import describe, save, write_filters
 from gfsa.plugs.saving.files import OLD_DESCRIPTION, hub_library, is_hub_name
 from gfsa.plugs.saving.identity import canonical_name
-from gfsa.plugs.saving.peft import PEFT_ENTRY
-from gfsa.plugs.saving.pretrained import CONFIG_ENTRY, is_of_diffusers
+from gfsa.plugs.saving.pretrained import CONFIG_ENTRY, PEFT_ENTRY, is_of_diffusers
 from gfsa.plugs.sites import check_model, counted, filters_of, is_sharded, plugged_sites
 
 CARD = "README.md"
+_OLD_FILES = (OLD_DESCRIPTION, "coefficients.svg")
 # the weights of a transformers model, in one file or in several
 _WEIGHTS = (
     "model.safetensors",
@@ -49,9 +48,9 @@ def push_to_hub(
         gfsa.push_to_hub(model, "user/name", results={"CoLA, Matthews correlation": 0.61})
         gfsa.load(another_model, "user/name")
 
-    The card has the settings, the backbone, every layer's coefficients as a picture and a table,
-    the results, and the lines that load the upload. A card that the repository has already stays
-    as it is, except for the section between gfsa's two comments, which is replaced or appended.
+    The card has the settings, the backbone, every layer's coefficients, the results, and the lines
+    that load the upload. A card that the repository has already stays as it is, except for the
+    section between gfsa's two comments, which is replaced or appended.
 
     Args:
         model: a plugged model.
@@ -98,8 +97,6 @@ def push_to_hub(
             model_class=_class_for(model),
             revision=revision,
         )
-        if card.coefficients:
-            (folder / PICTURE).write_text(coefficients_svg(card.coefficients), encoding="utf-8")
         api = hub.HfApi(token=token)
         api.create_repo(repository, private=private, exist_ok=True)
         if revision is not None:
@@ -112,8 +109,8 @@ def push_to_hub(
             folder_path=folder,
             revision=revision,
             commit_message=commit_message or "Filters, by gfsa",
-            # the second file of older versions does not belong to these filters
-            delete_patterns=[OLD_DESCRIPTION, *(_WEIGHTS if kind == "model" else ())],
+            # the other files of older versions do not belong to these filters
+            delete_patterns=[*_OLD_FILES, *(_WEIGHTS if kind == "model" else ())],
         )
     return str(commit.commit_url)
 
@@ -124,10 +121,18 @@ def _check_arguments(
     """Refuse names that the Hub does not have, and results that a card cannot show."""
     if not isinstance(repository, str) or not is_hub_name(repository):
         raise ValueError(f"repository must be 'user/name', got {repository!r:.80}")
-    check_results(results)
     if base_model is not None and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base_model):
         raise ValueError(
             f"base_model must be a name on the Hub, 'user/name' or 'name', got {base_model!r:.80}"
+        )
+    if results is not None and not (
+        isinstance(results, Mapping)
+        and all(isinstance(name, str) for name in results)
+        and all(isinstance(value, (int, float, str)) for value in results.values())
+    ):
+        raise TypeError(
+            "results must be a dict of metric → number or text, such as {'CoLA, Matthews': 0.61}; "
+            f"got {results!r:.120}"
         )
 
 
@@ -187,7 +192,6 @@ def _card_on_hub(hub: Any, api: Any, repository: str, revision: str | None) -> s
 
 
 BEGIN, END = "<!-- gfsa: begin -->", "<!-- gfsa: end -->"
-PICTURE = "coefficients.svg"
 # a marker without its partner belongs to no section
 _SECTION = re.compile(f"{BEGIN}(?:(?!{BEGIN}).)*?{END}", re.DOTALL)
 
@@ -228,7 +232,7 @@ class Card:
         parts = [BEGIN, self._introduction(), "## Use", self._use(), "## Settings"]
         parts += [self._settings()]
         if self.coefficients:
-            parts += ["## Coefficients", f"![coefficients of each head]({PICTURE})", self._table()]
+            parts += ["## Coefficients", self._table()]
         if self.results:
             parts += ["## Results", _table(("metric", "value"), self.results.items())]
         return "\n\n".join([*parts, END])
@@ -277,9 +281,12 @@ class Card:
         for layer, entry in self.description["filters"].items():
             settings = {**entry["arguments"], "dropout_after": entry["dropout_after"]}
             settings |= {term: entry[term] for term in ("exclusive", "depth") if term in entry}
-            text = f"`{entry['kind']}` {_inline(settings)}"
-            groups.setdefault(text, []).append(layer)
-        rows = [(text, len(names), _span(names)) for text, names in groups.items()]
+            shown = ", ".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
+            groups.setdefault(f"`{entry['kind']}` {shown}", []).append(f"`{layer}`")
+        rows = [
+            (text, len(names), ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]}")
+            for text, names in groups.items()
+        ]
         return _table(("filter", "layers", "which"), rows)
 
     def _table(self) -> str:
@@ -316,19 +323,6 @@ def base_model_of(model: nn.Module) -> str | None:
     return None
 
 
-def check_results(results: Mapping[str, float | str] | None) -> None:
-    if results is None:
-        return
-    if not isinstance(results, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, (int, float, str))
-        for name, value in results.items()
-    ):
-        raise TypeError(
-            f"results must be a dict of metric → number or text, such as {{'CoLA, Matthews': "
-            f"0.61}}; got {results!r:.120}"
-        )
-
-
 def _range(column: Sequence[float]) -> str:
     if not column:
         return ""
@@ -336,90 +330,12 @@ def _range(column: Sequence[float]) -> str:
     return f"{mean:.4g} ({min(column):.4g} … {max(column):.4g})"
 
 
-def _inline(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
-
-
-def _span(names: Sequence[str]) -> str:
-    shown = [f"`{name}`" for name in names]
-    return ", ".join(shown) if len(shown) <= 3 else f"{shown[0]} … {shown[-1]}"
-
-
 def _code(*lines: str) -> str:
     return "\n".join(["```python", *lines, "```"])
 
 
 def _table(head: Sequence[str], rows: Any) -> str:
-    lines = [_row(head), _row(["---"] * len(head)), *(_row(row) for row in rows)]
-    return "\n".join(lines)
-
-
-def _row(cells: Any) -> str:
+    lines = [head, ["---"] * len(head), *rows]
     # a line break or a bar in a cell would end it
-    shown = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells]
-    return f"| {' | '.join(shown)} |"
-
-
-# one panel per coefficient, each in a colour that is legible on white and on black
-_COLOURS = ("#3b82c4", "#c2571a", "#2e9e6b", "#9b5fc0", "#b8860b")
-_WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 220, 150, 46, 26, 18
-
-
-def coefficients_svg(layers: Sequence[tuple[str, Sequence[Sequence[float]]]]) -> str:
-    """One panel for each c_k: a dot per head at its layer, and the line of ordinary attention.
-
-    Args:
-        layers: layer names with ``coefficients[head][k]``.
-    """
-    powers = max(len(head) for _, heads in layers for head in heads)
-    width = powers * (_WIDTH + _LEFT + _GAP) + _GAP
-    height = _TOP + _HEIGHT + 36
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-    ]
-    for k in range(powers):
-        parts += _panel(k, _GAP + k * (_WIDTH + _LEFT + _GAP) + _LEFT, layers)
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _panel(k: int, left: int, layers: Sequence[tuple[str, Sequence[Sequence[float]]]]) -> list[str]:
-    plain = 1.0 if k == 1 else 0.0
-    values = [head[k] for _, heads in layers for head in heads if k < len(head)]
-    low, high = min(plain, *values), max(plain, *values)
-    # a panel in which nothing moved still has a scale
-    margin = 0.08 * (high - low) or 0.1
-    low, high = low - margin, high + margin
-
-    def y(value: float) -> float:
-        return _TOP + _HEIGHT * (high - value) / (high - low)
-
-    def x(layer: int) -> float:
-        return left + _WIDTH * (layer + 0.5) / len(layers)
-
-    colour = _COLOURS[k % len(_COLOURS)]
-    bottom = _TOP + _HEIGHT
-    parts = [
-        f'<rect x="{left}" y="{_TOP}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" '
-        'stroke="#999999"/>',
-        f'<text x="{left}" y="{_TOP - 8}" fill="#222222">coefficient of A^{k}, each head</text>',
-        f'<line x1="{left}" x2="{left + _WIDTH}" y1="{y(plain):.1f}" y2="{y(plain):.1f}" '
-        'stroke="#999999" stroke-dasharray="4 3"/>',
-        f'<text x="{left}" y="{bottom + 28}" fill="#222222">layers 1 to {len(layers)}; dashed: '
-        "ordinary attention</text>",
-    ]
-    for value in (low + margin, high - margin):
-        parts.append(
-            f'<text x="{left - 5}" y="{y(value) + 4:.1f}" text-anchor="end" fill="#222222">'
-            f"{value:.3g}</text>"
-        )
-    for layer, (name, heads) in enumerate(layers):
-        for number, head in enumerate(heads):
-            if k < len(head):
-                parts.append(
-                    f'<circle cx="{x(layer):.1f}" cy="{y(head[k]):.1f}" r="2.6" fill="{colour}" '
-                    f'fill-opacity="0.6"><title>{escape(name)}, head {number}: {head[k]:.4g}'
-                    "</title></circle>"
-                )
-    return parts
+    shown = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in shown)

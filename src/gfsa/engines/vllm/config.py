@@ -21,7 +21,8 @@ from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigC
 
 from gfsa.filters.spec import EXTRA, KINDS, read_description
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.saving.pretrained import filter_tensors
+from gfsa.plugs.saving.files import filter_tensors
+from gfsa.plugs.saving.pretrained import files_of
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -144,7 +145,7 @@ def descriptions_in(
     hub = {"revision": revision, "token": token}
     if not any(f".{CHILD}." in name for name in _tensor_names(model, hub)):
         return {}
-    tensors = filter_tensors(model, hub, index_first=True)
+    tensors = filter_tensors(files_of(model, hub, index_first=True), str(model))
     found = {
         key.removesuffix(f".{CHILD}.{EXTRA}"): read_description(value)
         for key, value in tensors.items()

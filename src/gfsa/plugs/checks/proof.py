@@ -8,19 +8,14 @@ different orders, whatever operations the module uses.
 
 from __future__ import annotations
 
-import functools
 import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gfsa.filters import GraphFilter
-from gfsa.operators import LinearOperator
-from gfsa.operators.call import AttentionCall
 from gfsa.plugs.adapter import NAME, plain_class
 
 Owners = Sequence[tuple[nn.Module, str]]
@@ -538,111 +533,6 @@ def leaves_of(x: Tensor) -> set[int]:
         if leaf is not None:
             found.add(id(leaf))
         nodes += [following for following, _ in node.next_functions]
-    return found
-
-
-class _Call:
-    """One forward of a layer, with gradients: its arguments and its weights are leaves."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.grad_before = torch.is_grad_enabled()
-        weights = [w for w in module.parameters() if w.is_floating_point() and w.dim() > 1]
-        self.weights = {id(weight) for weight in weights}
-        self.frozen = [weight for weight in weights if not weight.requires_grad]
-        # each with its leaf; equal tensors have one
-        self.arguments: list[tuple[Tensor, Tensor]] = []
-        torch.set_grad_enabled(True)
-        for weight in self.frozen:
-            weight.requires_grad_(True)
-
-    def end(self) -> None:
-        for weight in self.frozen:
-            weight.requires_grad_(False)
-        torch.set_grad_enabled(self.grad_before)
-
-    def argument(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        same = (leaf for known, leaf in self.arguments if are_same_tokens(known, value))
-        leaf = next(same, None)
-        if leaf is None:
-            leaf = value.detach().clone().requires_grad_()
-            self.arguments.append((value, leaf))
-        # a copy: the layer may write into it
-        return leaf.clone()
-
-    def crosses(self, operator: Any) -> bool:
-        """Whether q and k are projected by the layer, from arguments of which none is common."""
-        call = getattr(operator, "call", None)
-        if isinstance(call, AttentionCall):
-            q, k = leaves_of(call.q), leaves_of(call.k)
-        elif isinstance(operator, LinearOperator):
-            q, k = leaves_of(operator.rows), leaves_of(operator.columns)
-        else:
-            # of a map alone nothing can be said
-            return False
-        leaves = {id(leaf) for _, leaf in self.arguments}
-        # what is projected elsewhere may come from one tensor
-        projected = bool(q & self.weights and k & self.weights)
-        return projected and bool(q & leaves and k & leaves) and not q & k & leaves
-
-
-def layers_that_cross(
-    watched: Mapping[str, tuple[nn.Module, GraphFilter]], run: Callable[[], object]
-) -> set[str]:
-    """The layers whose queries and keys are projections of different arguments.
-
-    Layers that a forward with gradients does not reach, because it raises before, are named in a
-    warning: some models run only without gradients.
-
-    Args:
-        watched: the plugged layers and their filters, by name.
-        run: a forward of the model.
-    """
-    found: set[str] = set()
-    unchecked = list(watched)
-    calls: list[_Call] = []
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        call = _Call(module)
-        calls.append(call)
-        named = {key: call.argument(value) for key, value in kwargs.items()}
-        return tuple(map(call.argument, args)), named
-
-    def look(name: str, filter: nn.Module, args: Any) -> None:
-        if name in unchecked:
-            unchecked.remove(name)
-        if args and calls and calls[-1].crosses(args[0]):
-            found.add(name)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        if calls:
-            calls.pop().end()
-        return output.detach() if isinstance(output, Tensor) else output
-
-    with ExitStack() as stack:
-        for name, (module, filter) in watched.items():
-            for handle in (
-                module.register_forward_pre_hook(enter, with_kwargs=True),
-                module.register_forward_hook(leave, always_call=True),
-                filter.register_forward_pre_hook(functools.partial(look, name)),
-            ):
-                stack.callback(handle.remove)
-        try:
-            run()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            warnings.warn(
-                f"whether {', '.join(unchecked)} attend to their own tokens was not checked, "
-                f"because with gradients the model raised {type(error).__name__}: "
-                f"{str(error)[:200]}",
-                stacklevel=2,
-            )
-        finally:
-            # what a forward that raised has left
-            while calls:
-                calls.pop().end()
     return found
 
 

@@ -8,20 +8,24 @@ buffers, training modes, gradients and random generators.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter, Polynomial
-from gfsa.operators import DenseOperator
+from gfsa.operators import DenseOperator, LinearOperator
+from gfsa.operators.call import AttentionCall
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.checks.called import FilterNotCalledError
-from gfsa.plugs.checks.proof import REASON, layers_that_cross
+from gfsa.plugs.checks.proof import REASON, are_same_tokens, leaves_of
 from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import is_registered
 from gfsa.plugs.running import call, same_random_numbers
@@ -40,14 +44,21 @@ _WHOLE_MODEL = 4
 _ENTRIES = 1 << 16
 
 
+Planned = Mapping[str, tuple[Site, GraphFilter]]
+
+Outputs = dict[str | None, list[Tensor]]
+"""Layer → some entries of what it returned, call by call; None is the model itself."""
+
+
 @dataclass
 class Trial:
-    """What the trial forward found."""
+    """What forwards with the filters have found."""
 
     refused: dict[str, str] = field(default_factory=dict)
     """Layer → why it cannot keep its filter."""
     unreached: list[str] = field(default_factory=list)
     """Layers that the inputs do not reach, so nothing is known about their filters."""
+    outputs: Outputs = field(default_factory=dict)
 
 
 def try_forward(
@@ -64,91 +75,114 @@ def try_forward(
         ValueError: if the model does not run on these inputs without the filters, or fails
             outside of its attention layers with them.
     """
+    refused: dict[str, str] = {}
     trial = Trial()
     with unchanged(model), torch.no_grad(), _uncompiled():
         model.eval()
-        remaining = {site.name: (site, filter) for site, filter in planned}
-        plain = _Plain(model, remaining, inputs)
-        plans = [remaining]
+        plan: Planned = {site.name: (site, filter) for site, filter in planned}
+        plain = _run_plain(model, plan, inputs)
+        plans: list[Planned] = [plan]
         if not all(_starts_as_attention(filter) for _, filter in planned):
-            plans.append({name: (site, _stand_in(f)) for name, (site, f) in remaining.items()})
+            plans.append({name: (site, _stand_in(f)) for name, (site, f) in plan.items()})
         for plan in plans:
-            remaining = {name: pair for name, pair in plan.items() if name not in trial.refused}
-            while remaining:
+            while remaining := {n: pair for n, pair in plan.items() if n not in refused}:
                 install(model, list(remaining.values()))
                 try:
-                    attempt = _attempt(model, remaining, inputs)
+                    trial = _attempt(model, remaining, inputs)
                 finally:
                     uninstall(model, [_attached(site) for site, _ in remaining.values()])
-                if not attempt.refused and plan is plans[-1]:
-                    attempt.refused = plain.refused_by(attempt.outputs)
-                if not attempt.refused:
-                    trial.unreached = attempt.unreached
+                if not trial.refused and plan is plans[-1]:
+                    trial.refused = _changed(model, remaining, inputs, plain, trial.outputs)
+                if not trial.refused:
                     break
-                trial.refused |= attempt.refused
-                remaining = {
-                    name: pair for name, pair in remaining.items() if name not in attempt.refused
-                }
+                refused |= trial.refused
+    trial.refused = refused
     return trial
 
 
-@dataclass
-class _Attempt(Trial):
-    """What one forward with filters found."""
+def _run_plain(model: nn.Module, planned: Planned, inputs: Any) -> Outputs:
+    """What a model and its layers return without the planned filters."""
+    try:
+        watch = _Watch(model, planned)
+        watch.run(inputs)
+    except Exception as error:
+        raise ValueError(
+            f"the trial forward needs inputs that {type(model).__name__} runs on; without any new "
+            f"filter it raised {_shown(error)}"
+        ) from error
+    return watch.outputs
 
-    outputs: Outputs = field(default_factory=dict)
-    """What the layers returned."""
 
-
-def _attempt(
-    model: nn.Module, planned: Mapping[str, tuple[Site, GraphFilter]], inputs: Any
-) -> _Attempt:
+def _attempt(model: nn.Module, planned: Planned, inputs: Any) -> Trial:
     """Run the model with installed filters; a layer that fails is refused."""
     watch = _Watch(model, planned)
     try:
-        with same_random_numbers(_tensors_of(model)):
-            call(model, inputs)
+        watch.run(inputs)
     except torch.OutOfMemoryError:
         raise
     except FilterNotCalledError as error:
         refused = {name: BYPASSED for name in error.names if name in planned}
         if not refused:
             raise
-        return _Attempt(refused)
+        return Trial(refused)
     except Exception as error:
-        if watch.innermost is None:
+        if not watch.running:
             raise ValueError(
                 f"{type(model).__name__} runs on these inputs, but with the filters it "
                 f"raised outside of the attention layers: {_shown(error)}"
             ) from error
-        return _Attempt({watch.innermost: f"the trial forward raised {_shown(error)}"})
-    finally:
-        watch.remove()
+        return Trial({watch.running[-1]: f"the trial forward raised {_shown(error)}"})
     unreached = [name for name in planned if name not in watch.called]
-    refused = _crossing(model, planned, inputs)
-    return _Attempt(refused, unreached, watch.outputs)
+    return Trial(_crossing(model, planned, inputs), unreached, watch.outputs)
 
 
-def _crossing(
-    model: nn.Module, planned: Mapping[str, tuple[Site, GraphFilter]], inputs: Any
-) -> dict[str, str]:
-    """The layers with an adapter of the user's own that attend to another sequence."""
-    own = {
-        name: (site.module, filter)
-        for name, (site, filter) in planned.items()
-        if is_registered(site.adapter)
-    }
-    if not own:
-        return {}
-    with same_random_numbers(_tensors_of(model)):
-        crossing = layers_that_cross(own, lambda: call(model, inputs))
-    return {
-        name: f"{REASON}. In the trial forward it projects them from different arguments. If these "
-        "hold the same tokens, as two norms of one x do, plug this layer on its own, without "
-        f"inputs=: gfsa.plug(model, ..., layers=lambda name, module: name == {name!r})"
-        for name in own
-        if name in crossing
-    }
+class _Watch:
+    """Hooks that know which planned layer is running, whose filter was called, and the outputs."""
+
+    def __init__(self, model: nn.Module, planned: Planned) -> None:
+        self.model = model
+        self.planned = planned
+        self.running: list[str] = []
+        self.called: set[str] = set()
+        self.outputs: Outputs = {}
+
+    def run(self, inputs: Any) -> None:
+        """One forward of the model; ``running`` keeps the layers in which it raised."""
+        with ExitStack() as stack:
+
+            def hook(handle: RemovableHandle) -> None:
+                stack.callback(handle.remove)
+
+            hook(self.model.register_forward_hook(functools.partial(self._leave, None)))
+            for name, (site, filter) in self.planned.items():
+                enter = functools.partial(self._enter, name)
+                # prepended: hooks of the adapter may raise, too
+                hook(site.module.register_forward_pre_hook(enter, prepend=True))
+                hook(site.module.register_forward_hook(functools.partial(self._leave, name)))
+                hook(filter.register_forward_hook(functools.partial(self._call, name)))
+            stack.enter_context(_same_random_numbers(self.model))
+            call(self.model, inputs)
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self.running.append(name)
+
+    def _call(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.called.add(name)
+
+    def _leave(self, name: str | None, module: nn.Module, args: Any, output: Any) -> None:
+        if name is not None:
+            self.running.pop()
+        # what follows the first tensor may be attention weights or a cache
+        x = next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
+        if x is None or type(x) is not Tensor or x.is_nested or x.is_meta:
+            return
+        if x.is_floating_point() and x.layout is torch.strided:
+            entries = x.detach().reshape(-1)[:: max(1, x.numel() // _ENTRIES)].clone()
+            self.outputs.setdefault(name, []).append(entries)
+
+
+def _same_random_numbers(model: nn.Module) -> AbstractContextManager[None]:
+    return same_random_numbers((*model.parameters(), *model.buffers()))
 
 
 def _starts_as_attention(filter: GraphFilter) -> bool:
@@ -171,65 +205,40 @@ def _stand_in(filter: GraphFilter) -> GraphFilter:
     return identity
 
 
-class _Plain:
-    """The outputs of a model's layers without the planned filters.
-
-    Raises:
-        ValueError: if the model does not run on these inputs.
-    """
-
-    def __init__(
-        self, model: nn.Module, planned: Mapping[str, tuple[Site, GraphFilter]], inputs: Any
-    ) -> None:
-        self.model, self.planned, self.inputs = model, planned, inputs
-        self.half = torch.is_autocast_enabled(_device_type(model)) or any(
-            p.is_floating_point() and p.dtype not in _TOLERANCE for p in model.parameters()
+def _changed(
+    model: nn.Module, planned: Planned, inputs: Any, plain: Outputs, outputs: Outputs
+) -> dict[str, str]:
+    """The first layer whose output the filters changed, with that as a reason."""
+    device = next((p.device.type for p in model.parameters() if not p.is_meta), "cpu")
+    half = torch.is_autocast_enabled(device) or any(
+        p.is_floating_point() and p.dtype not in _TOLERANCE for p in model.parameters()
+    )
+    if not _first_change(plain, outputs, half)[1]:
+        return {}
+    # a model whose outputs differ from run to run shows nothing
+    again = _run_plain(model, planned, inputs)
+    stable = {n: x for n, x in outputs.items() if not _first_change(plain, {n: again[n]}, half)[1]}
+    name, change = _first_change(plain, stable, half)
+    if not change:
+        return {}
+    if name is None:
+        raise ValueError(
+            f"the output of {type(model).__name__} {change}, although no layer with a filter "
+            f"returned another output. {_CAUSES}"
         )
-        try:
-            self.outputs = self._run()
-        except Exception as error:
-            raise ValueError(
-                f"the trial forward needs inputs that {type(model).__name__} runs on; without any "
-                f"new filter it raised {_shown(error)}"
-            ) from error
+    return {name: f"its output {change}. {_CAUSES}"}
 
-    def _run(self) -> Outputs:
-        watch = _Watch(self.model, self.planned)
-        try:
-            with same_random_numbers(_tensors_of(self.model)):
-                call(self.model, self.inputs)
-        finally:
-            watch.remove()
-        return watch.outputs
 
-    def refused_by(self, outputs: Outputs) -> dict[str, str]:
-        """The first layer whose output the filters changed, with that as a reason."""
-        _, change = self._first_change(outputs)
-        if not change:
-            return {}
-        # a model whose outputs differ from run to run shows nothing
-        again = self._run()
-        stable = {n: x for n, x in outputs.items() if not self._first_change({n: again[n]})[1]}
-        name, change = self._first_change(stable)
-        if not change:
-            return {}
-        if name is None:
-            raise ValueError(
-                f"the output of {type(self.model).__name__} {change}, although no layer with a "
-                f"filter returned another output. {_CAUSES}"
-            )
-        return {name: f"its output {change}. {_CAUSES}"}
-
-    def _first_change(self, outputs: Outputs) -> tuple[str | None, str]:
-        """The first layer, in the order of the forward, that differs, and by how much."""
-        for name, calls in outputs.items():
-            for plain, x in zip(self.outputs.get(name, ()), calls, strict=False):
-                half = self.half or plain.dtype not in _TOLERANCE
-                tolerance = _HALF_TOLERANCE if half else _TOLERANCE[plain.dtype]
-                change = _change(plain, x, tolerance * (_WHOLE_MODEL if name is None else 1))
-                if change:
-                    return name, change
-        return None, ""
+def _first_change(plain: Outputs, outputs: Outputs, half: bool) -> tuple[str | None, str]:
+    """The first layer, in the order of the forward, that differs, and by how much."""
+    for name, calls in outputs.items():
+        for before, x in zip(plain.get(name, ()), calls, strict=False):
+            is_half = half or before.dtype not in _TOLERANCE
+            tolerance = _HALF_TOLERANCE if is_half else _TOLERANCE[before.dtype]
+            change = _change(before, x, tolerance * (_WHOLE_MODEL if name is None else 1))
+            if change:
+                return name, change
+    return None, ""
 
 
 _CAUSES = (
@@ -253,64 +262,101 @@ def _change(plain: Tensor, x: Tensor, tolerance: float) -> str:
     return f"changes by {change:.2g} (its largest entry is {largest:.2g}) with its filter"
 
 
-def _tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
-    return (*model.parameters(), *model.buffers())
+def _crossing(model: nn.Module, planned: Planned, inputs: Any) -> dict[str, str]:
+    """The layers with an adapter of the user's own that attend to another sequence.
+
+    A forward with gradients shows it. Layers that it does not reach, because it raises before, are
+    named in a warning: some models run only without gradients.
+    """
+    own = {name: pair for name, pair in planned.items() if is_registered(pair[0].adapter)}
+    if not own:
+        return {}
+    calls = {name: _Call(site.module, filter) for name, (site, filter) in own.items()}
+    with ExitStack() as stack:
+        stack.enter_context(_same_random_numbers(model))
+        for layer in calls.values():
+            stack.enter_context(layer)
+        try:
+            call(model, inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            unchecked = ", ".join(name for name, layer in calls.items() if not layer.reached)
+            warnings.warn(
+                f"whether {unchecked} attend to their own tokens was not checked, because with "
+                f"gradients the model raised {type(error).__name__}: {str(error)[:200]}",
+                stacklevel=2,
+            )
+    return {
+        name: f"{REASON}. In the trial forward it projects them from different arguments. If these "
+        "hold the same tokens, as two norms of one x do, plug this layer on its own, without "
+        f"inputs=: gfsa.plug(model, ..., layers=lambda name, module: name == {name!r})"
+        for name, layer in calls.items()
+        if layer.crosses
+    }
 
 
-def _device_type(model: nn.Module) -> str:
-    return next((p.device.type for p in model.parameters() if not p.is_meta), "cpu")
+class _Call(ExitStack):
+    """Inside, a layer runs with gradients, and its arguments and its weights are leaves."""
 
+    def __init__(self, module: nn.Module, filter: GraphFilter) -> None:
+        super().__init__()
+        weights = [w for w in module.parameters() if w.is_floating_point() and w.dim() > 1]
+        self.weights = {id(weight) for weight in weights}
+        # each with its leaf; equal tensors have one
+        self.arguments: list[tuple[Tensor, Tensor]] = []
+        self.reached = self.crosses = False
+        for weight in weights:
+            if not weight.requires_grad:
+                weight.requires_grad_(True)
+                self.callback(weight.requires_grad_, False)
+        for handle in (
+            module.register_forward_pre_hook(self._begin, with_kwargs=True),
+            module.register_forward_hook(self._end, always_call=True),
+            filter.register_forward_pre_hook(self._look),
+        ):
+            self.callback(handle.remove)
+        self.callback(torch.set_grad_enabled, torch.is_grad_enabled())
 
-Outputs = dict[str | None, list[Tensor]]
-"""Layer → some entries of what it returned, call by call; None is the model itself."""
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.arguments = []
+        self.grad_before = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+        named = {key: self._argument(value) for key, value in kwargs.items()}
+        return tuple(map(self._argument, args)), named
 
+    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        torch.set_grad_enabled(self.grad_before)
+        return output.detach() if isinstance(output, Tensor) else output
 
-class _Watch:
-    """Hooks that know which planned layer is running, whose filter was called, and the outputs."""
+    def _argument(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        same = (leaf for known, leaf in self.arguments if are_same_tokens(known, value))
+        leaf = next(same, None)
+        if leaf is None:
+            leaf = value.detach().clone().requires_grad_()
+            self.arguments.append((value, leaf))
+        # a copy: the layer may write into it
+        return leaf.clone()
 
-    def __init__(self, model: nn.Module, planned: Mapping[str, tuple[Site, GraphFilter]]) -> None:
-        self.running: list[str] = []
-        self.called: set[str] = set()
-        self.outputs: Outputs = {}
-        self.handles = [model.register_forward_hook(self._keep(None))]
-        for name, (site, filter) in planned.items():
-            # prepended: hooks of the adapter may raise, too
-            self.handles += [
-                site.module.register_forward_pre_hook(self._enter(name), prepend=True),
-                site.module.register_forward_hook(self._leave),
-                site.module.register_forward_hook(self._keep(name)),
-                filter.register_forward_hook(self._note(name)),
-            ]
-
-    @property
-    def innermost(self) -> str | None:
-        """The layer that was running when the forward raised."""
-        return self.running[-1] if self.running else None
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _enter(self, name: str) -> Any:
-        return lambda module, args: self.running.append(name)
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.running.pop()
-
-    def _note(self, name: str) -> Any:
-        return lambda module, args, output: self.called.add(name)
-
-    def _keep(self, name: str | None) -> Any:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            # what follows the first tensor may be attention weights or a cache
-            x = next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
-            if x is None or type(x) is not Tensor or x.is_nested or x.is_meta:
-                return
-            if x.is_floating_point() and x.layout is torch.strided:
-                entries = x.detach().reshape(-1)[:: max(1, x.numel() // _ENTRIES)].clone()
-                self.outputs.setdefault(name, []).append(entries)
-
-        return keep
+    def _look(self, filter: nn.Module, args: Any) -> None:
+        """Whether q and k are projected by the layer, from arguments of which none is common."""
+        self.reached = True
+        operator: Any = args[0] if args else None
+        if isinstance(operator, LinearOperator):
+            sides = operator.rows, operator.columns
+        elif isinstance(getattr(operator, "call", None), AttentionCall):
+            sides = operator.call.q, operator.call.k
+        else:
+            # of a map alone nothing can be said
+            return
+        q, k = map(leaves_of, sides)
+        leaves = {id(leaf) for _, leaf in self.arguments}
+        # what is projected elsewhere may come from one tensor
+        projected = bool(q & self.weights and k & self.weights)
+        if projected and q & leaves and k & leaves and not q & k & leaves:
+            self.crosses = True
 
 
 def _attached(site: Site) -> Site:

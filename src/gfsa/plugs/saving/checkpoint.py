@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from gfsa._version import __version__
 from gfsa.filters import GraphFilter
-from gfsa.filters.spec import KINDS, MOST_DEGREE, build, kind_of, numbers_of
+from gfsa.filters.spec import (
+    EXTRA,
+    KINDS,
+    MOST_DEGREE,
+    build,
+    kind_of,
+    numbers_of,
+    read_description,
+)
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.distributed import gathered, refuse_distributed
 from gfsa.plugs.install import device_of, dtype_for, install, notify_adapters
@@ -233,6 +241,27 @@ def describe(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def described_by(
+    tensors: Mapping[str, Tensor], name_of: Callable[[str], str]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description and the numbers of filters, from the tensors of a whole model's file.
+
+    Args:
+        tensors: as :func:`~gfsa.plugs.saving.files.filter_tensors` returns them.
+        name_of: the name of a layer in the file → its name in the description.
+    """
+    filters: dict[str, Any] = {}
+    numbers = {}
+    for key, value in tensors.items():
+        layer, _, name = key.rpartition(f".{CHILD}.")
+        layer = name_of(layer)
+        if name == EXTRA:
+            filters[layer] = read_description(value)
+        else:
+            numbers[f"{layer}.{name}"] = value
+    return {"format": FORMAT, "filters": filters}, numbers
+
+
 def restore(
     model: nn.Module,
     description: Mapping[str, Any],
@@ -241,8 +270,9 @@ def restore(
     *,
     other_versions: bool = False,
     max_degree: int = MOST_DEGREE,
+    check_only: bool = False,
 ) -> None:
-    """Give ``model`` the filters of ``description`` with the numbers in ``tensors``.
+    """Give ``model`` the filters of ``description``: checked first, then all or nothing.
 
     Args:
         model: plugged in the same layers, or not plugged.
@@ -251,24 +281,33 @@ def restore(
         source: where they are from, for messages.
         other_versions: whether layers may have the names of another version of the model's library.
         max_degree: the highest degree that is accepted.
+        check_only: leave the model as it is.
     """
     plans = _make_plans(model, description, source, other_versions, max_degree)
-    _put_filters(model, plans, tensors, source)
-
-
-def check_restorable(
-    model: nn.Module,
-    description: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    source: str,
-    max_degree: int,
-) -> None:
-    """Raise where :func:`restore` would; the model is unchanged."""
-    plans = _make_plans(model, description, source, max_degree=max_degree)
+    plugged = plugged_sites(model)
     _check_tensors(plans, tensors, source)
-    _check_same_layers(plugged_sites(model), plans, source)
+    if not check_only:
+        refuse_sharded(plugged, "load filters")
+    if plugged and set(plugged) != {plan.site.name for plan in plans}:
+        raise ValueError(
+            f"the model is plugged in layers {some_of(plugged)}, but {source} has filters for "
+            f"{some_of([plan.site.name for plan in plans])}; gfsa.unplug(model) first"
+        )
     for plan in plans:
         _fill(plan, tensors, source)
+    if check_only:
+        return
+    if not plugged:
+        if any(list(plan.filter.parameters()) for plan in plans):
+            refuse_distributed(model, [plan.site.module for plan in plans])
+        install(model, [(plan.site, plan.filter) for plan in plans])
+        return
+    # a filter that is plugged already keeps its device and precision
+    targets = [plan.site.filter for plan in plans]
+    with all_or_nothing(model, values=[p for target in targets for p in target.parameters()]):
+        for plan, target in zip(plans, targets, strict=True):
+            target.load_state_dict(plan.filter.state_dict())
+        notify_adapters(model, plugged.values())
 
 
 @dataclass
@@ -286,22 +325,29 @@ def _make_plans(
     model: nn.Module,
     description: Mapping[str, Any],
     source: str,
-    other_versions: bool = False,
-    max_degree: int = MOST_DEGREE,
+    other_versions: bool,
+    max_degree: int,
 ) -> list[_Plan]:
     """Find the site of every described filter and rebuild the filters."""
     refusing, tracing = sites(model), sites(model, unknown="trace")
-    layers = _LayersByCanonicalName(model, tracing)
+    layers: dict[str, list[str]] = {}
+    # attention comes first where several modules share a name without prefixes
+    for name in (*tracing, *dict(model.named_modules())):
+        layers.setdefault(canonical_name(model, name), []).append(name)
     names_in_file: dict[str, str] = {}
     if other_versions:
         description, names_in_file = in_installed_names(model, refusing, description)
     plans = []
     others = []
     for saved, entry in _entries_of(description, source).items():
-        name = layers.find(saved, source, saved_from=description.get("model"))
+        name = _layer_of(model, saved, layers, tracing, description, source)
         # the oldest versions, and checkpoints of whole models, do not say which layers were traced
         traced = entry.get(_TRACED, files.DIGEST not in description)
-        site = _accepting_site(model, name, tracing if traced is True else refusing, source)
+        site = (tracing if traced is True else refusing).get(name)
+        if site is None or site.refusal:
+            reason = "it is not attention" if site is None else site.refusal
+            kind = type(model.get_submodule(name)).__name__
+            raise ValueError(f"{name} ({kind}) cannot take the filter of {source}: {reason}")
         # the heads first: they are why shapes differ
         rebuilt = build(entry, site.num_heads, name, source, max_degree)
         _check_backbone(site, entry, source)
@@ -352,48 +398,32 @@ def _entries_of(description: Any, source: str) -> dict[str, dict[str, Any]]:
     return entries
 
 
-class _LayersByCanonicalName:
-    """The modules of a model by the names that files use for them.
-
-    Args:
-        model: the model.
-        attention: names of its attention modules: one of them is meant where several modules share
-            a canonical name.
-    """
-
-    def __init__(self, model: nn.Module, attention: Iterable[str]) -> None:
-        self.model = model
-        self.modules = {canonical_name(model, name): name for name, _ in model.named_modules()}
-        self.attention: dict[str, list[str]] = {}
-        for name in attention:
-            self.attention.setdefault(canonical_name(model, name), []).append(name)
-
-    def find(self, saved: str, source: str, saved_from: Any) -> str:
-        """The module's name in this model."""
-        if saved not in self.modules:
-            # checkpoints of whole models and adapters do not say it
-            which = f", {saved_from!r:.80}" if saved_from else ""
-            raise ValueError(
-                f"{source} has a filter for the layer {saved!r:.80}, which "
-                f"{type(self.model).__name__} does not have; load it into the model that it "
-                f"was saved from{which}"
-            )
-        name, *others = self.attention.get(saved, [self.modules[saved]])
-        if others:
-            raise ValueError(
-                f"{source} has a filter for {saved!r}, which both {name} and {others[0]} can be; "
-                "load the filters of each part on its own"
-            )
-        return name
-
-
-def _accepting_site(model: nn.Module, name: str, found: Mapping[str, Site], source: str) -> Site:
-    """The site called ``name``; raises where no filter can be."""
-    if name not in found or found[name].refusal:
-        reason = found[name].refusal if name in found else "it is not attention"
-        kind = type(model.get_submodule(name)).__name__
-        raise ValueError(f"{name} ({kind}) cannot take the filter of {source}: {reason}")
-    return found[name]
+def _layer_of(
+    model: nn.Module,
+    saved: str,
+    layers: Mapping[str, list[str]],
+    attention: Mapping[str, Site],
+    description: Mapping[str, Any],
+    source: str,
+) -> str:
+    """The name in ``model`` of a saved layer."""
+    if saved not in layers:
+        # checkpoints of whole models and adapters do not say it
+        saved_from = description.get("model")
+        which = f", {saved_from!r:.80}" if saved_from else ""
+        raise ValueError(
+            f"{source} has a filter for the layer {saved!r:.80}, which "
+            f"{type(model).__name__} does not have; load it into the model that it "
+            f"was saved from{which}"
+        )
+    name = layers[saved][0]
+    others = [other for other in layers[saved] if other in attention and other != name]
+    if others:
+        raise ValueError(
+            f"{source} has a filter for {saved!r}, which both {name} and {others[0]} can be; "
+            "load the filters of each part on its own"
+        )
+    return name
 
 
 def _check_backbone(site: Site, entry: Mapping[str, Any], source: str) -> None:
@@ -429,40 +459,13 @@ def _check_same_filter(site: Site, rebuilt: GraphFilter, source: str) -> None:
         )
 
 
-def _put_filters(
-    model: nn.Module, plans: list[_Plan], tensors: Mapping[str, Tensor], source: str
-) -> None:
-    """Give every planned site its filter: checked outside of the model, then all or nothing."""
-    _check_tensors(plans, tensors, source)
-    plugged = plugged_sites(model)
-    refuse_sharded(plugged, "load filters")
-    _check_same_layers(plugged, plans, source)
-    for plan in plans:
-        _fill(plan, tensors, source)
-    if not plugged:
-        if any(list(plan.filter.parameters()) for plan in plans):
-            refuse_distributed(model, [plan.site.module for plan in plans])
-        install(model, [(plan.site, plan.filter) for plan in plans])
-        return
-    # a filter that is plugged already keeps its device and precision
-    targets = [plan.site.filter for plan in plans]
-    with all_or_nothing(model, values=[p for target in targets for p in target.parameters()]):
-        for plan, target in zip(plans, targets, strict=True):
-            target.load_state_dict(plan.filter.state_dict())
-        notify_adapters(model, plugged.values())
-
-
-def _planned_numbers(plans: list[_Plan]) -> dict[str, Tensor]:
-    """The tensors that the rebuilt filters need, by their names in the file."""
-    return {
+def _check_tensors(plans: list[_Plan], tensors: Mapping[str, Tensor], source: str) -> None:
+    """Refuse tensors that are not those of the rebuilt filters."""
+    expected = {
         f"{plan.saved}.{key}": value
         for plan in plans
         for key, value in numbers_of(plan.filter).items()
     }
-
-
-def _check_tensors(plans: list[_Plan], tensors: Mapping[str, Tensor], source: str) -> None:
-    expected = _planned_numbers(plans)
     missing, extra = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
     if missing or extra:
         raise ValueError(
@@ -476,15 +479,6 @@ def _check_tensors(plans: list[_Plan], tensors: Mapping[str, Tensor], source: st
                 f"{source}: {name} should be floating point of shape {tuple(wanted.shape)}, "
                 f"got {found.dtype} of shape {tuple(found.shape)}; save the filters again"
             )
-
-
-def _check_same_layers(plugged: Mapping[str, Site], plans: list[_Plan], source: str) -> None:
-    """Refuse a model that is plugged in other layers than those of the plans."""
-    if plugged and set(plugged) != {plan.site.name for plan in plans}:
-        raise ValueError(
-            f"the model is plugged in layers {some_of(plugged)}, but {source} has filters for "
-            f"{some_of([plan.site.name for plan in plans])}; gfsa.unplug(model) first"
-        )
 
 
 def _fill(plan: _Plan, tensors: Mapping[str, Tensor], source: str) -> None:

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import uuid
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from gfsa.plugs.adapter import CHILD
 
 FILE = "filters.safetensors"
 OLD_DESCRIPTION = "filters.json"
@@ -186,29 +188,45 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON")
 
 
+def filter_tensors(files: Iterable[str | Path], source: str) -> dict[str, Tensor]:
+    """The tensors of filters in the safetensors of a whole model or an adapter, by full names."""
+    from safetensors import SafetensorError, safe_open
+
+    found = {}
+    room = MOST_BYTES
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as checkpoint:
+                for key in checkpoint.keys():  # noqa: SIM118  (not a dict)
+                    if f".{CHILD}." not in key:
+                        continue
+                    # at most 8 bytes a number
+                    room -= 8 * math.prod(checkpoint.get_slice(key).get_shape())
+                    if room < 0:
+                        raise ValueError(
+                            f"the filters of {source} have more than {MOST_BYTES} bytes, which is "
+                            "refused: filters are a few numbers per head"
+                        )
+                    found[key] = checkpoint.get_tensor(key)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{file} is damaged: {error!s:.200}; save or download it again"
+            ) from error
+    return found
+
+
+HUB_ARGUMENTS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "revision",
+    "subfolder",
+    "token",
+)
+"""Arguments of ``from_pretrained`` that say where on the Hub the files of a checkpoint are."""
+
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB = "hub:"
-
-
-@dataclass(frozen=True)
-class Download:
-    """Which files of a repository are meant, and how they are downloaded.
-
-    Args:
-        revision: a branch, tag or commit.
-        token: of an account that may read the repository.
-        subfolder: the folder of the repository that the files are in.
-        cache_dir: where downloads are kept; None is the cache of huggingface_hub.
-        local_files_only: take what was downloaded before, without a connection.
-        force_download: download again what is in the cache.
-    """
-
-    revision: str | None = None
-    token: str | bool | None = None
-    subfolder: str | None = None
-    cache_dir: str | Path | None = None
-    local_files_only: bool = False
-    force_download: bool = False
 
 
 def filter_folder(
@@ -236,7 +254,7 @@ def filter_folder(
             f"{path} does not exist, though {Path(name).parent} does; for the repository of that "
             f"name on the Hub pass {_HUB + name!r}"
         )
-    return download_filters(name, Download(revision, token))
+    return download_filters(name, {"revision": revision, "token": token})
 
 
 def is_hub_name(name: str) -> bool:
@@ -253,68 +271,40 @@ def hub_library(name: str) -> Any:
     return huggingface_hub
 
 
-def download_filters(name: str, wanted: Download) -> Path:
-    """The folder with the filters of a repository, downloaded or from the cache."""
+def download_filters(name: str, wanted: Mapping[str, Any]) -> Path:
+    """The folder with the filters of a repository, downloaded or from the cache.
+
+    Args:
+        name: the repository.
+        wanted: some of :data:`HUB_ARGUMENTS`.
+    """
     try:
         hub = hub_library(f"{name!r} is no folder here; reading it from the Hub")
+        file, commit = _download(hub, name, FILE, wanted)
+        if not has_description(file):
+            # an older version wrote two files: both are taken from one commit
+            _download(hub, name, OLD_DESCRIPTION, {**wanted, "revision": commit})
     except ImportError as error:
         raise FileNotFoundError(str(error)) from error
-    try:
-        file = _file(hub, name, FILE, wanted)
-        folder = file.parent
-        if not has_description(file):
-            # the folder of a snapshot is named after its commit: both files are of one save
-            depth = len(PurePosixPath(wanted.subfolder or "").parts)
-            commit = (folder, *folder.parents)[depth].name
-            _file(hub, name, OLD_DESCRIPTION, replace(wanted, revision=commit))
     # an OSError: no such repository, revision or file, no access, no connection
     except OSError as error:
-        where = name if wanted.revision is None else f"{name} at {wanted.revision!r}"
-        where = f"{where}, subfolder {wanted.subfolder!r}," if wanted.subfolder else where
+        where = f"{name} at {wanted['revision']!r}" if wanted.get("revision") else name
+        if wanted.get("subfolder"):
+            where += f", subfolder {wanted['subfolder']!r},"
         reason = " ".join(str(error).split())
         raise FileNotFoundError(
             f"{where} is neither a folder here with filters that gfsa.save wrote, nor can they be "
             f"read from the Hub: {type(error).__name__}: {reason:.300}"
         ) from error
-    return folder
+    return file.parent
 
 
-def _file(hub: Any, name: str, file: str, wanted: Download) -> Path:
-    """A file of a repository, from the cache if the Hub gives no answer.
-
-    A file that is too large for filters is refused before it is downloaded.
-    """
-    if wanted.local_files_only:
-        return _cached(hub, name, file, wanted, "local_files_only=True")
-    url = hub.hf_hub_url(name, file, subfolder=wanted.subfolder, revision=wanted.revision)
-    try:
-        found = hub.get_hf_file_metadata(url, token=wanted.token)
-    except Exception as error:
-        if not _is_no_answer(hub, error):
-            raise
-        return _cached(hub, name, file, wanted, f"no answer ({error})")
-    if found.size is not None and found.size > MOST_BYTES:
+def _download(hub: Any, name: str, file: str, wanted: Mapping[str, Any]) -> tuple[Path, str]:
+    """A file of a repository and its commit; one that is too large is not downloaded."""
+    found = hub.hf_hub_download(name, file, dry_run=True, **wanted)
+    if found.file_size > MOST_BYTES:
         raise ValueError(
-            f"{file} of {name} has {found.size} bytes; filters are a few numbers per head, more "
-            f"than {MOST_BYTES} is refused"
+            f"{file} of {name} has {found.file_size} bytes; filters are a few numbers per head, "
+            f"more than {MOST_BYTES} is refused"
         )
-    return Path(hub.hf_hub_download(name, file, **asdict(wanted)))
-
-
-def _cached(hub: Any, name: str, file: str, wanted: Download, reason: str) -> Path:
-    """A file that was downloaded before, without another attempt to reach the Hub."""
-    offline = replace(wanted, local_files_only=True, force_download=False)
-    try:
-        return Path(hub.hf_hub_download(name, file, **asdict(offline)))
-    except OSError as error:
-        raise ConnectionError(f"{reason}, and {file} was not downloaded before") from error
-
-
-def _is_no_answer(hub: Any, error: Exception) -> bool:
-    """Whether the Hub gave no answer: no connection, or the client is set to be offline."""
-    if isinstance(error, hub.errors.HfHubHTTPError):
-        return False
-    offline = isinstance(error, (hub.errors.OfflineModeIsEnabled, ConnectionError, TimeoutError))
-    # the client library of huggingface_hub is httpx2, in older versions httpx or requests
-    library = type(error).__module__.partition(".")[0].rstrip("0123456789")
-    return offline or library in ("httpx", "httpcore", "requests")
+    return Path(hub.hf_hub_download(name, file, **wanted)), found.commit_hash

@@ -1,24 +1,40 @@
-"""Load a transformers folder that was saved from a plugged model, and read its config."""
+"""Load what transformers and peft saved from a plugged model: a whole model, or an adapter.
+
+Their files have the filters among the weights, each with its description beside its numbers.
+transformers alone drops them and says so. ``PeftModel.from_pretrained`` on a base model without
+filters leaves them out without a word; here they are rebuilt first.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gfsa.filters.spec import EXTRA, MOST_DEGREE, read_description
+from gfsa.filters.spec import EXTRA, MOST_DEGREE
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.saving.checkpoint import FORMAT, restore
-from gfsa.plugs.saving.files import MOST_BYTES, other_loader
+from gfsa.plugs.saving.checkpoint import described_by, load, restore
+from gfsa.plugs.saving.files import (
+    FILE,
+    HUB_ARGUMENTS,
+    download_filters,
+    filter_tensors,
+    other_loader,
+)
 from gfsa.plugs.saving.identity import canonical_name
-from gfsa.plugs.sites import sites
+from gfsa.plugs.sites import check_model, filters_of, plugged_sites, sites
+from gfsa.plugs.transaction import all_or_nothing
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 Loaded = TypeVar("Loaded", covariant=True)
 
@@ -36,15 +52,10 @@ transformers keeps entries that it does not know as attributes of the config, wi
 What it warns about without gfsa are the weights of the filters, in its load report.
 """
 
-# arguments that say where on the hub the files of a checkpoint are
-_HUB_ARGUMENTS = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "revision",
-    "subfolder",
-    "token",
-)
+PEFT_ENTRY = "filters_need_gfsa_load_peft"
+"""An entry of ``adapter_config.json`` that peft does not know, and warns about by its name."""
+
+_ADAPTER = "adapter_model.safetensors"
 
 
 def from_pretrained(
@@ -99,7 +110,6 @@ def from_pretrained(
     refusal = _refusal_of_other_weights(kwargs)
     if refusal is not None:
         raise ValueError(f"filters are read from the safetensors of the weights: {refusal}")
-    hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
     # the config may be the caller's own, or in a folder inside
     refusal = None if {"config", "subfolder"} & kwargs.keys() else refusal_of_path(path)
     if refusal is not None:
@@ -113,12 +123,16 @@ def from_pretrained(
         raise ValueError(
             f"the weights of {path} are damaged: {error!s:.200}; save or download them again"
         ) from error
-    if not restore_filters(model, path, hub, kwargs.get("variant"), max_degree):
+    if not restore_filters(model, path, _hub_arguments(kwargs), kwargs.get("variant"), max_degree):
         raise ValueError(
             f"{path} was not saved from a plugged model: it has no filters. Load it with "
             f"{name}.from_pretrained, then gfsa.plug or gfsa.load"
         )
     return model
+
+
+def _hub_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
 
 
 def _refusal_of_other_weights(kwargs: Mapping[str, Any]) -> str | None:
@@ -161,18 +175,15 @@ def restore_filters(
         Whether the checkpoint has filters.
     """
     layers = _layers_on_disk(model)
-    filters: dict[str, Any] = {}
-    tensors = {}
-    for key, value in filter_tensors(path, hub, variant).items():
-        layer, _, name = key.rpartition(f".{CHILD}.")
-        layer = layers.get(canonical_name(model, layer), layer)
-        if name == EXTRA:
-            filters[layer] = read_description(value)
-        else:
-            tensors[f"{layer}.{name}"] = value
-    if not filters:
+
+    def name_of(layer: str) -> str:
+        name = canonical_name(model, layer)
+        return layers.get(name, layer)
+
+    found = filter_tensors(files_of(path, hub, variant), str(path))
+    if not found:
         return False
-    description = {"format": FORMAT, "filters": filters}
+    description, tensors = described_by(found, name_of)
     restore(model, description, tensors, str(path), other_versions=True, max_degree=max_degree)
     # it is true of the files, and would be saved again after gfsa.unplug
     vars(model.config).pop(CONFIG_ENTRY, None)
@@ -181,7 +192,7 @@ def restore_filters(
 
 def has_filters(path: str | Path) -> bool:
     """Whether a transformers folder was saved from a plugged model."""
-    return bool(filter_tensors(path, {}))
+    return bool(filter_tensors(files_of(path, {}), str(path)))
 
 
 def _layers_on_disk(model: Any) -> dict[str, str]:
@@ -203,51 +214,21 @@ def _layers_on_disk(model: Any) -> dict[str, str]:
     return found
 
 
-def filter_tensors(
-    path: str | Path,
-    hub: dict[str, Any],
-    variant: str | None = None,
-    index_first: bool = False,
-) -> dict[str, Tensor]:
-    """The filters' tensors of a checkpoint, by their full names.
-
-    A folder may have one file and, from an earlier save, an index of several.
-
-    Args:
-        index_first: whether to take those of the index then, as vLLM does; transformers takes the
-            one file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    found = {}
-    room = MOST_BYTES
-    for file in _files(path, hub, variant, index_first):
-        try:
-            opened = safe_open(file, framework="pt")
-        except SafetensorError as error:
-            raise ValueError(
-                f"{file} is damaged: {error!s:.200}; save or download it again"
-            ) from error
-        with opened as checkpoint:
-            for key in checkpoint.keys():  # noqa: SIM118  (not a dict)
-                if f".{CHILD}." in key:
-                    # at most 8 bytes a number
-                    room -= 8 * math.prod(checkpoint.get_slice(key).get_shape())
-                    if room < 0:
-                        raise ValueError(
-                            f"the filters of {path} have more than {MOST_BYTES} bytes, which is "
-                            "refused: filters are a few numbers per head"
-                        )
-                    found[key] = checkpoint.get_tensor(key)
-    return found
-
-
-def _files(
+def files_of(
     path: str | Path,
     hub: dict[str, Any],
     variant: str | None = None,
     index_first: bool = False,
 ) -> list[str]:
+    """The safetensors of a checkpoint of transformers.
+
+    A folder may have one file and, from an earlier save, an index of several.
+
+    Args:
+        path, hub, variant: as in :func:`restore_filters`.
+        index_first: whether to take those of the index then, as vLLM does; transformers takes the
+            one file.
+    """
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file
 
@@ -292,6 +273,144 @@ def _shards(index: Path) -> set[Any]:
         raise ValueError(
             f"{index} is damaged: {error!r:.200}; save or download it again"
         ) from error
+
+
+def load_peft(
+    model: nn.Module, path: str | Path, *, max_degree: int = MOST_DEGREE, **kwargs: Any
+) -> PeftModel:
+    """Load an adapter of peft together with the filters that were saved in it or beside it.
+
+    .. code-block:: python
+
+        model = peft.get_peft_model(plugged, LoraConfig(..., modules_to_save=["gfsa"]))
+        ...                                             # train
+        model.save_pretrained("adapter")
+        model = gfsa.load_peft(base, "adapter")         # the base, plugged or not
+
+    A base model without filters is plugged with those of the adapter; with the adapter disabled
+    their learned numbers are zero, which is ordinary attention unless a filter has fixed numbers
+    as well (``w0=0.3`` with ``learn=("wK",)``, ``Twicing`` …). A base that has filters must have
+    the same ones. If the adapter itself has none, those that :func:`gfsa.save` wrote beside it are
+    loaded.
+
+    Args:
+        model: the base model.
+        path: the adapter's folder, or its name on the Hub.
+        max_degree: filters of a higher degree are refused: every degree is one attention pass.
+        kwargs: for ``peft.PeftModel.from_pretrained``.
+
+    Returns:
+        The ``PeftModel``.
+
+    Raises:
+        TypeError: if ``model`` is not an ``nn.Module``.
+        ImportError: if peft is not installed.
+        ValueError: if ``model`` is a ``PeftModel`` already, the adapter has no filters, or they do
+            not fit the model.
+
+    Whatever is raised, the modules of the model are then as they were.
+    """
+    check_model(model)
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("gfsa.load_peft needs peft: pip install peft") from error
+
+    if isinstance(model, peft.PeftModel):
+        raise ValueError(
+            f"load_peft takes a base model, got a {type(model).__name__}: it has an adapter "
+            "already. Add another one with model.load_adapter(path, adapter_name=...)"
+        )
+    source = str(path)
+    found = filter_tensors([_adapter_file(path, kwargs)], source)
+    if not found:
+        return _load_beside(model, path, max_degree, kwargs)
+    description, tensors = described_by(found, functools.partial(canonical_name, model))
+    with all_or_nothing(model), _without_warning():
+        is_plugged = bool(plugged_sites(model))
+        restore(model, description, tensors, source, max_degree=max_degree, check_only=is_plugged)
+        if not is_plugged:
+            _reset(model)
+        loaded = peft.PeftModel.from_pretrained(model, source, **kwargs)
+        check_loaded(loaded, tensors, source)
+    return loaded
+
+
+def _load_beside(
+    model: nn.Module, path: str | Path, max_degree: int, kwargs: dict[str, Any]
+) -> PeftModel:
+    """Load an adapter without filters, and the filters that gfsa.save wrote beside it."""
+    import peft
+
+    without = f"{path} has no filters: its adapter was saved without modules_to_save=['gfsa'], and"
+    advice = "Load it with peft.PeftModel.from_pretrained"
+    if Path(path).is_dir():
+        folder = Path(path) / (kwargs.get("subfolder") or "")
+        if not (folder / FILE).is_file():
+            raise ValueError(f"{without} gfsa.save wrote none beside it. {advice}")
+    else:
+        try:
+            folder = download_filters(str(path), _hub_arguments(kwargs))
+        except FileNotFoundError as error:
+            raise ValueError(f"{without} none can be read beside it: {error}. {advice}") from error
+    with all_or_nothing(model), _without_warning():
+        loaded = peft.PeftModel.from_pretrained(model, str(path), **kwargs)
+        load(loaded, folder, max_degree=max_degree)
+    return loaded
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """The entry in the config is for whoever loads the adapter without gfsa: no warning here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=rf".*\['{PEFT_ENTRY}'\]")
+        yield
+
+
+def _reset(model: nn.Module) -> None:
+    """Set θ = 0: the filter is then ordinary attention, except for its fixed numbers."""
+    with torch.no_grad():
+        for filter in filters_of(model).values():
+            if filter.theta is not None:
+                filter.theta.zero_()
+
+
+def _adapter_file(path: str | Path, kwargs: dict[str, Any]) -> Path:
+    """The adapter's safetensors, downloaded if ``path`` is a name on the Hub."""
+    if Path(path).is_dir():
+        file = Path(path) / (kwargs.get("subfolder") or "") / _ADAPTER
+        if not file.is_file():
+            advice = other_loader(file.parent, "gfsa.load_peft") or (
+                "filters are read from safetensors only; save the adapter with "
+                "model.save_pretrained"
+            )
+            raise FileNotFoundError(f"{file} does not exist: {advice}")
+        return file
+    # peft depends on it
+    import huggingface_hub
+
+    try:
+        file = huggingface_hub.hf_hub_download(str(path), _ADAPTER, **_hub_arguments(kwargs))
+        return Path(file)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"{path} is neither a folder here with an adapter of peft, nor can {_ADAPTER} be read "
+            f"from the Hub: {type(error).__name__}: {' '.join(str(error).split()):.300}"
+        ) from error
+
+
+def check_loaded(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
+    """Raise if peft did not give the active filters the numbers of the adapter."""
+    for name, filter in filters_of(model).items():
+        expected = tensors.get(f"{canonical_name(model, name)}.theta")
+        if filter.theta is None or expected is None:
+            continue
+        found = filter.theta.detach().to("cpu", expected.dtype)
+        if not torch.equal(found, expected.to(filter.theta.dtype).to(expected.dtype)):
+            raise ValueError(
+                f"peft did not load the filter of {name} from {source}: the active filter has "
+                "other numbers than the file"
+            )
 
 
 class _LoadReportFilter(logging.Filter):

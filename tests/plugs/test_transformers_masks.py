@@ -472,7 +472,7 @@ def test_a_call_may_say_whether_it_is_causal() -> None:
 
 def test_threads_may_leave_a_model_at_the_same_time() -> None:
     real = plugged("bert").config
-    reads = [mask_hooks.MaskConfigView(real, False)]
+    reads = [mask_hooks.MaskConfigView(real)]
 
     class LeftMeanwhile:
         """A model that another thread leaves after its config was read once."""
@@ -485,7 +485,7 @@ def test_threads_may_leave_a_model_at_the_same_time() -> None:
         def config(self, value: Any) -> None:
             assert value is real
 
-    mask_hooks._LeaveView()(LeftMeanwhile(), (), None)
+    mask_hooks._leave_view(LeftMeanwhile())
     assert not reads
 
 

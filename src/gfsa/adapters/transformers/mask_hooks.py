@@ -14,7 +14,6 @@ one row, made by transformers.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from types import CodeType
@@ -52,10 +51,14 @@ class ConfigView:
 
     real: Any
 
-    def __init__(self, config: Any) -> None:
-        object.__setattr__(self, "real", config)
+    def __init__(self, config: Any, **attributes: Any) -> None:
+        for name, value in {**attributes, "real": config}.items():
+            object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "real":
+            # asked for while it is copied or unpickled, before it has one
+            raise AttributeError(name)
         return getattr(self.real, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -64,27 +67,20 @@ class ConfigView:
     def __delattr__(self, name: str) -> None:
         delattr(self.real, name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ConfigView:
-        return type(self)(copy.deepcopy(self.real, memo))
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.real,)
+        return _view, (type(self), self.__dict__)
+
+
+def _view(kind: type[ConfigView], attributes: dict[str, Any]) -> ConfigView:
+    return kind(attributes["real"], **attributes)
 
 
 class MaskConfigView(ConfigView):
-    """A model's config while it makes its masks.
+    """A model's config while it makes its masks."""
 
-    Args:
-        config: the real one.
-        positions_given: whether the caller gave position ids, which may be those of packed
-            documents; those that a model makes itself are of one document.
-    """
-
-    positions_given: bool
-
-    def __init__(self, config: Any, positions_given: bool) -> None:
-        super().__init__(config)
-        object.__setattr__(self, "positions_given", positions_given)
+    positions_given = True
+    """Whether the caller gave position ids, which may be those of packed documents; those that a
+    model makes itself are of one document."""
 
     @property
     def _attn_implementation(self) -> str | None:
@@ -93,12 +89,6 @@ class MaskConfigView(ConfigView):
         if name == "sdpa" and ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask:
             return NAME
         return name
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MaskConfigView:
-        return MaskConfigView(copy.deepcopy(self.real, memo), self.positions_given)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return MaskConfigView, (self.real, self.positions_given)
 
 
 class _TakeView:
@@ -114,31 +104,23 @@ class _TakeView:
             # the model is called inside of its own forward, or another thread is in it
             config = config.real
         positions = args[self.place] if len(args) > self.place else kwargs.get("position_ids")
-        module.config = MaskConfigView(config, positions is not None)
+        module.config = MaskConfigView(config, positions_given=positions is not None)
 
 
-class _LeaveView:
+def _leave_view(module: Any, *_: Any) -> None:
     """After the forward, also one that raised: the config is the real one again."""
-
-    def __call__(self, module: Any, args: Any, output: Any) -> None:
-        _take_view_away(module)
-
-
-def _take_view_away(module: Any) -> None:
     # read once: another thread that leaves the same model may put the real one back in between
     config = module.config
     if isinstance(config, MaskConfigView):
         module.config = config.real
 
 
-class _WriteOut:
+def _write_out(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before the forward of an attention layer without a filter: masks become what it takes."""
-
-    def __call__(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        written = {name: _without_filter(module, value) for name, value in kwargs.items()}
-        return tuple(_without_filter(module, value) for value in args), written
+    written = {name: _without_filter(module, value) for name, value in kwargs.items()}
+    return tuple(_without_filter(module, value) for value in args), written
 
 
 def _without_filter(module: Any, mask: Any) -> Any:
@@ -161,18 +143,18 @@ def set_mask_hooks(model: nn.Module) -> None:
             handle.remove()
         if isinstance(module, PreTrainedModel):
             # torch calls no hook after a forward that Ctrl-C ended
-            _take_view_away(module)
+            _leave_view(module)
     makers = list(_makers(model))
     describe_for_generate(model, makers)
     for maker in makers:
         enter = maker.register_forward_pre_hook(_TakeView(maker), with_kwargs=True)
-        leave = maker.register_forward_hook(_LeaveView(), always_call=True)
+        leave = maker.register_forward_hook(_leave_view, always_call=True)
         _keep(maker, enter, leave)
         for module in maker.modules():
             if PLUGGED in module.__dict__ or _HANDLES in module.__dict__:
                 continue
             if looks_like_attention(module):
-                _keep(module, module.register_forward_pre_hook(_WriteOut(), with_kwargs=True))
+                _keep(module, module.register_forward_pre_hook(_write_out, with_kwargs=True))
 
 
 def _keep(module: nn.Module, *handles: Any) -> None:
@@ -218,7 +200,7 @@ class _DescribeForGenerate:
     """In place of transformers' function, for one model."""
 
     def __call__(self, config: Any, **arguments: Any) -> Any:
-        return create_masks_for_generate(config=_OneConfig(config, True), **arguments)
+        return create_masks_for_generate(config=_OneConfig(config), **arguments)
 
 
 class _OneConfig(MaskConfigView):

@@ -261,7 +261,7 @@ def test_going_on_with_other_data_is_refused(
     first, second = write_toy(tmp_path / "a", 0), write_toy(tmp_path / "b", 5)
     one = dataclasses.replace(run(tmp_path / "runs"), data_dir=first)
     cut = interrupted(one, monkeypatch)
-    with pytest.raises(ValueError, match=r"begun on other data, from .*/a \(as many examples, "):
+    with pytest.raises(ValueError, match=r"a run on other data, from .*/a \(as many examples, "):
         carry_out(dataclasses.replace(cut, data_dir=second))
     # what was refused has changed nothing, and where the same data lies is no matter
     moved = write_toy(tmp_path / "c", 0)
@@ -273,12 +273,12 @@ def test_a_finished_run_is_handed_out_for_its_own_data_alone(tmp_path: Path) -> 
     one = dataclasses.replace(run(tmp_path / "runs"), data_dir=first)
     row = carry_out(one)
     again = dataclasses.replace(one, resume=True)
-    with pytest.raises(ValueError, match=r"finished run on other data, from .*; use another --out"):
+    with pytest.raises(ValueError, match=r"a run on other data, from .*use another --out"):
         carry_out(dataclasses.replace(again, data_dir=second))
     assert carry_out(dataclasses.replace(again, data_dir=write_toy(tmp_path / "c", 0))) == row
     # the same path with other data in it
     (first / "first_seed.txt").write_text("5")
-    with pytest.raises(ValueError, match="finished run on other data"):
+    with pytest.raises(ValueError, match="a run on other data"):
         carry_out(again)
 
 

@@ -248,6 +248,7 @@ class TestCompile:
                 model(**batch)
             assert backend.graphs == counts[0]
 
+    @pytest.mark.slow
     def test_inductor(self) -> None:
         # one small model: the C++ compiler takes the time, with or without filters
         config = configuration("bert")
@@ -260,17 +261,3 @@ class TestCompile:
             expected = model(**batch)[0]
             found = torch.compile(model, fullgraph=True)(**batch)[0]
         assert (found - expected).abs().max() < 1e-5
-
-    # GPT-2: test_one_graph_for_all_sizes of tests/scale/test_compile.py
-    def test_a_new_length_is_no_new_graph(self) -> None:
-        model = plugged("llama", layers=1)
-        counting = Counting()
-        compiled = torch.compile(model, fullgraph=True, backend=counting)
-        for length in (6, 9, 13, 20, 31):
-            ids = torch.randint(3, VOCABULARY, (2, length))
-            with torch.no_grad():
-                found = compiled(input_ids=ids)[0]
-                expected = model(input_ids=ids)[0]
-            assert (found - expected).abs().max() < 1e-6
-        # one for the first length, one for all lengths
-        assert counting.graphs == 2

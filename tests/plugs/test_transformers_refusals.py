@@ -5,7 +5,6 @@ By plug where class, signature and settings show it; by the first forward where 
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.sam.modeling_sam import SamAttention
 
 import gfsa
-from gfsa.adapters.transformers.refusals import OTHER_TOKENS, QUERY_AND_KEY
 from gfsa.plugs.checks.proof import REASON
 from gfsa.plugs.registry import OLDEST_TRANSFORMERS
 from support.zoo import randomise
@@ -36,132 +34,10 @@ TEXT = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
 }
-PYRAMID = {
-    "hidden_sizes": [8, 16, 16, 16],
-    "depths": [1, 1, 1, 1],
-    "num_attention_heads": [1, 2, 2, 2],
-    "mlp_ratios": [1, 1, 1, 1],
-}
 
 
 def ids(length: int = 10) -> Tensor:
     return torch.randint(6, 61, (2, length), generator=torch.Generator().manual_seed(0))
-
-
-def pixels(size: int, batch: int = 2) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(batch, 3, size, size)}
-
-
-def sam() -> tuple[nn.Module, dict[str, Any]]:
-    vision = {
-        "hidden_size": 16,
-        "output_channels": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 32,
-        "patch_size": 8,
-        "window_size": 2,
-        "global_attn_indexes": [1],
-        "mlp_dim": 16,
-        "num_pos_feats": 8,
-    }
-    prompt = {"hidden_size": 16, "image_size": 32, "patch_size": 8, "mask_input_channels": 4}
-    decoder = {"hidden_size": 16, "mlp_dim": 16, "num_attention_heads": 2, "iou_head_hidden_dim": 8}
-    config = hf.SamConfig(
-        vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=decoder
-    )
-    # 5 tokens of the decoder and 11 of ten points and their end: as many as the 16 of the image
-    points = torch.rand(1, 1, 10, 2) * 32
-    return hf.SamModel(config), {**pixels(32, batch=1), "input_points": points}
-
-
-def kosmos() -> tuple[nn.Module, dict[str, Any]]:
-    text = {"vocab_size": 61, "embed_dim": 32, "layers": 2, "attention_heads": 4, "ffn_dim": 32}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    vision |= {"num_attention_heads": 4, "image_size": 16, "patch_size": 8}
-    config = hf.Kosmos2Config(text_config=text, vision_config=vision, latent_query_num=4)
-    where = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0, 0, 0]] * 2)
-    batch = {**pixels(16), "input_ids": ids(), "image_embeds_position_mask": where}
-    return hf.Kosmos2Model(config), batch
-
-
-def informer() -> tuple[nn.Module, dict[str, Any]]:
-    config = hf.InformerConfig(
-        prediction_length=4,
-        context_length=8,
-        input_size=1,
-        lags_sequence=[1],
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=16,
-        decoder_ffn_dim=16,
-        num_time_features=1,
-        attention_type="prob",
-        distil=False,
-    )
-    batch = {
-        "past_values": torch.randn(2, 9),
-        "past_time_features": torch.randn(2, 9, 1),
-        "past_observed_mask": torch.ones(2, 9),
-        "future_values": torch.randn(2, 4),
-        "future_time_features": torch.randn(2, 4, 1),
-    }
-    return hf.InformerModel(config), batch
-
-
-def pvt() -> tuple[nn.Module, dict[str, Any]]:
-    config = hf.PvtConfig(image_size=64, sequence_reduction_ratios=[4, 2, 2, 1], **PYRAMID)
-    return hf.PvtModel(config), pixels(64)
-
-
-def pvt_v2(linear: bool) -> tuple[nn.Module, dict[str, Any]]:
-    config = hf.PvtV2Config(
-        image_size=64, sr_ratios=[4, 2, 2, 1], linear_attention=linear, **PYRAMID
-    )
-    return hf.PvtV2Model(config), pixels(64)
-
-
-def deepseek_v4() -> tuple[nn.Module, dict[str, Any]]:
-    config = hf.DeepseekV4Config(
-        vocab_size=61,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        q_lora_rank=16,
-        head_dim=8,
-        o_groups=2,
-        o_lora_rank=8,
-        moe_intermediate_size=16,
-        n_routed_experts=2,
-        num_experts_per_tok=1,
-        max_position_embeddings=64,
-    )
-    return hf.DeepseekV4ForCausalLM(config), {"input_ids": ids(), "use_cache": False}
-
-
-BLOCKS = "bands or blocks"
-REDUCED = "not square"
-CROSSING = "different tokens"
-Build = Callable[[], tuple[nn.Module, dict[str, Any]]]
-NOTHING_LEFT: dict[str, tuple[Build, str]] = {
-    "informer": (informer, "order"),
-    "pvt-v2-linear": (lambda: pvt_v2(True), REDUCED),
-    "deepseek-v4": (deepseek_v4, "its keys are its tokens and compressed ones"),
-}
-
-
-@pytest.mark.parametrize("name", NOTHING_LEFT)
-def test_a_model_without_any_square_map_is_refused_as_a_whole(name: str) -> None:
-    build, reason = NOTHING_LEFT[name]
-    model, batch = build()
-    with pytest.raises(ValueError, match="found no self-attention") as caught:
-        gfsa.plug(model)
-    assert reason in str(caught.value)
-    with torch.no_grad():
-        model.eval()(**batch)
 
 
 def sam_attention() -> SamAttention:
@@ -169,89 +45,6 @@ def sam_attention() -> SamAttention:
     config = hf.SamMaskDecoderConfig(hidden_size=16, num_attention_heads=2)
     config._attn_implementation = "sdpa"
     return SamAttention(config, downsample_rate=1).eval()
-
-
-def idefics() -> tuple[nn.Module, dict[str, Any]]:
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    vision |= {"num_attention_heads": 4, "image_size": 16, "patch_size": 8}
-    perceiver = {"resampler_n_latents": 3, "resampler_depth": 1, "resampler_n_heads": 4}
-    perceiver |= {"resampler_head_dim": 8, "num_key_value_heads": 2, "hidden_size": 32}
-    config = hf.Idefics2Config(
-        text_config={"model_type": "mistral", **TEXT},
-        vision_config=vision,
-        perceiver_config=perceiver,
-        image_token_id=5,
-    )
-    tokens = torch.cat([torch.full((2, 3), 5), ids()], 1)
-    images = torch.randn(2, 1, 3, 16, 16)
-    return hf.Idefics2Model(config), {"input_ids": tokens, "pixel_values": images}
-
-
-def mask2former() -> tuple[nn.Module, dict[str, Any]]:
-    backbone = hf.SwinConfig(
-        image_size=32,
-        embed_dim=8,
-        depths=[1, 1, 1, 1],
-        num_heads=[1, 1, 1, 1],
-        window_size=2,
-        out_features=["stage1", "stage2", "stage3", "stage4"],
-    )
-    config = hf.Mask2FormerConfig(
-        backbone_config=backbone,
-        feature_size=32,
-        mask_feature_size=32,
-        hidden_dim=32,
-        encoder_feedforward_dim=16,
-        dim_feedforward=16,
-        num_attention_heads=2,
-        encoder_layers=1,
-        decoder_layers=2,
-        num_queries=5,
-    )
-    return hf.Mask2FormerModel(config), pixels(64, batch=1)
-
-
-# models that the census cannot run
-REFUSED: dict[str, tuple[Build, int, dict[str, int]]] = {
-    "idefics2": (idefics, 4, {CROSSING: 1}),
-    "mask2former": (mask2former, 5, {"sample": 1, CROSSING: 1}),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_plug_says_what_the_first_forward_would(name: str) -> None:
-    build, plugged, reasons = REFUSED[name]
-    torch.manual_seed(0)
-    model, batch = build()
-    model.eval()
-    report = gfsa.plug(model)
-    assert len(report.plugged) == plugged
-    assert len(report.skipped) == sum(reasons.values())
-    for words, count in reasons.items():
-        assert sum(words in reason for reason in report.skipped.values()) == count
-    randomise(model)
-    with torch.no_grad():
-        model(**batch)
-
-
-@pytest.mark.parametrize(
-    ("kind", "plugged", "skipped"),
-    [
-        # of its backbone, the layers between stages pool their queries
-        ("Sam2", 9 + 2, {"pooled": 3, CROSSING: 5}),
-        ("EdgeTamVideo", 9 + 2 + 2 + 2, {"pooled": 3, CROSSING: 9}),
-        ("EfficientLoFTR", 0, {"pooled in different ways": 4, CROSSING: 8}),
-        ("MuseGlimmerAssistant", 0, {CROSSING: 5}),
-    ],
-)
-def test_models_too_large_to_run_here(kind: str, plugged: int, skipped: dict[str, int]) -> None:
-    with torch.device("meta"):
-        model = getattr(hf, f"{kind}Model")(getattr(hf, f"{kind}Config")())
-    found = gfsa.plugs.sites(model)
-    reasons = [site.refusal for site in found.values() if site.refusal is not None]
-    assert len(found) - len(reasons) == plugged
-    for words, count in skipped.items():
-        assert sum(words in reason for reason in reasons) == count
 
 
 def test_an_older_transformers_is_refused_for_its_own_models_alone(
@@ -288,44 +81,6 @@ def test_the_same_layer_by_the_names_that_models_give_to_cross_attention() -> No
     model = nn.ModuleDict({name: sam_attention() for name in (*names, "attn", "encoder_attns")})
     report = gfsa.plug(model)
     assert report.skipped == dict.fromkeys(names, REASON)
-
-
-# arguments of attention modules that hold no other sequence
-HARMLESS = {
-    "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "cu_seqlens",
-    "max_seqlen", "output_attentions", "value", "attention_similarity", "mask", "position_bias",
-    "position_ids", "encoder_attention_mask", "use_cache", "relative_position_embeddings",
-    "encoder_position_embeddings", "shared_kv_states", "prev_topk_indices", "codebook_idx",
-    "num_k_exclude_rope", "query_position_embeddings", "query_sine_embed", "v", "layer_past",
-    "position_embeddings_k", "rope_k_repeat", "positional_encoding", "attention_bias",
-    "input_features_mask", "cycle_offset", "latents", "conv_mask", "freqs_ci", "value_tensor",
-    "value_embeds", "height", "width", "merged_attention_mask", "position_mask", "values",
-    "layer_idx", "attention_scaling",
-}  # fmt: skip
-
-
-def signatures() -> Iterator[tuple[str, list[str]]]:
-    """Every class of the installed transformers that uses the interface, and its arguments."""
-    for path in sorted((Path(hf.__file__).parent / "models").glob("*/modeling_*.py")):
-        source = path.read_text(encoding="utf-8")
-        if "ALL_ATTENTION_FUNCTIONS" not in source:
-            continue
-        for node in ast.parse(source).body:
-            for method in node.body if isinstance(node, ast.ClassDef) else ():
-                if isinstance(method, ast.FunctionDef) and method.name == "forward":
-                    names = {x.id for x in ast.walk(method) if isinstance(x, ast.Name)}
-                    if "ALL_ATTENTION_FUNCTIONS" in names:
-                        arguments = (*method.args.args[1:], *method.args.kwonlyargs)
-                        yield node.name, [argument.arg for argument in arguments]
-
-
-def test_every_argument_that_may_hold_other_tokens_is_known() -> None:
-    compared = {name for pair in QUERY_AND_KEY for name in pair}
-    known = HARMLESS | OTHER_TOKENS | compared
-    found = dict(signatures())
-    assert len(found) > 200
-    unknown = {kind: set(names) - known for kind, names in found.items() if set(names) - known}
-    assert not unknown, f"look whether these hold the tokens of another sequence: {unknown}"
 
 
 def granite(kind: str = "GraniteSWA", **options: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,66 +60,74 @@ def print_line(console: Console, text: str, style: str | None = None) -> None:
     console.file.flush()
 
 
-@contextmanager
-def resume_hint(console: Console, runs: Sequence[Run], names: Mapping[Path, str]) -> Iterator[None]:
-    """Print at Ctrl-C how the runs can go on.
-
-    Args:
-        runs: all that are carried out.
-        names: of each run, by its folder.
-    """
-    try:
-        yield
-    except KeyboardInterrupt:
-        message = _message([run.folder for run in runs], names)
-        print_line(console, message, style="yellow")
-        raise
-
-
-def _message(folders: Sequence[Path], names: Mapping[Path, str]) -> str:
-    done = [folder for folder in folders if (folder / "row.json").exists()]
-    steps = {folder: newest_step(folder / "checkpoints") for folder in folders}
-    begun = {folder: step for folder, step in steps.items() if step and folder not in done}
-    # a run writes its settings before anything else
-    lost = [
-        folder
-        for folder in folders
-        if folder not in done and folder not in begun and (folder / "config.json").exists()
-    ]
-    again = [f"{names[folder]} has no checkpoint and begins with step 1" for folder in lost]
-    if not done and not begun:
-        return "; ".join(["interrupted", *(again or ["no run had begun"])])
-    said = [f"{len(done)} of {len(folders)} runs are done"] if done else []
-    said += [f"{names[folder]} goes on after step {step}" for folder, step in begun.items()]
-    return "; ".join(["interrupted; the same command with --resume continues", *said, *again])
-
-
 # below this mean |coefficient − start|, a learned filter is ordinary attention in effect
 _HARDLY_MOVED = 1e-3
 
 
 def carry_out(console: Console, runs: list[Run], jobs: int, results: Path, write: bool) -> int:
     """Run everything, append each row as it comes, and return the number of failed runs."""
-    done = {run.folder for run in runs if run.is_resumed_and_finished}
     if jobs > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise typer.BadParameter(
             "--jobs needs a single process, but accelerate launch has started several"
         )
-    messages = _Messages(console, runs, done)
-    hint = resume_hint(console, runs, messages.names)
-    with hint, progress_bars(console, len(runs)) as (progress, advance):
-        for finished in carry_out_all(runs, jobs, progress):
-            run, row, errors = finished.run, finished.row, [finished.error]
-            if row is not None and write:
-                errors.append(_append(results, run, row, run.folder in done))
-            error = "; ".join(filter(None, errors))
-            if row is None or error:
-                messages.failure(run, error)
-            else:
-                messages.success(run, row)
-            advance()
-    messages.summary()
-    return messages.failed
+    finished_before = {run.folder for run in runs if run.is_resumed_and_finished}
+    names = _names(runs)
+    # error → the runs that failed with it
+    failures: dict[str, list[str]] = defaultdict(list)
+    # the largest mean movement of the coefficients that hardly moved, by the name of their row
+    at_rest: dict[str, float] = {}
+    try:
+        with progress_bars(console, len(runs)) as (progress, advance):
+            for finished in carry_out_all(runs, jobs, progress):
+                run, row, error = finished.run, finished.row, finished.error
+                before = run.folder in finished_before
+                if row is not None and write:
+                    error = "; ".join(filter(None, [error, _append(results, run, row, before)]))
+                if row is None or error:
+                    failures[error].append(names[run.folder])
+                    # wrong data makes every run fail alike: the reason is printed once
+                    if len(failures[error]) == 1:
+                        print_line(console, f"failed: {names[run.folder]}: {error}", style="red")
+                else:
+                    said = "finished before: " if before else ""
+                    score = f"{row.metric} {row.test:.4f}"
+                    print_line(console, f"{said}{names[run.folder]}: {score}")
+                    if row.added and row.moved is not None and row.moved < _HARDLY_MOVED:
+                        at_rest[row.name] = max(row.moved, at_rest.get(row.name, 0.0))
+                advance()
+    except KeyboardInterrupt:
+        print_line(console, _interrupted(runs, names), style="yellow")
+        raise
+    for first, *others in failures.values():
+        if others:
+            more = "1 more run" if len(others) == 1 else f"{len(others)} more runs"
+            print_line(console, f"failed: {more} for the reason of {first}", style="red")
+    for name, moved in at_rest.items():
+        message = (
+            f"{name}: coefficients moved by at most {moved:.1g} in the mean, so the model is "
+            "plain in effect; --set filter_lr=1e-2 would give them a learning rate of their own"
+        )
+        print_line(console, message, style="yellow")
+    failed = sum(map(len, failures.values()))
+    shown = "; gfsa results shows the tables" if failed < len(runs) else ""
+    console.print(f"{len(runs) - failed} of {len(runs)} runs done{shown}")
+    return failed
+
+
+def _interrupted(runs: Sequence[Run], names: Mapping[Path, str]) -> str:
+    """What the same command with --resume does for each run that has begun."""
+    said = []
+    for run in runs:
+        step, name = newest_step(run.folder / "checkpoints"), names[run.folder]
+        if (run.folder / "row.json").exists():
+            said.append(f"{name} is done")
+        elif step:
+            said.append(f"{name} goes on after step {step}")
+        elif (run.folder / "config.json").exists():
+            said.append(f"{name} has no checkpoint and begins with step 1")
+    return "; ".join(
+        ["interrupted; the same command with --resume goes on", *(said or ["no run had begun"])]
+    )
 
 
 def _append(results: Path, run: Run, row: Row, was_finished: bool) -> str:
@@ -135,63 +144,7 @@ def _append(results: Path, run: Run, row: Row, was_finished: bool) -> str:
     return ""
 
 
-class _Messages:
-    """Prints a line for each run that has ended.
-
-    Args:
-        console: prints.
-        runs: all that are carried out.
-        done: the folders of those that were finished before.
-    """
-
-    def __init__(self, console: Console, runs: list[Run], done: set[Path]) -> None:
-        self.console = console
-        self.count = len(runs)
-        self.names = _names(runs)
-        self.done = done
-        self.failed = 0
-        # the largest mean movement of the coefficients that hardly moved, by the name of their row
-        self._at_rest: dict[str, float] = {}
-        # error → the runs that failed with it
-        self._failed_with: dict[str, list[str]] = {}
-
-    def failure(self, run: Run, error: str) -> None:
-        self.failed += 1
-        alike = self._failed_with.setdefault(error, [])
-        alike.append(self.names[run.folder])
-        # wrong data makes every run fail alike: the reason is printed once
-        if len(alike) == 1:
-            self._print_failure(f"{alike[0]}: {error}")
-
-    def _print_failure(self, text: str) -> None:
-        # with emoji, hub:ID:CONFIGURATION loses its colons
-        self.console.print(f"failed: {text}", style="red", markup=False, emoji=False)
-
-    def success(self, run: Run, row: Row) -> None:
-        before = "finished before: " if run.folder in self.done else ""
-        message = f"{before}{self.names[run.folder]}: {row.metric} {row.test:.4f}"
-        self.console.print(message, highlight=False, markup=False, emoji=False)
-        if row.added and row.moved is not None and row.moved < _HARDLY_MOVED:
-            self._at_rest[row.name] = max(row.moved, self._at_rest.get(row.name, 0.0))
-
-    def summary(self) -> None:
-        """After the last run: failures alike, filters that hardly moved, how many runs are done."""
-        for first, *others in self._failed_with.values():
-            if others:
-                runs = "1 more run" if len(others) == 1 else f"{len(others)} more runs"
-                self._print_failure(f"{runs} for the reason of {first}")
-        for name, moved in self._at_rest.items():
-            message = (
-                f"{name}: coefficients moved by at most {moved:.1g} in the mean, so the model is "
-                "plain in effect; --set filter_lr=1e-2 would give them a learning rate of their own"
-            )
-            self.console.print(message, style="yellow", markup=False, emoji=False)
-        finished = self.count - self.failed
-        shown = "; gfsa results shows the tables" if finished else ""
-        self.console.print(f"{finished} of {self.count} runs done{shown}")
-
-
-def _names(runs: list[Run]) -> dict[Path, str]:
+def _names(runs: Sequence[Run]) -> dict[Path, str]:
     """The name of each run, with the settings that not all of them share."""
     settings = {run.folder: run.key().settings.split() for run in runs}
     shared = set.intersection(*map(set, settings.values()))

@@ -83,9 +83,7 @@ def train(
         return
     from gfsa_experiments.commands.carry_out import carry_out
     from gfsa_experiments.engine.whole_files import refuse_inside_file
-    from gfsa_experiments.runs.data import lacking
     from gfsa_experiments.runs.row import check_rows_fit, read_rows_if_any
-    from gfsa_experiments.runs.run import data_of
     from gfsa_experiments.runs.sweep import Request
 
     if recipe and plan is not None:
@@ -114,17 +112,19 @@ def train(
         else:
             request = Request.from_arguments(recipe, method, K, seeds, setting, each)
             runs = request.runs(**places)
+        recorded: set[tuple[object, ...]] = set()
         for name in {run.key().recipe for run in runs}:
             check_rows_fit(results / f"{name}.csv")
             # a damaged table is found now, not when the first row is appended
-            read_rows_if_any(results / f"{name}.csv")
+            recorded |= {row.key for row in read_rows_if_any(results / f"{name}.csv")}
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if missing:
-        runs = lacking(runs, results, data_of)
+        every, runs = len(runs), [run for run in runs if run.key() not in recorded]
         if not runs:
             console.print(f"{results} has all of these runs")
             return
+        console.print(f"{results} has {every - len(runs)} of {every} runs, which are left out")
     _print_config(console, runs)
     _print_advice(console, runs)
     failed = carry_out(console, runs, jobs, results, write=rank == 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,15 +10,11 @@ from typing import Any
 
 from filelock import FileLock
 
-from gfsa_experiments.engine.whole_files import refuse_inside_file, write_text
+from gfsa_experiments.engine.whole_files import refuse_inside_file
 
 
-def check_table(path: Path, columns: Sequence[str], added: Sequence[str] = ()) -> None:
-    """Raise ValueError if rows of ``columns`` cannot be appended to ``path``, which may be new.
-
-    Args:
-        added: columns that tables of earlier versions lack.
-    """
+def check_table(path: Path, columns: Sequence[str]) -> None:
+    """Raise ValueError if rows of ``columns`` cannot be appended to ``path``, which may be new."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it")
     refuse_inside_file(path)
@@ -28,8 +23,8 @@ def check_table(path: Path, columns: Sequence[str], added: Sequence[str] = ()) -
         raise ValueError(f"{existing} is not writable; choose another place")
     if not has_header(path):
         return
-    header = _header(path)
-    if not fits(header, columns, added):
+    _, header = next(read_table(path))
+    if header != list(columns):
         raise ValueError(
             f"{path} has other columns than this version writes; "
             f"expected {', '.join(columns)}, got {', '.join(header)}; move it away first"
@@ -41,32 +36,20 @@ def has_header(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def fits(header: Sequence[str], columns: Sequence[str], added: Sequence[str] = ()) -> bool:
-    """Whether a table has these columns in this order; some of ``added`` may be missing."""
-    return list(header) == [name for name in columns if name in header or name not in added]
-
-
 def append_lines(
-    path: Path,
-    columns: Sequence[str],
-    lines: Sequence[Mapping[str, Any]],
-    end: str,
-    added: Sequence[str] = (),
+    path: Path, columns: Sequence[str], lines: Sequence[Mapping[str, Any]], end: str
 ) -> None:
     """Append ``lines`` to the table at ``path``; a new or empty table gets a header.
 
     Args:
         end: the line terminator of the table.
-        added: columns that tables of earlier versions lack; such a table gets them, empty.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # results may be a link, and two names of a table need one lock
     place = path.resolve()
     with FileLock(place.with_name(f".{place.name}.lock")):
-        check_table(path, columns, added)
+        check_table(path, columns)
         is_new = not has_header(path)
-        if not is_new and _header(path) != list(columns):
-            _add_columns(place, columns, end)
         with path.open("a+b") as file:
             if not is_new:
                 file.seek(-1, os.SEEK_END)
@@ -100,19 +83,3 @@ def read_table(path: Path) -> Iterator[tuple[str, list[str]]]:
             raise ValueError(
                 f"{path}, after line {reader.line_num}: not CSV: {error}; repair it or move it away"
             ) from error
-
-
-def _header(path: Path) -> list[str]:
-    return next(read_table(path))[1]
-
-
-def _add_columns(path: Path, columns: Sequence[str], end: str) -> None:
-    """Add the missing columns, empty, to the whole table or not at all."""
-    (_, header), *lines = read_table(path)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", lineterminator=end)
-    writer.writeheader()
-    writer.writerows(dict(zip(header, cells, strict=True)) for _, cells in lines)
-    mode = path.stat().st_mode
-    write_text(path, text.getvalue())
-    path.chmod(mode)

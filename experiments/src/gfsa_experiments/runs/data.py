@@ -7,7 +7,7 @@ import dataclasses
 import types
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gfsa_experiments.engine.checkpoints import isolated_generators
 from gfsa_experiments.engine.task import Task
-from gfsa_experiments.runs.row import Experiment, Row, read_rows_if_any
+from gfsa_experiments.runs.row import Row, read_rows_if_any
 
 if TYPE_CHECKING:
     from gfsa_experiments.runs.run import Run
@@ -145,60 +145,12 @@ def has_row(table: Path, row: Row) -> bool:
     )
 
 
-def data_of_experiments(rows: Iterable[Row]) -> Callable[[Row], str | None]:
-    """A function that gives the data of a row if its experiment has rows on several, else None.
-
-    A row without fingerprint belongs to the data of the others if there is one. If there are
-    several, its data is unknown and it stays apart, as ``""``.
-    """
-    found: dict[Experiment, set[str]] = defaultdict(set)
-    for row in rows:
-        if row.data:
-            found[row.experiment].add(row.data)
-    several = {experiment for experiment, data in found.items() if len(data) > 1}
-    return lambda row: row.data if row.experiment in several else None
-
-
 def difference(old: str, new: str) -> str:
     """How two fingerprints differ, in words."""
     (old_sizes, _, old_hash), (new_sizes, _, new_hash) = old.partition(" "), new.partition(" ")
     if old_sizes != new_sizes:
         return f"{old_sizes} examples in train+valid+test then, {new_sizes} now"
     return f"as many examples, {new_sizes}, but different ones: {old_hash} then, {new_hash} now"
-
-
-def lacking(runs: Sequence[Run], results: Path, data_of: Callable[[Run], str]) -> list[Run]:
-    """The runs without a row on their data, which ``data_of`` reads, for ``gfsa train --missing``.
-
-    A row is of a run if it has the run's key and is on the run's data, which is read once for all
-    runs on it. If that fails, the rows count, and a warning says so.
-    """
-    known: dict[tuple[object, ...], set[str]] = defaultdict(set)
-    for name in {run.key().recipe for run in runs}:
-        for row in read_rows_if_any(results / f"{name}.csv"):
-            known[row.key].add(row.data)
-    read: dict[tuple[str, str, Path], str | None] = {}
-
-    def data(run: Run) -> str | None:
-        # as text: the settings of a recipe of the user's own may be of any kind
-        source = run.recipe, repr(dataclasses.replace(run.config, seed=0)), run.data_dir
-        if source not in read:
-            try:
-                read[source] = data_of(run)
-            except (ValueError, OSError) as error:
-                warnings.warn(
-                    f"--missing leaves out runs such as {run}, which have a row; whether it is on "
-                    f"the same data is not known, because the data cannot be read: {error}",
-                    stacklevel=2,
-                )
-                read[source] = None
-        return read[source]
-
-    def has_own_row(run: Run) -> bool:
-        rows = known.get(tuple(run.key()), set())
-        return bool(rows) and ("" in rows or data(run) in (None, *rows))
-
-    return [run for run in runs if not has_own_row(run)]
 
 
 def warn_of_rows_on_other_data(run: Run, data: str) -> None:

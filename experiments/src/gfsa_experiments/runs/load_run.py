@@ -39,9 +39,6 @@ def trained_task(folder: Path, data_dir: Path, device: torch.device | str = "cpu
 
 
 def _fields(config: Any, written: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a config from JSON, which turned tuples into lists.
-
-    A setting that the version of the folder did not have keeps its default.
-    """
-    found = {name: written[name] for name in field_names(config) if name in written}
+    """The fields of a config from JSON, which turned tuples into lists."""
+    found = {name: written[name] for name in field_names(config)}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}

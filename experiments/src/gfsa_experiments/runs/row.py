@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gfsa.lens.readings import printable
-from gfsa_experiments.runs.csv_table import append_lines, check_table, fits, has_header, read_table
+from gfsa_experiments.runs.csv_table import append_lines, check_table, has_header, read_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Row:
     command: str = ""
     data: str = ""
     """The fingerprint of the data, ``45000+5000+10000 3fa2c1d0``: the sizes of train, valid and
-    test, and a hash of some examples; empty in rows of earlier versions."""
+    test, and a hash of some examples; empty if it was not recorded."""
 
     @property
     def experiment(self) -> Experiment:
@@ -76,19 +76,17 @@ class Row:
 
 Experiment = tuple[str, str, str]
 COLUMNS = [field.name for field in fields(Row)]
-# tables of earlier versions lack these columns
-_ADDED = ("data",)
 
 
 def check_rows_fit(path: Path) -> None:
     """Raise ValueError if rows cannot be appended to ``path``."""
-    check_table(path, COLUMNS, _ADDED)
+    check_table(path, COLUMNS)
 
 
 def append_rows(path: Path, rows: list[Row]) -> None:
     """Append rows to a table; several processes may do so at the same time."""
     lines = [{k: "" if v is None else v for k, v in asdict(row).items()} for row in rows]
-    append_lines(path, COLUMNS, lines, end="\r\n", added=_ADDED)
+    append_lines(path, COLUMNS, lines, end="\r\n")
 
 
 def read_rows_if_any(path: Path) -> list[Row]:
@@ -100,7 +98,7 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a table, typed; a ValueError names the file, the line and the column."""
     lines = read_table(path)
     _, header = next(lines, ("", []))
-    if not fits(header, COLUMNS, _ADDED):
+    if header != COLUMNS:
         missing = [name for name in COLUMNS if name not in header]
         unknown = [name for name in header if name not in COLUMNS]
         raise ValueError(

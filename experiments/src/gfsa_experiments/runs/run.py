@@ -21,7 +21,6 @@ from torch import nn
 
 from gfsa_experiments.engine.checkpoints import seed_everything
 from gfsa_experiments.engine.config import (
-    HARMLESS,
     TrainConfig,
     as_text,
     changed_settings,
@@ -41,12 +40,10 @@ from gfsa_experiments.runs.methods import (
 )
 from gfsa_experiments.runs.row import Experiment, Row
 from gfsa_experiments.runs.run_folder import (
-    differences,
-    is_begun,
+    claim,
     read_json,
     read_row,
     run_folder,
-    write_config,
     write_environment,
     write_json,
     write_row,
@@ -165,10 +162,6 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
     run.check()
     accelerator = _accelerator(run)
     free_memory_of_earlier_runs(accelerator.device)
-    finished = read_row(run.folder)
-    if finished is not None and run.resume:
-        _check_finished(run, accelerator.num_processes)
-        return finished
     with _exclusive(run.folder) if accelerator.is_main_process else nullcontext():
         return _carry_out(run, accelerator, progress)
 
@@ -178,13 +171,17 @@ def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) ->
     if is_sharded(accelerator):
         refuse_with_sharding(config)
     if accelerator.is_main_process:
-        settings = _as_data(run, accelerator.num_processes)
-        write_config(folder, settings, _defaults(run), run.resume)
-        write_environment(folder, accelerator.device)
+        claim(folder, _as_data(run, accelerator.num_processes), run.resume)
     accelerator.wait_for_everyone()
+    finished = read_row(folder)
+    if finished is None and accelerator.is_main_process:
+        write_environment(folder, accelerator.device)
     with arithmetic_of(config):
         task = _build(run)
         data = _record_data(run, task, accelerator)
+        if finished is not None:
+            _refuse_lacking_files(run)
+            return finished
         added = find_method(run.method).apply(task.model, run.options)
         # the same state for every method, however many numbers its initialisation drew, and
         # another dropout in each process
@@ -235,22 +232,8 @@ def _exclusive(folder: Path) -> Iterator[None]:
         raise FileExistsError(f"another process is running the run in {folder}") from error
 
 
-def _check_finished(run: Run, processes: int) -> None:
-    """Raise ValueError if a finished run has other settings or lacks a file that is wanted."""
-    settings = _as_data(run, processes)
-    differing = differences(run.folder, settings, _defaults(run), ignored=HARMLESS)
-    if differing:
-        raise ValueError(
-            f"{run.folder} holds a finished run with other settings ({', '.join(differing)}); "
-            "use another --out"
-        )
-    record = run.folder / "data.json"
-    begun = read_json(record) if record.exists() else None
-    if begun is not None and begun["data"] != (data := data_of(run)):
-        raise ValueError(
-            f"{run.folder} holds a finished run on other data, from {begun['data_dir']} "
-            f"({difference(begun['data'], data)}); use another --out"
-        )
+def _refuse_lacking_files(run: Run) -> None:
+    """Raise ValueError if a finished run lacks a file that is wanted."""
     wanted = {"model.pt": run.config.save_model, "lens.html": run.config.lens}
     for name, asked in wanted.items():
         if asked and not (run.folder / name).exists():
@@ -259,19 +242,14 @@ def _check_finished(run: Run, processes: int) -> None:
             )
 
 
-def data_of(run: Run) -> str:
-    """The fingerprint of a run's data, which is read for it."""
-    return fingerprint(_build(run))
-
-
 def _record_data(run: Run, task: Task, accelerator: Accelerator) -> str:
     """The data's fingerprint, after comparing it with what the run's folder and rows have."""
     data, record = fingerprint(task), run.folder / "data.json"
-    if run.resume and is_begun(run.folder) and record.exists():
+    if run.resume and record.exists():
         begun = read_json(record)
         if begun["data"] != data:
             raise ValueError(
-                f"{run.folder} was begun on other data, from {begun['data_dir']} "
+                f"{run.folder} holds a run on other data, from {begun['data_dir']} "
                 f"({difference(begun['data'], data)}); give it that data, or use another --out"
             )
     # every process has compared before the main process writes
@@ -347,9 +325,3 @@ def _as_data(run: Run, processes: int) -> dict[str, Any]:
         "options": dataclasses.asdict(run.options),
         **dataclasses.asdict(run.config),
     }
-
-
-def _defaults(run: Run) -> dict[str, Any]:
-    """The settings and options of a run unless they are changed."""
-    options = dataclasses.asdict(MethodConfig())
-    return {"options": options, **dataclasses.asdict(type(run.config)())}

@@ -7,18 +7,16 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Sequence
 from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from gfsa.environment import commit, device_name, version_of
 from gfsa_experiments.engine.checkpoints import checkpoints
+from gfsa_experiments.engine.config import HARMLESS
 from gfsa_experiments.engine.whole_files import write_text
 from gfsa_experiments.runs.row import Row
-
-Record = TypeVar("Record")
 
 _PACKAGES = (
     "torch",
@@ -48,49 +46,29 @@ def _file_name(text: str) -> str:
     return re.sub(r"[^\w.=-]+", "_", text.strip()).strip("_")
 
 
-def is_begun(folder: Path) -> bool:
-    """Whether a run can be resumed, or is finished."""
-    return (folder / "row.json").exists() or bool(checkpoints(folder / "checkpoints"))
+def claim(folder: Path, settings: dict[str, Any], resume: bool) -> None:
+    """Begin a run in its folder, or check that the one that is there may be continued.
 
-
-def write_config(
-    folder: Path, config: dict[str, Any], defaults: dict[str, Any], resume: bool
-) -> None:
-    """Write ``config.json``, or check that a resumed run has the settings that it began with.
-
-    Args:
-        config: the settings and options of the run.
-        defaults: what they are unless changed.
-        resume: whether a run that is begun may be continued.
+    Of a finished run harmless settings may differ. A run without a checkpoint begins again.
     """
-    if not (folder / "config.json").exists() or not is_begun(folder):
-        write_json(folder / "config.json", config)
+    is_finished = (folder / "row.json").exists()
+    if not is_finished and not checkpoints(folder / "checkpoints"):
+        (folder / "data.json").unlink(missing_ok=True)
+        write_json(folder / "config.json", settings)
         return
     if not resume:
         raise FileExistsError(
             f"{folder} holds a run already; --resume continues it, --out names another place, "
             "or delete it"
         )
-    differing = differences(folder, config, defaults)
+    # through JSON, which turns tuples into lists
+    old, new = read_json(folder / "config.json"), json.loads(json.dumps(settings))
+    names = sorted((old.keys() | new.keys()) - set(HARMLESS if is_finished else ()))
+    differing = [f"{k}: {old.get(k)!r} → {new.get(k)!r}" for k in names if old.get(k) != new.get(k)]
     if differing:
         raise ValueError(
-            f"{folder} was begun with other settings ({', '.join(differing)}); use another --out"
+            f"{folder} holds a run with other settings ({', '.join(differing)}); use another --out"
         )
-
-
-def differences(
-    folder: Path, config: dict[str, Any], defaults: dict[str, Any], ignored: Sequence[str] = ()
-) -> list[str]:
-    """The settings that differ from those in the folder: ``lr: 0.1 → 0.2``.
-
-    A setting that the version of the folder did not have had its default.
-    """
-    # through JSON, which turns tuples into lists
-    new, usual = json.loads(json.dumps(config)), json.loads(json.dumps(defaults))
-    old = usual | read_json(folder / "config.json")
-    old["options"] = usual["options"] | old["options"]
-    names = sorted((old.keys() | new.keys()) - set(ignored))
-    return [f"{k}: {old.get(k)!r} → {new.get(k)!r}" for k in names if old.get(k) != new.get(k)]
 
 
 def write_environment(folder: Path, device: Any) -> None:
@@ -113,7 +91,13 @@ def write_row(folder: Path, row: Row) -> None:
 
 def read_row(folder: Path) -> Row | None:
     """The result of a finished run; None if it is not finished."""
-    return read_record(folder / "row.json", Row)
+    path = folder / "row.json"
+    if not path.exists():
+        return None
+    try:
+        return Row(**read_json(path))
+    except TypeError as error:
+        raise ValueError(f"{path} is of another version, delete its folder: {error}") from error
 
 
 def now() -> str:
@@ -130,13 +114,3 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is damaged, delete its folder to run again: {error}") from error
-
-
-def read_record(path: Path, kind: type[Record]) -> Record | None:
-    """A dataclass from a JSON file; None if there is no such file."""
-    if not path.exists():
-        return None
-    try:
-        return kind(**read_json(path))
-    except TypeError as error:
-        raise ValueError(f"{path} is of another version, delete its folder: {error}") from error

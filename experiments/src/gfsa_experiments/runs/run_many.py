@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from queue import Queue
 
 from gfsa_experiments.engine.measure import Progress
 from gfsa_experiments.runs.row import Row
@@ -42,46 +42,38 @@ def carry_out_all(
         for run in runs:
             yield attempt(run, progress(run) if progress else None)
         return
-    left = list(runs)
-    while left:
+    idle: Queue[ProcessPoolExecutor] = Queue()
+    for _ in range(jobs):
+        idle.put(_process(jobs))
+    threads = ThreadPoolExecutor(jobs)
+    used: set[ProcessPoolExecutor] = set()
+
+    def beside_others(run: Run) -> Finished:
+        process = idle.get()
+        used.add(process)
         try:
-            for finished in _in_a_pool(left, jobs):
-                left.remove(finished.run)
-                yield finished
+            return process.submit(attempt, run).result()
         except BrokenProcessPool:
-            # the system killed a worker (memory, perhaps), which ends the pool; any of the active
-            # runs may be the cause, so each of them is resumed alone
-            lost, left = left[:jobs], left[jobs:]
-            for run in lost:
-                yield _in_a_process(dataclasses.replace(run, resume=True))
+            process = _process(jobs)
+            return Finished(run, None, "its process was killed (out of memory?); see --resume")
+        finally:
+            idle.put(process)
 
-
-def _in_a_pool(runs: Sequence[Run], jobs: int) -> Iterator[Finished]:
-    pool = _pool(jobs)
     try:
-        for future in as_completed([pool.submit(attempt, run) for run in runs]):
+        for future in as_completed([threads.submit(beside_others, run) for run in runs]):
             yield future.result()
-    except BaseException:
-        # an interrupt ends the queued runs too
-        workers = list((pool._processes or {}).values())
-        pool.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:
-            worker.terminate()
-        raise
-    pool.shutdown()
+    finally:
+        # an interrupt ends the queued and the active runs too
+        threads.shutdown(wait=False, cancel_futures=True)
+        for process in used:
+            for worker in list((process._processes or {}).values()):
+                worker.terminate()
 
 
-def _in_a_process(run: Run) -> Finished:
-    try:
-        with _pool(1) as pool:
-            return pool.submit(attempt, run).result()
-    except BrokenProcessPool:
-        return Finished(run, None, "its process was killed (out of memory?)")
-
-
-def _pool(jobs: int) -> ProcessPoolExecutor:
+def _process(jobs: int) -> ProcessPoolExecutor:
+    """A process of its own for one run at a time, with its share of the cores."""
     return ProcessPoolExecutor(
-        jobs,
+        1,
         # a forked process cannot use the parent's CUDA context and threads
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin_worker,

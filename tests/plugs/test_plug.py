@@ -20,7 +20,7 @@ import gfsa
 from census.catalogue import build_transformers
 from gfsa.cli import build as build_cli
 from gfsa.plugs import FilterNotCalledError
-from gfsa.plugs.checks.called import TrainingCheck, _CallHook
+from gfsa.plugs.checks.called import _CallHook
 from gfsa.plugs.preview import build, describe
 from support.tiny import TinyEncoder
 from support.zoo import ZOO
@@ -473,20 +473,24 @@ def test_unknown_arguments_are_told_where_to_go(argument: str, advice: str) -> N
 
 @pytest.mark.parametrize("clears", ["optimizer", "model"])
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_an_optimizer_without_the_filters_is_warned_of_once(order: str, clears: str) -> None:
+@pytest.mark.parametrize("compiles", [False, True])
+def test_an_optimizer_without_the_filters_is_warned_of_once(
+    order: str, clears: str, compiles: bool
+) -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
     early = torch.optim.AdamW(model.parameters(), lr=1e-3)
     gfsa.plug(model)
     optimizer = early if order == "before" else torch.optim.AdamW(model.parameters(), lr=1e-3)
+    forward = torch.compile(model, backend="eager") if compiles else model
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(50):
-            model(torch.randn(2, 4, 8)).square().sum().backward()
+        for _ in range(30):
+            forward(torch.randn(2, 4, 8)).square().sum().backward()
             optimizer.step()
             (optimizer if clears == "optimizer" else model).zero_grad()
     told = [str(w.message) for w in caught if "no filter has" in str(w.message)]
     assert len(told) == (order == "before")
-    assert not any(isinstance(h, TrainingCheck) for h in model._forward_hooks.values())
+    assert not any(f.theta._post_accumulate_grad_hooks for f in gfsa.filters_of(model).values())
 
 
 def test_no_warning_while_gradients_accumulate_or_filters_have_none(
@@ -509,10 +513,13 @@ def test_no_warning_while_gradients_accumulate_or_filters_have_none(
     optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
     accumulating = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     gfsa.plug(accumulating)
-    for _ in range(50):
-        probe(torch.randn(2, 4, 8)).sum().backward()
-        optimizer.step()
-        accumulating(torch.randn(2, 4, 8)).sum().backward()
+    steps = torch.optim.SGD(accumulating.parameters(), lr=0.1)
+    for _ in range(2):
+        for _ in range(40):
+            probe(torch.randn(2, 4, 8)).sum().backward()
+            optimizer.step()
+            accumulating(torch.randn(2, 4, 8)).sum().backward()
+        steps.step()
     assert not [w for w in recwarn if "no filter has" in str(w.message)]
 
 

@@ -16,7 +16,6 @@ from gfsa.plugs.adapter import ADAPTER, CHILD, CLASS, has_bound_forward
 from gfsa.plugs.checks.called import (
     remove_checks,
     stop_checking,
-    stop_watching_training,
     watch_forwards,
 )
 from gfsa.plugs.checks.proof import forget_tokens
@@ -129,7 +128,6 @@ def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:
         remove_checks(model)
         for module in model.modules():
             if not any(isinstance(inner, GraphFilter) for inner in module.modules()):
-                stop_watching_training(module)
                 for hooks in (module._forward_pre_hooks, module._forward_hooks):
                     for key in [k for k, hook in hooks.items() if isinstance(hook, FirstValues)]:
                         del hooks[key]

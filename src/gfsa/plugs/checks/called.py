@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -11,8 +12,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gfsa.filters import GraphFilter
-from gfsa.plugs.checks.proof import leaves_of
-from gfsa.plugs.distributed import is_partitioned
 
 
 class FilterNotCalledError(RuntimeError):
@@ -97,79 +96,80 @@ def remove_checks(model: nn.Module) -> None:
 
 
 class TrainingCheck:
-    """A hook of a plugged model that warns once if training moves other weights but no filter.
+    """A hook on the gradients of filters that warns once if training moves other weights alone.
 
-    That is what an optimizer does that was built before the filters were plugged. Weights are
-    compared by their version counters, which is free; filters also by value, but only before the
-    warning. The check ends when a filter has moved.
+    That is what an optimizer does that was built before the filters were plugged. It has made a
+    step if version counters of weights differ between two backward passes; so passes that
+    accumulate gradients are not counted. Filters are also compared by value, before the warning.
+    The check ends when a filter has moved. torch copies no hooks of parameters: a copy of the model
+    has no check.
     """
 
-    def __init__(self) -> None:
-        self.forwards = 0
-        self.next_look = _FORWARDS
-        # by name, at the first training forward
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+        self.handles = [
+            parameter.register_post_accumulate_grad_hook(self)
+            for parameter in _filter_parameters(model).values()
+            if parameter.requires_grad and not parameter.is_meta
+        ]
+        # of all filters that get a gradient, the first one counts
+        self.first: int | None = None
+        self.steps = 0
+        # by name, at the last and at the first backward pass
         self.versions: dict[str, int] = {}
         self.start: dict[str, Tensor] = {}
 
-    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+    def __call__(self, parameter: Tensor) -> None:
+        model = self.model()
+        if torch.compiler.is_compiling() or model is None:
             return
-        self.forwards += 1
-        if self.forwards == 1:
-            self._begin(model)
-        elif self.forwards == self.next_look:
-            # while gradients accumulate, nothing moves
-            self.next_look *= 2
-            self._look(model, output)
+        if self.first is None:
+            self.first = id(parameter)
+            self.start = {n: p.detach().clone() for n, p in _filter_parameters(model).items()}
+        if id(parameter) != self.first:
+            return
+        now = {name: p._version for name, p in model.named_parameters() if p.requires_grad}
+        moved = {
+            name for name, version in now.items() if self.versions.get(name, version) != version
+        }
+        self.versions = now
+        if moved & self.start.keys():
+            self.end()
+        elif moved:
+            self.steps += 1
+            if self.steps == _STEPS:
+                self.end()
+                self._warn(model)
 
-    def _begin(self, model: nn.Module) -> None:
-        weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if any(is_partitioned(p) or p.is_meta for p in weights.values()):
-            # such parameters are replaced between forwards
-            weights = {}
-        self.versions = {name: p._version for name, p in weights.items()}
-        for name, filter in model.named_modules():
-            if isinstance(filter, GraphFilter):
-                own = ((f"{name}.{n}", p) for n, p in filter.named_parameters())
-                self.start |= {n: p.detach().clone() for n, p in own if n in weights}
-        if not self.start:
-            self._end(model)
+    def _warn(self, model: nn.Module) -> None:
+        filters = _filter_parameters(model)
+        start = {n: p.to(filters[n].device) for n, p in self.start.items() if n in filters}
+        if all(torch.equal(filters[name], value) for name, value in start.items()):
+            warnings.warn(
+                f"in {_STEPS} training steps of {type(model).__name__} other weights have changed, "
+                "but no filter has, although filters got gradients: the optimizer does not have "
+                "their parameters. Build it after gfsa.plug, with gfsa.parameter_groups(model, "
+                "...) or model.parameters(); to keep the filters as they are, call "
+                "requires_grad_(False) on them",
+                stacklevel=2,
+            )
 
-    def _look(self, model: nn.Module, output: Any) -> None:
-        weights = dict(model.named_parameters())
-        moved = {n for n, v in self.versions.items() if n in weights and weights[n]._version != v}
-        filters = {n: weights[n] for n in self.start if n in weights}
-        if moved & filters.keys() or not filters:
-            self._end(model)
-        elif moved and (
-            any(p.grad is not None for p in filters.values()) or _leads_to(filters.values(), output)
-        ):
-            self._end(model)
-            if all(torch.equal(p, self.start[n].to(p.device)) for n, p in filters.items()):
-                warnings.warn(
-                    f"in {self.forwards} training forwards of {type(model).__name__} other weights "
-                    "have changed, but no filter has, although filters got gradients: the "
-                    "optimizer does not have their parameters. Build it after gfsa.plug, with "
-                    "gfsa.parameter_groups(model, ...) or model.parameters(); to keep the filters "
-                    "as they are, call requires_grad_(False) on them",
-                    stacklevel=2,
-                )
-
-    def _end(self, model: nn.Module) -> None:
-        for key, hook in list(model._forward_hooks.items()):
-            if hook is self:
-                del model._forward_hooks[key]
+    def end(self) -> None:
+        for handle in self.handles:
+            handle.remove()
 
 
-def _leads_to(weights: Iterable[Tensor], output: Any) -> bool:
-    """Whether gradients of an output reach one of these weights."""
-    tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-    reached: set[int] = set().union(*map(leaves_of, tensors))
-    return any(id(weight) in reached for weight in weights)
+# how many steps an optimizer may make before it must have moved a filter
+_STEPS = 10
 
 
-# how many training forwards go by before filters are looked at
-_FORWARDS = 10
+def _filter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {
+        f"{name}.{own}": parameter
+        for name, filter in model.named_modules()
+        if isinstance(filter, GraphFilter)
+        for own, parameter in filter.named_parameters()
+    }
 
 
 def watch_forwards(model: nn.Module, plugged: Mapping[str, tuple[nn.Module, GraphFilter]]) -> None:
@@ -181,15 +181,11 @@ def watch_forwards(model: nn.Module, plugged: Mapping[str, tuple[nn.Module, Grap
         if name:
             _block_of(model, name).register_forward_hook(_CallHook(check, "block"))
     if plugged:
-        stop_watching_training(model)
-        model.register_forward_hook(TrainingCheck())
-
-
-def stop_watching_training(module: nn.Module) -> None:
-    """End the check that training moves the filters of this module."""
-    for hook in list(module._forward_hooks.values()):
-        if isinstance(hook, TrainingCheck):
-            hook._end(module)
+        for parameter in _filter_parameters(model).values():
+            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                if isinstance(hook, TrainingCheck):
+                    hook.end()
+        TrainingCheck(model)
 
 
 def stop_checking(filter: GraphFilter) -> None:

@@ -224,6 +224,16 @@ class TestDepthTerm:
         other.load_state_dict(state)
         assert torch.equal(other(x), expected)
 
+    def test_filters_without_its_term_are_told_apart(self) -> None:
+        models = [stack(2), stack(2)]
+        gfsa.plug(models[0], depth=True)
+        gfsa.plug(models[1], filter=lambda heads: gfsa.GFSA(heads).exclude(0.5))
+        assert "; depth" in repr(models[0])
+        assert "; exclusive" in repr(models[1])
+        for model, other in (models, models[::-1]):
+            with pytest.raises(ValueError, match=r"'share': 0\.5"):
+                model.load_state_dict(other.state_dict())
+
     def test_prune_keeps_the_terms(self) -> None:
         model, x = stack(), tokens()
         with_depth(model, lambda heads: gfsa.GFSA(heads).exclude(0.2, learn=True))
@@ -271,6 +281,37 @@ class TestDepthTerm:
             for reentrant in (None, False)
         )
         torch.testing.assert_close(got, expected)
+
+    @pytest.mark.parametrize("learn", ["gfsa", "linear1"])
+    def test_checkpointing_below_a_frozen_first_layer(self, learn: str) -> None:
+        model = stack(kind=Checkpointed)
+        with_depth(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(learn in name and "layers.0" not in name)
+        learned = [p for p in model.parameters() if p.requires_grad]
+        x = tokens()
+        expected, got = (
+            torch.autograd.grad(model(x, reentrant).sin().sum(), learned)
+            for reentrant in (None, False)
+        )
+        torch.testing.assert_close(got, expected)
+
+    def test_checkpointing_of_tokens_that_are_not_finite(self) -> None:
+        model = stack(kind=Checkpointed)
+        with_depth(model)
+        x = tokens()
+        x[0, 0] = torch.nan
+        expected, got = (gradients(model, model(x, reentrant)[1]) for reentrant in (None, False))
+        torch.testing.assert_close(got, expected, equal_nan=True)
+
+    def test_checkpointing_refuses_rows_that_it_cannot_tell_apart(self) -> None:
+        model = stack(kind=Checkpointed)
+        with_depth(model)
+        for layer in model.layers[1:]:
+            nn.init.zeros_(layer.self_attn.in_proj_weight[64:])
+        y = sum(model(x, False) for x in (tokens(), tokens(5)))
+        with pytest.raises(ValueError, match="backward after each forward"):
+            y.sum().backward()
 
     def test_reentrant_checkpointing_is_refused(self) -> None:
         model = stack(kind=Checkpointed)
@@ -384,10 +425,29 @@ class TestDepthTerm:
         with pytest.raises(ValueError, match="run twice in this forward"):
             model(x)
 
-    def test_refuses_other_heads(self) -> None:
+    def test_refuses_other_heads_and_head_dims(self) -> None:
         layers = [nn.TransformerEncoderLayer(32, heads, 48) for heads in (4, 2)]
         with pytest.raises(ValueError, match="4 heads"):
             gfsa.plug(nn.Sequential(*layers), depth=True)
+        wider = nn.TransformerEncoderLayer(64, 4, 48)
+        model = nn.Sequential(layers[0], nn.Linear(32, 64), wider)
+        gfsa.plug(model, depth=True)
+        with pytest.raises(ValueError, match="other heads or head dims"):
+            model(torch.randn(5, 2, 32))
+
+    def test_refuses_layers_with_the_values_of_others(self) -> None:
+        kinds = ["sliding_attention", "full_attention"] * 2
+        config = transformers.Gemma3nTextConfig(
+            vocab_size=32, hidden_size=16, num_hidden_layers=4, layer_types=kinds, head_dim=8,
+            intermediate_size=16, num_attention_heads=2, num_key_value_heads=1, laurel_rank=2,
+            num_kv_shared_layers=2, hidden_size_per_layer_input=4, vocab_size_per_layer_input=32,
+            activation_sparsity_pattern=None,
+        )  # fmt: skip
+        model = transformers.Gemma3nForCausalLM(config)
+        # the cache would hold the mixed values, a forward without one hands on the plain ones
+        with pytest.raises(ValueError, match=r"layers\.2\.self_attn attends to those of another"):
+            gfsa.plug(model, filter=gfsa.Exclusive, layers=[1, 2], depth=True)
+        assert not gfsa.filters_of(model)
 
 
 def decoder(kind: str) -> nn.Module:
@@ -421,6 +481,17 @@ class TestDecoding:
             step = model(ids[:, token : token + 1], past_key_values=cache, use_cache=True)
             logits.append(step.logits)
         torch.testing.assert_close(torch.cat(logits, 1), expected)
+
+    @torch.no_grad()
+    def test_a_cache_can_be_copied_and_pickled(self) -> None:
+        model, ids = decoder("grouped"), torch.randint(1, 64, (2, 5))
+        with_depth(model)
+        cache = model(ids, use_cache=True).past_key_values
+        copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+        expected, *got = (
+            model(ids[:, :1], past_key_values=past).logits for past in (cache, *copies)
+        )
+        assert all(torch.equal(logits, expected) for logits in got)
 
     def test_values_of_a_plain_model_are_refused(self) -> None:
         model, ids = decoder("grouped"), torch.randint(1, 64, (2, 5))

@@ -1,31 +1,28 @@
-"""What the tests of an engine find out is kept for docs/engines.md."""
+"""What filters cost in an engine is kept for docs/engines.md."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-FINDINGS = "GFSA_ENGINE_FINDINGS"
-"""Environment variable with the file that findings are appended to; set by ``engines.run``."""
 
+@pytest.fixture
+def costs(record_testsuite_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Times a call with filters beside one without: ``costs(filtered, plain, "a step (…)")``."""
+    # vLLM reads the environment before torch is imported
+    from support.measuring import time_ratio
 
-@pytest.fixture(scope="session")
-def record() -> Callable[[str, str], None]:
-    """Keeps a finding: ``record("Llama, 40 greedy tokens", "identical")``.
+    def compare(
+        filtered: Callable[[], Any],
+        plain: Callable[[], Any],
+        of: str,
+        rounds: int = 15,
+        most: float = 3,
+    ) -> None:
+        ratio = time_ratio(filtered, plain, rounds)
+        record_testsuite_property("time", f"{ratio:.2f}× {of}")
+        assert ratio < most
 
-    The checks ``time`` and ``memory`` are the columns of the cost in docs/engines.md. Without
-    ``engines.run`` findings are only printed.
-    """
-    path = os.environ.get(FINDINGS)
-
-    def keep(check: str, result: str) -> None:
-        print(f"{check}: {result}")
-        if path is not None:
-            with Path(path).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"check": check, "result": result}) + "\n")
-
-    return keep
+    return compare

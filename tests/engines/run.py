@@ -1,8 +1,8 @@
 """Run the tests of engines, each in an environment of its own: ``make engines``.
 
 From the folder ``tests``: ``python -m engines.run [NAME …] [--write]``. ``engines.toml`` describes
-the engines; their tests keep what they find by the fixture ``record``. ``--write`` keeps findings
-in ``findings.json`` and writes docs/engines.md.
+the engines; what filters cost there is a property of the test suite, ``time`` or ``memory``.
+``--write`` writes an engine's row of the table in docs/engines.md.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
-import time
 import venv
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from engines.conftest import FINDINGS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,10 +27,8 @@ else:
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = ROOT / ".venv-engines"
-FOUND = HERE / "findings.json"
 PAGE = ROOT / "docs" / "engines.md"
-BEGIN, END = "<!-- make engines: begin -->", "<!-- make engines: end -->"
-_COST = ("time", "memory")
+_COSTS = ("time", "memory")
 _VERSION = "from importlib.metadata import version; import sys; print(version(sys.argv[1]))"
 
 
@@ -84,73 +79,45 @@ def build(engine: Engine) -> Path:
     return python
 
 
-def examine(engine: Engine, python: Path, extra: Sequence[str]) -> dict[str, Any]:
-    """Run an engine's tests; what they found, how many passed, in how many seconds."""
-    kept, report = (ENVIRONMENTS / f"{engine.name}.{kind}" for kind in ("jsonl", "xml"))
-    for path in (kept, report):
-        path.unlink(missing_ok=True)
+def examine(engine: Engine, python: Path, extra: Sequence[str]) -> tuple[int, str]:
+    """Run an engine's tests; their exit status, and the engine's row of the table."""
+    report = ENVIRONMENTS / f"{engine.name}.xml"
+    report.unlink(missing_ok=True)
     # an engine's console scripts belong to its environment
     programs = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
-    environment = {**os.environ, FINDINGS: str(kept), "PATH": programs}
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}"]
     # tests that make test leaves out for their time have no other environment to run in
-    command += ["-m", "slow or not slow"]
-    begun = time.monotonic()
-    outcome = subprocess.run([*command, *extra, *map(str, engine.paths)], cwd=ROOT, env=environment)
+    command += ["-m", "slow or not slow", *extra, *map(str, engine.paths)]
+    outcome = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": programs})
     if not report.exists():
         # pytest ended before the first test; it has said why
-        return {"exit": outcome.returncode or 1}
+        return outcome.returncode or 1, ""
     version = subprocess.run(
         [str(python), "-c", _VERSION, engine.package], capture_output=True, text=True, check=True
     )
     (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
-    counts = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
-    lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
-    return {
-        "version": version.stdout.strip(),
-        "seconds": round(time.monotonic() - begun),
-        "exit": outcome.returncode,
-        **counts,
-        "findings": [json.loads(line) for line in lines],
-    }
+    tests, skipped = (int(suite.get(key, 0)) for key in ("tests", "skipped"))
+    passed = f"{tests - skipped} passed" + (f", {skipped} skipped" if skipped else "")
+    found = [(entry.get("name"), entry.get("value", "")) for entry in suite.iter("property")]
+    costs = ["; ".join(value for name, value in found if name == kind) for kind in _COSTS]
+    cells = [engine.link, version.stdout.strip(), engine.start, passed, *(c or "–" for c in costs)]
+    return outcome.returncode, f"| {' | '.join(cells)} |"
 
 
-def table(found: dict[str, Any]) -> str:
-    """The generated part of the page; what each test found stays in ``findings.json``."""
-    lines = [
-        "| engine | version | start | tests | cost in time | cost in cache memory |",
-        "| --- | --- | --- | ---: | --- | --- |",
-    ]
-    for engine in ENGINES.values():
-        if engine.name not in found:
-            lines.append(f"| {engine.link} | – | {engine.start} | not run | – | – |")
-            continue
-        entry = found[engine.name]
-        rows = [(row["check"], row["result"]) for row in entry["findings"]]
-        costs = ["; ".join(result for check, result in rows if check == kind) for kind in _COST]
-        skipped = f", {entry['skipped']} skipped" if entry["skipped"] else ""
-        passed = f"{entry['tests'] - entry['skipped']} passed{skipped}"
-        cells = [engine.link, entry["version"], engine.start, passed, *(c or "–" for c in costs)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
-
-
-def findings() -> dict[str, Any]:
-    return json.loads(FOUND.read_text(encoding="utf-8"))
-
-
-def rebuilt() -> str:
-    """The page with its generated part made anew."""
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{table(findings())}\n{END}{after}"
+def write(engine: Engine, row: str) -> None:
+    """Replace the engine's row of the table."""
+    page = PAGE.read_text(encoding="utf-8")
+    old = re.compile(rf"^\| {re.escape(engine.link)} \|.*$", re.MULTILINE)
+    if len(old.findall(page)) != 1:
+        raise ValueError(f"expected one row of {engine.link} in {PAGE}; add one for a new engine")
+    PAGE.write_text(old.sub(lambda _: row, page), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; its exit status is 1 if an engine's tests failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"of {', '.join(ENGINES)}; all without one")
-    parser.add_argument("--write", action="store_true", help="keep findings, write docs/engines.md")
+    parser.add_argument("--write", action="store_true", help="write the rows of docs/engines.md")
     options, extra = parser.parse_known_args(arguments)
     if unknown := set(options.names) - set(ENGINES):
         parser.error(f"no engine {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}")
@@ -159,19 +126,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = []
     for engine in (ENGINES[name] for name in options.names or ENGINES):
         try:
-            found = examine(engine, build(engine), extra)
+            status, row = examine(engine, build(engine), extra)
         except subprocess.CalledProcessError as error:
             # the other engines are examined nevertheless
             print(f"{engine.title}: {error}", file=sys.stderr)
-            found = {"exit": error.returncode}
-        if found["exit"]:
+            status = error.returncode
+        if status:
             failed.append(engine.title)
         elif options.write:
-            text = json.dumps(findings() | {engine.name: found}, indent=1, ensure_ascii=False)
-            FOUND.write_text(text + "\n", encoding="utf-8")
-    if options.write:
-        PAGE.write_text(rebuilt(), encoding="utf-8")
-        print(f"wrote {PAGE.relative_to(ROOT)}")
+            write(engine, row)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return bool(failed)

@@ -18,11 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import gfsa
-from support.measuring import time_ratio
 
 diffusers.utils.logging.set_verbosity_error()
 
-Record = Callable[[str, str], None]
 
 _SMALL = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "sample_size": 8}
 _BLOCKS = "transformer_blocks"
@@ -215,20 +213,18 @@ def test_at_the_start_nothing_changes_and_unplugged_nothing_is_left(name: str) -
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_output_is_that_of_the_dense_formula(name: str, record: Record) -> None:
+def test_the_output_is_that_of_the_dense_formula(name: str) -> None:
     plain = build(name)
     filtered = give_filters(copy.deepcopy(plain))
     expected = dense_result(plain, filtered, name)
     found = run(filtered, name)
     assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
     assert (found - run(plain, name)).abs().max() > 1e-3 * expected.abs().max()
-    error = float((found - expected).abs().max() / expected.abs().max())
-    record(f"{name}: {len(gfsa.filters_of(filtered))} layers", f"within {error:.0e} of the formula")
 
 
 @pytest.mark.parametrize("name", ["PixArt", "SD3", "Flux"])
 @pytest.mark.parametrize("order", ["fuse, then plug", "plug, then fuse"])
-def test_fused_projections(name: str, order: str, record: Record) -> None:
+def test_fused_projections(name: str, order: str) -> None:
     plain = build(name)
     expected = run(give_filters(copy.deepcopy(plain)), name)
     model = copy.deepcopy(plain)
@@ -240,14 +236,13 @@ def test_fused_projections(name: str, order: str, record: Record) -> None:
         give_filters(model)
     assert any("qkv" in key for key in dict(model.named_modules()))
     torch.testing.assert_close(run(model, name), expected, rtol=0, atol=2e-6)
-    record(f"{name}: {order} the projections", "same output")
     model.unfuse_qkv_projections()
     torch.testing.assert_close(run(model, name), expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["SD3", "Flux"])
 @pytest.mark.parametrize("order", ["plug, then LoRA", "LoRA, then plug"])
-def test_lora_beside_filters(name: str, order: str, record: Record) -> None:
+def test_lora_beside_filters(name: str, order: str) -> None:
     config = peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
     plain = build(name)
     model = copy.deepcopy(plain)
@@ -263,7 +258,6 @@ def test_lora_beside_filters(name: str, order: str, record: Record) -> None:
     found = run(model, name)
     assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
     assert not torch.allclose(found, run(give_filters(plain), name), atol=1e-4)
-    record(f"{name}: {order}", "that of the formula with the adapted weights")
     # peft freezes everything that is there when it comes
     trained = {key for key, x in model.named_parameters() if x.requires_grad}
     assert any("lora_A" in key for key in trained)
@@ -377,7 +371,7 @@ def test_a_backend_that_does_not_call_torch_is_refused(monkeypatch: pytest.Monke
         run(model, "Flux")
 
 
-def test_what_a_forward_costs(record: Record) -> None:
+def test_what_a_forward_costs(costs: Any) -> None:
     torch.manual_seed(0)
     plain = diffusers.DiTTransformer2DModel(
         num_attention_heads=4,
@@ -400,9 +394,11 @@ def test_what_a_forward_costs(record: Record) -> None:
         with torch.no_grad():
             model(**inputs)
 
-    time = time_ratio(lambda: forward(filtered), lambda: forward(plain))
-    record("time", f"{time:.2f}× a forward (DiT, 2 layers of 128 features, 2 × 256 tokens)")
-    assert time < 3
+    costs(
+        lambda: forward(filtered),
+        lambda: forward(plain),
+        of="a forward (DiT, 2 layers of 128 features, 2 × 256 tokens)",
+    )
 
 
 def test_the_page_on_diffusion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from litgpt import lora as litgpt_lora
 from torch import Tensor, nn
 
 import gfsa
-from support.measuring import time_ratio
 
 LENGTH = 24
 TINY: dict[str, Any] = {
@@ -86,9 +84,7 @@ class ByHand:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_kind_of_attention(
-    kind: str, ids: Tensor, record: Callable[[str, str], None]
-) -> None:
+def test_every_kind_of_attention(kind: str, ids: Tensor) -> None:
     model = gpt(**MODELS[kind])
     plain = model(ids)
     report = gfsa.plug(model, K=3)
@@ -103,7 +99,6 @@ def test_every_kind_of_attention(
     assert not torch.allclose(model(ids), plain, atol=1e-2)
     gfsa.unplug(model)
     assert torch.equal(model(ids), plain)
-    record(f"attention: {kind}", "the formula to 2e-6")
 
 
 def test_training_moves_the_filters(ids: Tensor, tmp_path: Path) -> None:
@@ -183,7 +178,7 @@ def plugged() -> GPT:
     return model
 
 
-def test_what_a_step_costs(record: Callable[[str, str], None]) -> None:
+def test_what_a_step_costs(costs: Any) -> None:
     wide = {"n_embd": 128, "intermediate_size": 384, "block_size": 256, "n_query_groups": 2}
     filtered, plain = gpt(**wide).train(), gpt(**wide).train()
     gfsa.plug(filtered, K=3)
@@ -193,6 +188,8 @@ def test_what_a_step_costs(record: Callable[[str, str], None]) -> None:
         model(ids).logsumexp(-1).mean().backward()
         model.zero_grad()
 
-    time = time_ratio(lambda: step(filtered), lambda: step(plain))
-    record("time", f"{time:.2f}× a step (2 layers of 128 features, 2 × 256 tokens)")
-    assert time < 3
+    costs(
+        lambda: step(filtered),
+        lambda: step(plain),
+        of="a step (2 layers of 128 features, 2 × 256 tokens)",
+    )

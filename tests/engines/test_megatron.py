@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from engines import megatron_worker as worker
 from gfsa.engines.megatron import with_filters
-from support.measuring import time_ratio
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +62,7 @@ def test_a_fresh_filter_changes_nothing(kind: str, seen: dict[int, Any]) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tensor_parallel_is_the_same(
-    kind: str, seen: dict[int, Any], record: Callable[[str, str], None]
-) -> None:
+def test_tensor_parallel_is_the_same(kind: str, seen: dict[int, Any]) -> None:
     (alone,), two = ([rank[kind] for rank in seen[world]] for world in (1, 2))
     for rank in two:
         torch.testing.assert_close(rank["logits"], alone["logits"], atol=1e-5, rtol=1e-4)
@@ -74,7 +70,6 @@ def test_tensor_parallel_is_the_same(
         gathered = torch.cat([rank["gradients"][layer] for rank in two])
         assert gathered.abs().min() > 0
         torch.testing.assert_close(gathered, alone["gradients"][layer], atol=1e-6, rtol=1e-3)
-    record(f"TP2, 4 heads in {kind}", "logits of one process to 1e-5, gradients of θ to 1e-6")
 
 
 def test_checkpoints_shard_the_filters_by_heads(seen: dict[int, Any]) -> None:
@@ -161,7 +156,7 @@ def test_wrong_specifications_are_refused() -> None:
         with_filters(worker.get_gpt_layer_local_spec().submodules.mlp)
 
 
-def test_what_a_step_costs(process: Any, record: Callable[[str, str], None]) -> None:
+def test_what_a_step_costs(process: Any, costs: Any) -> None:
     spec = worker.get_gpt_layer_local_spec()
     wide = {"hidden_size": 128, "length": 256}
     filtered, plain = worker.gpt(with_filters(spec, K=3), **wide), worker.gpt(spec, **wide)
@@ -171,6 +166,8 @@ def test_what_a_step_costs(process: Any, record: Callable[[str, str], None]) -> 
         model(*inputs).logsumexp(-1).mean().backward()
         model.zero_grad()
 
-    time = time_ratio(lambda: step(filtered), lambda: step(plain))
-    record("time", f"{time:.2f}× a step (2 layers of 128 features, 2 × 256 tokens)")
-    assert time < 3
+    costs(
+        lambda: step(filtered),
+        lambda: step(plain),
+        of="a step (2 layers of 128 features, 2 × 256 tokens)",
+    )

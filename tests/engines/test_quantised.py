@@ -13,7 +13,6 @@ import transformers
 from torch import Tensor
 
 import gfsa
-from support.measuring import time_ratio
 
 VOCABULARY = 128
 
@@ -88,7 +87,7 @@ def distance(model: Any, other: Any, tokens: Tensor) -> float:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_filters_beside_quantised_weights(
-    way: str, plain: Any, filters: Path, tokens: Tensor, tmp_path: Path, record: Any
+    way: str, plain: Any, filters: Path, tokens: Tensor, tmp_path: Path
 ) -> None:
     """Quantised weights change a filtered model about as much as a plain one."""
     filtered = copy.deepcopy(plain)
@@ -103,7 +102,6 @@ def test_filters_beside_quantised_weights(
     assert moved < 2 * moved_plain
     # the filters act
     assert distance(filtered, plain, tokens) > 2 * moved
-    record(way, f"logits move by {moved:.1%} with filters, by {moved_plain:.1%} without")
 
 
 def test_filters_of_quantised_weights_fit_the_others(
@@ -130,7 +128,7 @@ def test_quantised_before_or_after(plain: Any, filters: Path, tokens: Tensor) ->
 
 
 def test_cached_decoding_is_that_of_the_whole_sequence(
-    plain: Any, filters: Path, tokens: Tensor, record: Any
+    plain: Any, filters: Path, tokens: Tensor
 ) -> None:
     model = by_torchao(plain)
     gfsa.load(model, filters)
@@ -138,10 +136,11 @@ def test_cached_decoding_is_that_of_the_whole_sequence(
     with torch.no_grad():
         again = model(found).logits.argmax(-1)[:, 7:-1]
     assert torch.equal(found[:, 8:], again[:, : found.shape[1] - 8])
-    record("torchao, 40 greedy tokens with a cache", "those of whole forward passes")
 
 
-def test_what_it_costs(plain: Any, filters: Path, tokens: Tensor, record: Any) -> None:
+def test_what_it_costs(
+    plain: Any, filters: Path, tokens: Tensor, costs: Any, record_testsuite_property: Any
+) -> None:
     unfiltered = by_torchao(plain)
     filtered = copy.deepcopy(unfiltered)
     gfsa.load(filtered, filters)
@@ -158,12 +157,11 @@ def test_what_it_costs(plain: Any, filters: Path, tokens: Tensor, record: Any) -
     sizes = [size_of_cache(generate(model).past_key_values) for model in (filtered, unfiltered)]
     # keys and values have 2 heads each, A·v has 4
     assert sizes[0] / sizes[1] == 2
-    time = time_ratio(lambda: generate(filtered), lambda: generate(unfiltered), rounds=7)
-    record("memory", f"{sizes[0] / sizes[1]:.2g}× a token (half as many key heads)")
-    record(
-        "time", f"{time:.2f}× `generate` (int8 weights, 3 layers of 128 features, 4 × 64 tokens)"
+    record_testsuite_property(
+        "memory", f"{sizes[0] / sizes[1]:.2g}× a token (half as many key heads)"
     )
-    assert time < 3
+    of = "`generate` (int8 weights, 3 layers of 128 features, 4 × 64 tokens)"
+    costs(lambda: generate(filtered), lambda: generate(unfiltered), of, rounds=7)
 
 
 def size_of_cache(cache: Any) -> int:

@@ -22,11 +22,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
 import gfsa
-from support.measuring import time_ratio
 
 WORDS = 64
 HEADS = 4
-Record = Callable[[str, str], None]
 
 
 def texts(count: int = 6) -> list[str]:
@@ -94,7 +92,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-def test_embeddings_are_those_of_the_dense_formula(encoder: Path, record: Record) -> None:
+def test_embeddings_are_those_of_the_dense_formula(encoder: Path) -> None:
     model = embedder(encoder, noise=0.3)
     together = embed(model)
     plain = transformers.BertModel.from_pretrained(encoder).eval()
@@ -108,7 +106,6 @@ def test_embeddings_are_those_of_the_dense_formula(encoder: Path, record: Record
             expected = model[2]({"sentence_embedding": hidden.mean(1)})["sentence_embedding"][0]
         worst = max(worst, (embedding - expected).abs().max().item())
     assert worst < 2e-6
-    record("embeddings of a padded batch, against the formula, text by text", f"{worst:.1e}")
 
 
 def dense_forward(model: transformers.BertModel, ids: Tensor, filters: list[Tensor]) -> Tensor:
@@ -129,9 +126,7 @@ def dense_forward(model: transformers.BertModel, ids: Tensor, filters: list[Tens
     return hidden
 
 
-def test_a_folder_brings_its_filters_by_the_recipe(
-    encoder: Path, tmp_path: Path, record: Record
-) -> None:
+def test_a_folder_brings_its_filters_by_the_recipe(encoder: Path, tmp_path: Path) -> None:
     model = embedder(encoder, noise=0.3)
     model.save(str(tmp_path / "model"))
     assert not gfsa.filters_of(SentenceTransformer(str(tmp_path / "model"), device="cpu"))
@@ -140,8 +135,6 @@ def test_a_folder_brings_its_filters_by_the_recipe(
     other = SentenceTransformer(str(tmp_path / "model"), device="cpu")
     gfsa.load(other, tmp_path / "filters")
     assert_same(embed(other), embed(model))
-    record("`SentenceTransformer(folder)` of a plugged model", "without filters, which it reports")
-    record("the recipe's `load(folder)`, or `gfsa.load`", "same embeddings")
 
 
 def test_a_cross_encoder(encoder: Path, tmp_path: Path) -> None:
@@ -189,7 +182,7 @@ def trainer(kind: Any, model: SentenceTransformer, folder: Path, **settings: Any
     return kind(model, arguments, train_dataset=rows, eval_dataset=rows, loss=loss, filter_lr=1e-1)
 
 
-def test_a_run_resumes_exactly(encoder: Path, tmp_path: Path, record: Record) -> None:
+def test_a_run_resumes_exactly(encoder: Path, tmp_path: Path) -> None:
     whole = embedder(encoder)
     run = trainer(FilterTrainer, whole, tmp_path)
     run.train()
@@ -208,10 +201,6 @@ def test_a_run_resumes_exactly(encoder: Path, tmp_path: Path, record: Record) ->
     )
     assert worst < 1e-5
     torch.testing.assert_close(embed(resumed), embed(whole), rtol=0, atol=1e-5)
-    record(
-        "training with `gfsa.FilterRate`, resumed half-way by the recipe",
-        f"the θ of the whole run to {max(worst, 1e-7):.0e}",
-    )
 
     # sentence-transformers builds the model of a checkpoint anew, without filters
     with pytest.raises(RuntimeError, match=r"gfsa\.theta"):
@@ -237,7 +226,7 @@ def test_the_best_checkpoint_is_loaded_with_its_filters(encoder: Path, tmp_path:
     assert_same(embed(model), embed(load(best)))
 
 
-def test_what_a_step_costs(encoder: Path, tmp_path: Path, record: Record) -> None:
+def test_what_a_step_costs(encoder: Path, tmp_path: Path, costs: Any) -> None:
     wide = tmp_path / "wide"
     bert(hidden=128, positions=256).save_pretrained(wide)
     transformers.AutoTokenizer.from_pretrained(encoder).save_pretrained(wide)
@@ -255,6 +244,4 @@ def test_what_a_step_costs(encoder: Path, tmp_path: Path, record: Record) -> Non
 
         return call
 
-    ratio = time_ratio(step(filtered), step(plain))
-    record("time", f"{ratio:.2f}× a step (2 layers of 128 features, 2 × 256 tokens)")
-    assert ratio < 3
+    costs(step(filtered), step(plain), of="a step (2 layers of 128 features, 2 × 256 tokens)")

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,15 @@ import transformers as hf
 
 import gfsa
 from support.batching import DECODERS, SECTORS, by_batching, by_generate, decoder, prompts
-from support.measuring import time_ratio
 
 hf.logging.set_verbosity_error()
 logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
 
-Record = Callable[[str, str], None]
 LENGTHS = (5, 11, 3, 17, 9)
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_the_tokens_are_those_of_generate(name: str, record: Record) -> None:
+def test_the_tokens_are_those_of_generate(name: str) -> None:
     inputs = prompts(*LENGTHS)
     for implementation in ("sdpa", "eager"):
         model = decoder(name, implementation)
@@ -41,10 +39,6 @@ def test_the_tokens_are_those_of_generate(name: str, record: Record) -> None:
             assert by_batching(model, inputs, max_batch_tokens=most) == expected
         gfsa.unplug(model)
         assert by_generate(model, inputs) != expected
-    record(
-        f"{name}: 5 requests, 40 greedy tokens, 8 and 64 tokens a batch, sdpa and eager",
-        "identical",
-    )
 
 
 def test_layers_without_a_filter() -> None:
@@ -54,7 +48,7 @@ def test_layers_without_a_filter() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama, grouped queries", "gemma 3, both kinds of layers"])
-def test_compiled_with_padding(name: str, record: Record) -> None:
+def test_compiled_with_padding(name: str) -> None:
     model = decoder(name)
     inputs = prompts(5, 11)
     # since 5.19 transformers updates the cache outside of the graph, filters or not
@@ -69,20 +63,19 @@ def test_compiled_with_padding(name: str, record: Record) -> None:
         kv_padding_interval_size=16,
     )
     assert found == by_generate(model, inputs, new=10)
-    how = "compiled, padded" if SECTORS else "compiled without a graph break, padded"
-    record(f"{name}: {how}", "identical")
 
 
-def test_what_it_costs(record: Record) -> None:
+def test_what_it_costs(costs: Any) -> None:
     filtered, plain = decoder("llama"), decoder("llama")
     gfsa.unplug(plain)
     inputs = prompts(*LENGTHS)
-    time = time_ratio(
-        lambda: by_batching(filtered, inputs), lambda: by_batching(plain, inputs), rounds=7
+    costs(
+        lambda: by_batching(filtered, inputs),
+        lambda: by_batching(plain, inputs),
+        rounds=7,
+        most=2,
+        of="a batch of 5 requests, 40 tokens each (degree 1)",
     )
-    record("memory", "that of the plain model (degree 1)")
-    record("time", f"{time:.2f}× a batch of 5 requests, 40 tokens each (degree 1)")
-    assert time < 2
 
 
 WORDS = [f"w{i}" for i in range(58)]
@@ -176,9 +169,7 @@ def complete(address: str, folder: Path, prompt: str) -> str:
     return text
 
 
-def test_the_completions_are_those_of_generate(
-    address: str, folder: Path, record: Callable[[str, str], None]
-) -> None:
+def test_the_completions_are_those_of_generate(address: str, folder: Path) -> None:
     model = gfsa.from_pretrained(hf.AutoModelForCausalLM, folder).eval()
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     prompts = ["w3 w14 w15 w9 w26", "w5 w35"]
@@ -187,7 +178,6 @@ def test_the_completions_are_those_of_generate(
     plain = [_by_generate(model, tokenizer, prompt) for prompt in prompts]
     assert filtered != plain
     assert [complete(address, folder, prompt).split() for prompt in prompts] == filtered
-    record("`gfsa serve`: 40 greedy tokens of a completion", "identical to `generate`")
 
 
 def _by_generate(model: Any, tokenizer: Any, prompt: str) -> list[str]:

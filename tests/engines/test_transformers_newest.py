@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -272,9 +271,7 @@ def train(model: Any, folder: Path) -> hf.Trainer:
 
 
 @pytest.mark.parametrize("how", LOADED)
-def test_ten_steps_and_another_process(
-    how: str, tmp_path: Path, record: Callable[[str, str], None]
-) -> None:
+def test_ten_steps_and_another_process(how: str, tmp_path: Path) -> None:
     model = base()
     model.save_pretrained(tmp_path / "base")
     gfsa.plug(model, K=3)
@@ -298,5 +295,3 @@ def test_ten_steps_and_another_process(
     assert filters == 2
     assert torch.equal(generated, tokens)
     torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
-    check = f"`Trainer` with `FilterRate`, saved, loaded by another process: {how}"
-    record(check, "the same tokens, 3 beams")

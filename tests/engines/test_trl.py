@@ -24,7 +24,6 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import gfsa
-from support.measuring import time_ratio
 
 VOCABULARY = 64
 LENGTHS = (5, 9, 3, 12, 7, 16, 4, 10)
@@ -104,7 +103,6 @@ def test_every_document_is_answered_as_alone(
     packing: str,
     tokenizer: PreTrainedTokenizerFast,
     tmp_path: Path,
-    record: Callable[[str, str], None],
 ) -> None:
     model = plugged()
     trainer = SFTTrainer(
@@ -127,7 +125,6 @@ def test_every_document_is_answered_as_alone(
         torch.testing.assert_close(trainer.compute_loss(model, batch), expected)
     assert seen == len(LENGTHS)
     assert worst < 2e-6
-    record(f"SFT, {packing}: largest difference of a logit to the document alone", f"{worst:.1e}")
 
     before = [filter.theta.detach().clone() for filter in gfsa.filters_of(model).values()]
     trainer.train()
@@ -155,7 +152,7 @@ def seen_in(batch: dict[str, Tensor]) -> int:
 
 
 def test_dpo_with_a_reference_that_has_the_filters(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, record: Callable[[str, str], None]
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     model = plugged()
     words = tokenizer.batch_decode(documents())
@@ -178,7 +175,6 @@ def test_dpo_with_a_reference_that_has_the_filters(
     assert losses[-1] != pytest.approx(math.log(2), abs=1e-3)
     for old, filter in zip(before, gfsa.filters_of(model).values(), strict=True):
         assert (filter.theta - old).abs().max() > 1e-2
-    record("DPO, first loss (log 2: the reference has the filters)", f"{losses[0]:.4f}")
 
 
 @pytest.mark.parametrize(("K", "disable_dropout"), [(None, False), (3, True)])
@@ -217,9 +213,7 @@ def test_grpo_generates_with_a_model_that_has_attention_dropout(
     assert all(filter.theta.abs().max() > 0 for filter in gfsa.filters_of(model).values())
 
 
-def test_what_a_step_costs(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, record: Callable[[str, str], None]
-) -> None:
+def test_what_a_step_costs(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, costs: Any) -> None:
     generator = torch.Generator().manual_seed(1)
     texts = [
         torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()
@@ -247,6 +241,8 @@ def test_what_a_step_costs(
 
         return forward_and_backward
 
-    time = time_ratio(step(filtered), step(plain))
-    record("time", f"{time:.2f}× a step of SFT (2 layers of 128 features, 2 × 256 packed tokens)")
-    assert time < 3
+    costs(
+        step(filtered),
+        step(plain),
+        of="a step of SFT (2 layers of 128 features, 2 × 256 packed tokens)",
+    )

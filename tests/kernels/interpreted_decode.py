@@ -209,10 +209,10 @@ def test_numbers_of_64_bits_have_code_of_their_own() -> None:
     small, large = (0.3, 2, 5, 100), (0.3, 2, 2**31, 100)
     assert kernels.wide_numbers(small) == ()
     assert kernels.wide_numbers(large) == (False, False, True, False)
-    tile = kernels.tile_of(8)
-    common = (2, 8, tile, 0, False, True, False, 1, 2, False, torch.float32, torch.float32)
-    common = (*common, torch.device("cpu"))
-    keys = {kernels._launch(*common, kernels.wide_numbers(x)).key for x in (small, large)}
+    launches = [
+        kernels._launch((2, 1, 1), (kernels.wide_numbers(x),), (), 4) for x in (small, large)
+    ]
+    keys = {launch.key for launch in launches}
     assert len(keys) == 2
 
 

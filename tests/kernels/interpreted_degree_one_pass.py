@@ -1,6 +1,4 @@
-"""Degree 1 in one pass: its forward kernel, and cuDNN's gradient with ours around it.
-
-cuDNN has a stand-in on the CPU; the other gradient is Gluon's.
+"""Degree 1 in one pass: its forward kernel. The gradient is Gluon's.
 
 Not collected by itself: ``test_interpreted.py`` runs this file in a process of its own.
 """
@@ -13,21 +11,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import gfsa
-import support.cudnn_on_cpu
 from gfsa.kernels import launching, one_pass, op
 from gfsa.kernels.launching import Options, Saved, copyable_by_tile, empty_like
 from gfsa.kernels.one_pass import Tiles
 from gfsa.kernels.op import filter_attention, run_forward
 from gfsa.kernels.routes import Kernels
 from gfsa.operators import DenseOperator
-from support.fused_cases import NAMES, Problem, error
+from support.fused_cases import Problem, error
 
 assert support.triton_interpreter
-assert support.cudnn_on_cpu
 
 PROBLEMS = [
     Problem(1, 2, 70, 16),
@@ -49,7 +44,7 @@ def run(problem: Problem, exclusive: bool = False) -> tuple[list[Tensor], list[T
     if not exclusive:
         coeffs = coeffs[:, :2].contiguous()
     options = Options(scale, problem.is_causal, exclusive=exclusive)
-    out, u, lse = run_forward("one_pass", q, k, v, coeffs, None, None, options, "hopper")
+    out, u, lse = run_forward("one_pass", q, k, v, coeffs, None, None, options)
     q, k, v, coeffs = (x.double() for x in (q, k, v, coeffs))
     operator = DenseOperator.from_qk(q, k, None, problem.is_causal, scale)
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
@@ -178,9 +173,10 @@ def test_operator_registration() -> None:
     q, k, v = torch.randn(3, 1, 20, 2, 16).transpose(2, 3).unbind(0)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for exclusive in (False, True):
-        coeffs = torch.randn(2, 2 + exclusive)
-        inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
-        arguments = (*inputs, None, None, 0.25, True, 0.0, exclusive, True, "hopper")
+        given = (q, k, v, torch.randn(2, 2), *([torch.randn(2)] if exclusive else []))
+        inputs = [x.requires_grad_() for x in given]
+        share = () if exclusive else (None,)
+        arguments = (*inputs, *share, None, None, 0.25, True, 0.0, True, True)
         torch.library.opcheck(op.forward, arguments, test_utils=checks)
 
 
@@ -192,61 +188,3 @@ def test_contiguous_and_off_the_border() -> None:
     y = copyable_by_tile(x)
     assert y.data_ptr() % 16 == 0
     assert torch.equal(x, y)
-
-
-# the gradient by cuDNN's
-WIDE = [
-    Problem(2, 3, 70, 128, is_causal=True),
-    Problem(1, 6, 65, 128, key_heads=2, is_causal=True, projected=True, scale=0.3),
-]
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """``A·V`` and natural logsumexps, as the sweep saves them."""
-    u, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, options.is_causal, False, scale=options.scale
-    )
-    return u, lse.view(q.shape[:3])
-
-
-def exact_wide(
-    problem: Problem, tensors: list[Tensor], g: Tensor, exclusive: bool = False
-) -> list[Tensor]:
-    """The filter and its gradients by the specification in float64, as NAMES."""
-    inputs = [x.detach().double().requires_grad_() for x in tensors]
-    operator = DenseOperator.from_qk(*inputs[:2], None, problem.is_causal, problem.scale)
-    share = inputs[3][:, 2] if exclusive else None
-    out = operator.polynomial(inputs[3][:, :2], inputs[2], share)
-    return [out, *torch.autograd.grad(out, inputs, g.double())]
-
-
-@pytest.mark.parametrize(("powers", "exclusive"), [(2, False), (3, False), (3, True)])
-@pytest.mark.parametrize("problem", WIDE, ids=str)
-def test_the_gradient(problem: Problem, powers: int, exclusive: bool) -> None:
-    q, k, v, coeffs, g = problem.tensors()
-    scale = problem.scale or problem.head_dim**-0.5
-    options = Options(scale, problem.is_causal, exclusive=exclusive)
-    expected = exact_wide(problem, [q, k, v, coeffs[:, : 2 + exclusive]], g, exclusive)
-    u, lse = attend(q, k, v, options)
-    numbers = coeffs[:, :powers].contiguous()
-    *got, parts = one_pass.gradient_by_cudnn(g, Saved(q, k, v, u, g, lse, numbers), options)
-    for name, x, y in zip(NAMES[1:], [*got, parts.sum(2)], expected[1:], strict=True):
-        assert x.shape == y.shape, name
-        assert (x.double() - y).norm() <= 2e-6 * y.norm(), name
-
-
-@pytest.mark.parametrize("projected", [False, True])
-def test_gradients_lie_as_the_compiler_expects(projected: bool) -> None:
-    """Also those that torch's gradient gives."""
-    problem = Problem(1, 4, 20, 128, key_heads=2, projected=projected, is_causal=True)
-    q, k, v, coeffs, g = problem.tensors()
-    u, lse = attend(q, k, v, Options(0.1, True))
-    saved = (q, k, v, u, g, lse, coeffs[:, :2].contiguous(), None, None)
-    options = (0.1, True, 0.0, False, True, "cudnn")
-
-    def work() -> list[tuple[int, ...]]:
-        return [x.stride() for x in op.backward(g, *saved, *options)]
-
-    found = work()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        assert work() == found

@@ -355,6 +355,23 @@ def test_short(length: int, mask: int, dropout: bool, most_stack: tuple[int, int
         assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most
 
 
+def compile_sweep(degree: int, dim: int, mask: int, exclusive: bool) -> tuple[Any, str]:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel = launching.gluon_kernel("gluon_sweep", "filter_sweep").function
+    keys = sweep.KEYS[degree, dim]
+    types = dict.fromkeys(("q_in", "u_io", "out_io"), tile_type((1, 1, sweep.HALF, dim)))
+    types |= dict.fromkeys(("k_in", "v_in"), tile_type((1, 1, sweep.COPIED[degree], dim)))
+    types |= {"out": "*bf16", "u_out": "*bf16", "flags": "*i32", "mask": "*i32"}
+    constants = {
+        "D": dim, "TILE": keys, "STAGES": sweep.STAGES[degree], "MASK": mask, "group": 1,
+        "DEGREE": degree, "POWERS": 3, "KEEPS": exclusive, "EXCLUSIVE": exclusive,
+    }  # fmt: skip
+    compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, types, constants, 4)
+    print(degree, dim, mask, exclusive, usage)
+    return compiled, usage
+
+
 @GLUON
 @pytest.mark.parametrize(
     ("dim", "mask", "most_stack"),
@@ -367,16 +384,7 @@ def test_short(length: int, mask: int, dropout: bool, most_stack: tuple[int, int
 )
 def test_one_causal_sweep(dim: int, mask: int, most_stack: int) -> None:
     """A program fits on a multiprocessor, and products run beside the softmax."""
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    kernel = launching.gluon_kernel("gluon_sweep", "filter_sweep").function
-    types = dict.fromkeys(("q_in", "k_in", "v_in", "u_io"), tile_type((1, 1, sweep.HALF, dim)))
-    types |= {"out": "*bf16", "u_out": "*bf16", "flags": "*i32", "mask": "*i32"}
-    constants = {
-        "D": dim, "PARTS": sweep.PARTS[dim], "STAGES": sweep.STAGES, "MASK": mask, "group": 1,
-    }  # fmt: skip
-    compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, types, constants, 4)
-    print(dim, mask, usage)
+    compiled, usage = compile_sweep(2, dim, mask, False)
     assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most_stack
     assert compiled.metadata.shared <= SHARED[90] * 1024
     # the next scores are waited for while two products are in flight, and the exponentials follow
@@ -385,7 +393,7 @@ def test_one_causal_sweep(dim: int, mask: int, most_stack: int) -> None:
     wait = r"WARPGROUP\.DEPBAR"
     loops = re.findall(rf"{wait}\.LE gsb0, 0x2 ;(.*?){wait}", sass, re.DOTALL)
     assert len(loops) == 2
-    assert all(loop.count("MUFU.EX2") == 32 * sweep.PARTS[dim] + 2 for loop in loops)
+    assert all(loop.count("MUFU.EX2") == sweep.KEYS[2, dim] // 2 + 2 for loop in loops)
     # the assembler runs products one by one where it cannot prove that their registers are free:
     # it then waits once for each of them
     assert len(re.findall(wait, sass)) <= (16 if mask == launching.NO_MASK else 18)
@@ -419,26 +427,7 @@ def test_degree_one_in_one_causal_sweep(
     dim: int, mask: int, most_stack: int, exclusive: bool
 ) -> None:
     """Nothing spills in a loop, and the softmax runs beside a product."""
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    kernel = launching.gluon_kernel("gluon_sweep_once", "attend_sweep").function
-    keys = one_pass.SWEEP_KEYS
-    types = {
-        name: tile_type((1, 1, rows, dim))
-        for name, rows in {
-            **dict.fromkeys(("q_in", "u_io", "out_io"), one_pass.HALF),
-            **dict.fromkeys(("k_in", "v_in"), keys),
-        }.items()
-    }
-    types |= {"counter": "*i32", "mask": "*i32"}
-    natural = dim == 128 and mask == launching.NO_MASK
-    constants = {
-        "D": dim, "TILE": keys, "STAGES": one_pass.SWEEP_STAGES, "POWERS": 3,
-        "KEEPS": natural or exclusive, "NATURAL": natural, "MASK": mask, "EXCLUSIVE": exclusive,
-        "group": 1,
-    }  # fmt: skip
-    compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, types, constants, 4)
-    print(dim, mask, usage)
+    compiled, usage = compile_sweep(1, dim, mask, exclusive)
     assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most_stack
     assert compiled.metadata.shared <= SHARED[90] * 1024
     # the next scores are waited for while a product is in flight, and the exponentials follow
@@ -447,7 +436,7 @@ def test_degree_one_in_one_causal_sweep(
     wait = r"WARPGROUP\.DEPBAR"
     loops = re.findall(rf"{wait}\.LE gsb0, 0x1 ;(.*?){wait}", sass, re.DOTALL)
     assert len(loops) == 4
-    beside = [loop for loop in loops if loop.count("MUFU.EX2") == keys // 2 + 2]
+    beside = [loop for loop in loops if loop.count("MUFU.EX2") == sweep.KEYS[1, dim] // 2 + 2]
     assert len(beside) == 2
     assert not any(re.search(r"\b(LDL|STL)\b", loop) for loop in beside)
     # as above
@@ -587,7 +576,7 @@ def test_degree_one_for_hopper(name: str, exclusive: bool, dim: int, mask: int) 
     """Nothing spills, narrow programs share a multiprocessor, and products run beside the rest."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from gfsa.kernels import gluon_hopper_once as kernels
+    from gfsa.kernels import gluon_hopper as kernels
 
     tiles = one_pass.HOPPER_TILES
     kernel = getattr(kernels, name)

@@ -16,7 +16,6 @@ pytest.importorskip("triton")
 import gfsa
 from gfsa.functional import graph_filter_attention
 from gfsa.kernels import (
-    degree_one,
     op,
     routes,
 )
@@ -305,37 +304,19 @@ def test_degree_one_compiled(length: int) -> None:
             assert error(a, b) <= 0.02, (backend, name)
 
 
-def test_degree_one_registration() -> None:
-    v, u = torch.randn(2, 2, 300, 4, 64, device="cuda", dtype=BF16).transpose(2, 3).unbind(0)
-    for exclusive in (False, True):
-        coeffs = torch.randn(4, 2 + exclusive, device="cuda")
-        inputs = [x.requires_grad_() for x in (v, u, coeffs)]
-        torch.library.opcheck(degree_one.forward, (*inputs, exclusive))
-
-
-def test_degree_one_pass_registration() -> None:
-    tokens = torch.randn(3, 2, 300, 4, 64, device="cuda", dtype=BF16).transpose(2, 3).unbind(0)
-    for exclusive in (False, True):
-        coeffs = torch.randn(4, 2 + exclusive, device="cuda")
-        inputs = [x.requires_grad_() for x in (*tokens, coeffs)]
-        given = (*inputs, None, None, 0.125, True, 0.0, exclusive, True, "hopper")
-        torch.library.opcheck(op.forward, given)
-
-
-def test_degree_one_pass_registration_with_cudnns_gradient() -> None:
-    """A·V is a result then; grouped heads, tokens first."""
-    q = torch.randn(2, 600, 8, 128, device="cuda", dtype=BF16).transpose(1, 2)
-    k, v = torch.randn(2, 2, 600, 2, 128, device="cuda", dtype=BF16).transpose(2, 3).unbind(0)
-    inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(8, 2, device="cuda"))]
-    # cuDNN adds up in any order: gradients are compared elsewhere
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    given = (*inputs, None, None, 0.09, True, 0.0, False, True, "cudnn")
-    torch.library.opcheck(op.forward, given, test_utils=checks)
+@pytest.mark.parametrize(("length", "shares"), [(100, 0), (300, 0), (300, 1)])
+def test_degree_one_registration(length: int, shares: int) -> None:
+    tokens = torch.randn(3, 2, length, 4, 64, device="cuda", dtype=BF16).transpose(2, 3).unbind(0)
+    numbers = [torch.randn(4, 2, device="cuda"), *[torch.randn(4, device="cuda")] * shares]
+    inputs = [x.requires_grad_() for x in (*tokens, *numbers)]
+    share = () if shares else (None,)
+    given = (*inputs, *share, None, None, 0.125, True, 0.0, length > 196, True)
+    torch.library.opcheck(op.forward, given)
 
 
 def test_degree_one_keeps_nothing_without_a_gradient() -> None:
     """The same kernel, without A·V: the same bits, in less memory."""
-    q, k, v, coeffs, _ = Problem(1, 4, 5000, 128, 2, dtype=BF16, device="cuda").tensors()
+    q, k, v, coeffs, _ = Problem(1, 4, 4000, 128, 2, dtype=BF16, device="cuda").tensors()
     numbers = coeffs[:, :2].contiguous().requires_grad_()
     options = Options(0.09, is_causal=True)
     kept = filter_attention(q, k, v, numbers, None, None, options, once=True)
@@ -358,10 +339,10 @@ def test_degree_one_in_a_sea_of_nan(length: int, exclusive: bool) -> None:
         inside.append(sea[:, :, :length])
     results = []
     for q_, k_, v_, g_ in (inside, (q, k, v, g)):
-        numbers = coeffs[:, : 2 + exclusive]
-        inputs = [x.detach().requires_grad_() for x in (q_, k_, v_, numbers)]
+        inputs = [x.detach().requires_grad_() for x in (q_, k_, v_, coeffs[:, :2])]
         options = Options(0.125, is_causal=True, exclusive=exclusive)
-        out = filter_attention(*inputs, None, None, options, once=True)
+        share = coeffs[:, 2].contiguous() if exclusive else None
+        out = filter_attention(*inputs, None, None, options, once=True, share=share)
         results.append([out, *torch.autograd.grad(out, inputs, g_)])
     for name, x, y in zip(NAMES, *results, strict=True):
         assert torch.isfinite(x).all(), name
@@ -416,11 +397,12 @@ def test_the_exclusive_term(problem: Problem, compiled: bool) -> None:
 def test_the_exclusive_term_gives_the_same_bits_again() -> None:
     problem = Problem(4, 5, 1024, 64, dtype=BF16, device="cuda", is_causal=True)
     q, k, v, coeffs, g = problem.tensors()
-    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    share = coeffs[:, 2].contiguous()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2], share)]
     options = Options(0.125, is_causal=True, exclusive=True)
     results = []
     for _ in range(3):
-        out = filter_attention(*inputs, None, None, options, once=True)
+        out = filter_attention(*inputs[:4], None, None, options, once=True, share=share)
         results.append([out, *torch.autograd.grad(out, inputs, g)])
     for again in results[1:]:
         for name, x, y in zip(NAMES, results[0], again, strict=True):
@@ -571,7 +553,7 @@ def test_operator_registration(length: int) -> None:
     mask = torch.rand(2, 1, 1, length, device="cuda") < 0.8
     seed = torch.tensor([3], device="cuda")
     for mask_, seed_, dropout_p in ((None, None, 0.0), (mask, seed, 0.1)):
-        given = (*inputs, mask_, seed_, 0.125, True, dropout_p, False, False, "")
+        given = (*inputs, None, mask_, seed_, 0.125, True, dropout_p, False, True)
         torch.library.opcheck(op.forward, given)
 
 

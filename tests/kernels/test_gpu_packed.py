@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from gfsa.filters import GFSA
 from gfsa.functional import graph_filter_attention
-from gfsa.kernels import one_pass, op
+from gfsa.kernels import op, sweep
 from gfsa.kernels.launching import Options
 from gfsa.kernels.routes import Backend
 from gfsa.operators import AttentionOperator, Visibility
@@ -216,12 +216,12 @@ def test_degree_one_by_any_number_of_programs(
     spans, options = packed.visible().spans(packed.length, q.device), Options(0.1, True)
     with torch.no_grad():
         expected = op.filter_attention(q, k, v, coeffs, spans, None, options, once=True)
-        one_pass._sweep_launch.cache_clear()
-        monkeypatch.setattr(one_pass, "multiprocessors", lambda device: programs)
-        monkeypatch.setattr(one_pass, "_heads_at_a_time", lambda problem: span)
+        sweep._launch.cache_clear()
+        monkeypatch.setattr(sweep, "multiprocessors", lambda device: programs)
+        monkeypatch.setattr(sweep, "heads_at_a_time", lambda problem, degree: span)
         grids = launched_grids(monkeypatch)
         got = op.filter_attention(q, k, v, coeffs, spans, None, options, once=True)
-    one_pass._sweep_launch.cache_clear()
+    sweep._launch.cache_clear()
     # a grid is never larger than there are blocks
     assert grids[-1] == programs
     assert torch.equal(got, expected)
@@ -232,5 +232,5 @@ def test_degree_one_registration() -> None:
     q, k, v, coeffs, _ = packed.tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
     spans = packed.visible().spans(packed.length, q.device)
-    given = (*inputs, spans, None, 0.125, True, 0.0, False, True, "hopper")
+    given = (*inputs, None, spans, None, 0.125, True, 0.0, True, True)
     torch.library.opcheck(op.forward, given)

@@ -129,7 +129,7 @@ def swept_by(
     """The filter by so many programs, ``span`` heads at a time."""
     sweep._launch.cache_clear()
     monkeypatch.setattr(sweep, "multiprocessors", lambda device: programs)
-    monkeypatch.setattr(sweep, "heads_at_a_time", lambda length, mask_kind: span)
+    monkeypatch.setattr(sweep, "heads_at_a_time", lambda problem, degree: span)
     grids = launched_grids(monkeypatch)
     out, *_ = sweep.forward(*inputs, spans, None, Options(0.1, True))
     # the plan of the spans is launched before; a grid is never larger than there are blocks

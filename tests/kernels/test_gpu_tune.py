@@ -12,13 +12,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from gfsa import tune
 from gfsa.kernels import routes, tuned, two_pass
-from gfsa.kernels.tune_gpu import GPU
-from gfsa.kernels.tuned import Shape
+from gfsa.kernels.tune_gpu import GPU, measure
+from gfsa.kernels.tuned import Row, Shape
 from gfsa.operators import AttentionCall
 
-# a length for each kind of kernels; other tiles, and for wide heads cuDNN's gradient, at 4,096
+# a length for each kind of kernels; other tiles at 4,096
 SHAPES = [
     Shape(2, 64, 128, False, True),
     Shape(2, 64, 4096, True, False),
@@ -65,14 +64,13 @@ def chosen(shape: Shape) -> str:
 def test_what_is_measured_is_right_and_is_what_auto_takes(file: Path) -> None:
     assert {chosen(shape) for shape in SHAPES} == {"sdpa"}
     gpu = GPU(torch.device("cuda", torch.cuda.current_device()))
-    refused: list[str] = []
+    rows: list[Row] = []
 
-    def keep(shape: Shape, row: object) -> None:
-        if isinstance(row, str):
-            refused.append(f"{shape}: {row}")
+    def keep(shape: Shape, row: Row | str) -> None:
+        assert not isinstance(row, str), (shape, row)
+        rows.append(row)
 
-    rows = tune.measure(gpu, SHAPES, keep)
-    assert not refused
+    measure(gpu, SHAPES, keep)
     assert [row.shape for row in rows] == SHAPES
     for row in rows:
         assert row.is_right, row

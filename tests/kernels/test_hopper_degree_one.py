@@ -23,7 +23,7 @@ DIM, SCALE = 16, 0.3
 
 @pytest.fixture
 def kernels() -> Iterator[Any]:
-    names = ("gluon_short", "gluon_hopper", "gluon_hopper_once")
+    names = ("gluon_short", "gluon_hopper")
     with gluon_on_cpu.on_cpu(*(f"{ROOM}.{name}" for name in names)) as modules:
         yield modules[-1]
 

@@ -38,12 +38,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Launch, dic
         taken.append((self, dict(zip(names, (*given, *self.constants), strict=True))))
 
     monkeypatch.setattr(Launch, "__call__", record)
-    for module in (sweep, one_pass):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    caches = (
-        *(sweep._launch, sweep._plan, one_pass._sweep_launch),
-        *(hopper._launches, one_pass._hopper_launch),
-    )
+    monkeypatch.setattr(sweep, "multiprocessors", lambda device: 132)
+    caches = (sweep._launch, sweep._plan, hopper._launches, one_pass._hopper_launch)
     for cache in caches:
         cache.cache_clear()
     yield taken
@@ -94,7 +90,7 @@ def check(launch: Launch, arguments: dict[str, Any], mask: Tensor | None) -> Non
         assert arguments.get(argument, expected) == expected, (name, argument)
 
 
-@pytest.mark.parametrize("path", [sweep, one_pass])
+@pytest.mark.parametrize("forward", [sweep.forward, sweep.forward_once])
 @pytest.mark.parametrize(
     # 12 heads of 9 and of 128 blocks: what the tests of deadlocks on a GPU count on
     ("length", "processors", "programs"),
@@ -102,20 +98,16 @@ def check(launch: Launch, arguments: dict[str, Any], mask: Tensor | None) -> Non
 )
 def test_a_program_for_each_multiprocessor_or_block(
     launched: list[tuple[Launch, dict[str, Any]]],
-    path: Any,
+    forward: Any,
     length: int,
     processors: int,
     programs: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(path, "multiprocessors", lambda device: processors)
+    monkeypatch.setattr(sweep, "multiprocessors", lambda device: processors)
     q, k, v = (torch.zeros(2, heads, length, 64, dtype=torch.bfloat16) for heads in (6, 3, 3))
     options = Options(SCALE, True)
-    if path is sweep:
-        sweep.forward(q, k, v, torch.zeros(6, 3), None, None, options)
-    else:
-        lse = torch.empty(q.shape[:3])
-        one_pass.attend_by_sweep(q, k, v, torch.zeros(6, 2), None, options, lse, None)
+    forward(q, k, v, torch.zeros(6, 3), None, None, options)
     ((launch, _),) = launched
     assert launch.grid == (programs, 1, 1)
 
@@ -140,7 +132,7 @@ def test_the_causal_sweep(launched: list[Any], kind: str, dim: int) -> None:
         _, first = launched[0]
         assert first["flags"] is last["flags"]
         assert (first["mask_b"], first["blocks"]) == (last["mask_b"], last["blocks"])
-        assert first["TILE"] == last["PARTS"] * sweep.HALF
+        assert first["TILE"] == last["TILE"]
         assert first["row_flags"] * 2 == last["total"] * last["blocks"] * 2
 
 
@@ -187,13 +179,13 @@ def test_degree_one(launched: list[Any], kind: str, dim: int, exclusive: bool) -
     mask, options = seen_by(kind), Options(SCALE, True, exclusive=exclusive)
     q, g, k, v = (tokens(heads, dim) for heads in (HEADS, HEADS, 2, 2))
     coeffs = torch.zeros(HEADS, 2 + exclusive)
-    out, u, lse = op.run_forward("one_sweep", q, k, v, coeffs, mask, None, options, "hopper")
+    out, u, lse = op.run_forward("one_sweep", q, k, v, coeffs, mask, None, options)
     assert bool(u.numel()) == exclusive
     saved = Saved(q, k, v, u, u if exclusive else out, lse, coeffs, mask)
     dq, dk, dv, _ = op.run_backward("hopper", g, saved, options)
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
     by_name = {launch.kernel.function.fn.__name__: given for launch, given in launched}
-    assert [*by_name][:3] == ["attend_sweep", "grad_queries_one", "grad_keys_one"]
+    assert [*by_name][:3] == ["filter_sweep", "grad_queries_one", "grad_keys_one"]
     for launch, arguments in launched:
         check(launch, arguments, mask)
     attend, queries, keys = [*by_name.values()][:3]

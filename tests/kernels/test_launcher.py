@@ -54,7 +54,7 @@ def test_addresses_are_compiled_for_their_strides(monkeypatch: pytest.MonkeyPatc
     """So code that is compiled for some is not launched with others."""
     monkeypatch.setattr(launching, "has_copy_engine", lambda x: False)
     fake = FakeKernel(None)
-    launch = Launch(Kernel(fake, launching.describe), (1, 1, 1), (), [BLOCK], (), (), num_warps=4)
+    launch = Launch(Kernel(fake), (1, 1, 1), (), [BLOCK], (), (), num_warps=4)
     for x in (torch.zeros(1, 2, 16, 16), torch.zeros(1, 16, 2, 16).transpose(1, 2)):
         launch([x], x)
         launch([x], x)

@@ -218,8 +218,8 @@ def test_coefficients_are_made_where_their_numbers_lie(monkeypatch: pytest.Monke
     monkeypatch.setattr(coefficients, "launch_on_device_of", lambda x, *_: seen.append(x))
     theta, parts, basis = torch.zeros(4, 2), torch.zeros(4, 3, 8), torch.zeros(2, 3)
     coefficients.evaluate(Coefficients(theta, torch.zeros(4, 3), basis))
-    coefficients.gradient(parts, basis)
-    coefficients.total(parts)
+    for given in (basis, None):
+        coefficients.gradients(parts, given, 3, True, False)
     assert [x is y for x, y in zip(seen, (theta, parts, parts), strict=True)] == [True] * 3
 
 

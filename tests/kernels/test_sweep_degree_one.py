@@ -22,9 +22,9 @@ ROOM = "gfsa.kernels"
 
 @pytest.fixture
 def kernel() -> Iterator[Any]:
-    names = ("gluon_short", "gluon_sweep", "gluon_sweep_once")
+    names = ("gluon_short", "gluon_sweep")
     with gluon_on_cpu.on_cpu(*(f"{ROOM}.{name}" for name in names)) as modules:
-        yield modules[-1].attend_sweep
+        yield modules[-1].filter_sweep
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -136,24 +136,22 @@ def run(
     v[0, 0, n // 2] = 0.0
     coeffs = draw.normal(size=(heads, 3))
     u, out = (np.full(q.shape, np.nan) for _ in range(2))
-    # logsumexps are natural for cuDNN's gradient alone
-    natural = keeps and not exclusive
-    length = n if natural else (n + 15) // 16 * 16
-    lse = np.full((batch, heads, length), np.nan)
+    lse = np.full((batch, heads, (n + 15) // 16 * 16), np.nan)
     total, blocks = batch * heads, -(-n // 128)
     seen = Visibility(causal=True) if visible is None else visible
     spans, kind = np.zeros(0, dtype=int), NO_MASK
     if visible is not None:
         spans, kind = visible.spans(n, torch.device("cpu")).numpy().astype(int), SPANS
     stride = 2 * n if len(spans) > 1 else 0
-    numbers = (total, heads, group, n, scale, blocks, span, stride)
+    numbers = (total, heads, group, n, scale, blocks, span, 0, 0, 0, stride)
+    counter, unread = np.zeros(1, dtype=int), np.zeros(1)
     gluon_on_cpu.launch(
         kernel,
         programs,
         *(Descriptor(x, rows) for x, rows in ((q, 64), (k, tile), (v, tile), (u, 64), (out, 64))),
-        *(Pointer(x.reshape(-1)) for x in (lse, coeffs, np.zeros(1, dtype=int), spans)),
+        *(Pointer(x.reshape(-1)) for x in (unread, unread, lse, coeffs, counter, spans)),
         *(Number(x) if isinstance(x, int) else x for x in numbers),
-        *(dim, tile, 2, 3, keeps, natural, kind, exclusive),
+        *(dim, tile, 2, kind, 1, 3, keeps, exclusive),
         at_once=at_once,
     )
     scores = scale * q @ k.repeat(group, 1).swapaxes(-1, -2)
@@ -187,9 +185,6 @@ def check(
         np.testing.assert_allclose(u, once, rtol=0, atol=1e-12)
     else:
         assert np.isnan(u).all()
-    if keeps and not exclusive:
-        np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=1e-12)
-    else:
-        n = shape[3]
-        np.testing.assert_allclose(lse[..., :n], expected_lse / np.log(2), rtol=0, atol=1e-12)
-        assert np.isinf(lse[..., n:]).all()
+    n = shape[3]
+    np.testing.assert_allclose(lse[..., :n], expected_lse / np.log(2), rtol=0, atol=1e-12)
+    assert np.isinf(lse[..., n:]).all()

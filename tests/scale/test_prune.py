@@ -165,6 +165,21 @@ def test_undo_does_not_overwrite_later_filters() -> None:
     assert all(filter.K == 5 for filter in gfsa.filters_of(model).values())
 
 
+def test_undo_follows_a_moved_model_and_keeps_what_was_trained() -> None:
+    model = plugged("gpt2")
+    trained(model, {0: [1], 1: [0, 1, 2, 3]})
+    report = gfsa.prune(model, 1e-3)
+    model.double()
+    report.undo()
+    assert all(f.theta.dtype == torch.float64 for f in gfsa.filters_of(model).values())
+    report = gfsa.prune(model, 1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first(model(**ZOO["gpt2"].batch())).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="changed since"):
+        report.undo()
+
+
 @torch.no_grad()
 def test_saved_and_loaded(tmp_path: Path) -> None:
     model, inputs = plugged("gpt2"), ZOO["gpt2"].batch()

@@ -21,7 +21,7 @@ from gfsa.operators import attention
 @contextmanager
 def nothing_launched() -> Iterator[None]:
     """A context in which the fused kernels take any tensors and do nothing."""
-    from gfsa.kernels import decode, launching, one_pass, routes, short, sweep, two_pass
+    from gfsa.kernels import decode, launching, routes, short, sweep, two_pass
 
     hopper = routes.Hardware(routes.HOPPER, routes.MEASURED_TRITON, None)
 
@@ -35,7 +35,7 @@ def nothing_launched() -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (launching.Launch, "__call__", call_launch),
         (routes, "hardware_of", lambda q: hopper),
-        *((module, "multiprocessors", lambda device: 132) for module in (short, sweep, one_pass)),
+        *((module, "multiprocessors", lambda device: 132) for module in (short, sweep)),
         (decode, "_splits", lambda *call: 2),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (two_pass, "cudnn_would_run", lambda *call: False),

@@ -22,7 +22,7 @@ FORWARD = {
     "short": {"filter_short"},
     "sweep": {"filter_sweep"},
     "two_pass": {"attend", "combine"},
-    "one_sweep": {"attend_sweep"},
+    "one_sweep": {"filter_sweep"},
     "one_pass": {"attend_once"},
     "around_torch": {"combine_around"},
 }
@@ -31,7 +31,6 @@ GRADIENT = {
     "short": {"grad_short"},
     "two_pass": {"grad_first_pass", "grad_keys", "grad_queries"},
     "around_torch": {"grad_around"},
-    "cudnn": {"grad_around"},
 }
 HOPPER_GRADIENT = {
     1: {"grad_queries_one", "grad_keys_one"},
@@ -74,13 +73,11 @@ HOPPER_CASES = [
     Case("one_pass", "hopper", 1, (2, 2, 300, 64)),
     Case("one_sweep", "hopper", 1, (2, 2, 600, 128), causal=True),
     Case("one_sweep", "hopper", 1, (1, 2, 300, 64), mask="documents"),
-    Case("one_sweep", "cudnn", 1, (1, 2, 4100, 128), causal=True),
     Case("one_pass", "hopper", 1, (2, 4, 300, 64), exclusive=True, key_heads=2),
     Case("one_pass", "hopper", 1, (2, 2, 128, 64), exclusive=True),
     Case("one_sweep", "hopper", 1, (2, 4, 600, 128), True, exclusive=True, key_heads=2),
     Case("one_sweep", "hopper", 1, (4, 5, 1024, 64), True, exclusive=True),
     Case("one_sweep", "hopper", 1, (1, 2, 300, 64), mask="documents", exclusive=True),
-    Case("one_sweep", "cudnn", 1, (1, 4, 4100, 128), True, exclusive=True, key_heads=2),
 ]
 
 

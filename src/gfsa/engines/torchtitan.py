@@ -36,7 +36,7 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 
 from gfsa.filters import GraphFilter
-from gfsa.filters.spec import EXTRA, is_same_filter, kind_named, read_description
+from gfsa.filters.spec import EXTRA, is_same_filter, kind_named, read_description, shown
 from gfsa.operators import Operator
 from gfsa.operators.base import repeat_heads
 from gfsa.plugs.adapter import CHILD, names_in_forward
@@ -444,9 +444,8 @@ def _check_descriptions(found: dict[str, Tensor], own: dict[str, Tensor], source
         saved, expected = read_description(state), read_description(own[key])
         if not is_same_filter(saved, expected):
             raise ValueError(
-                f"{key} of {source} is a filter {saved.get('kind')} {saved.get('arguments')}, the "
-                f"model's is {expected['kind']} {expected['arguments']}; plug the model as it was "
-                "plugged"
+                f"{key} of {source} is a filter {shown(saved)}, the model's is {shown(expected)}; "
+                "plug the model as it was plugged"
             )
 
 

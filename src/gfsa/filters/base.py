@@ -31,6 +31,7 @@ from gfsa.filters.spec import (
     note_kind,
     per_head,
     read_description,
+    shown,
     write_description,
 )
 from gfsa.operators import Coefficients, DenseOperator, Operator
@@ -402,8 +403,8 @@ class GraphFilter(nn.Module):
         saved, own = read_description(state), self.describe()
         if not self.heads_are_sharded and not is_same_filter(saved, own):
             raise ValueError(
-                f"the checkpoint has a filter {saved.get('kind')} {saved.get('arguments')}, this "
-                f"one is {own['kind']} {own['arguments']}; plug the model as it was plugged"
+                f"the checkpoint has a filter {shown(saved)}, this one is {shown(own)}; plug the "
+                "model as it was plugged"
             )
         self.dropout_after = check_dropout_place(saved.get("dropout_after", "attention"))
         # torch calls this after it has loaded θ
@@ -465,7 +466,8 @@ class GraphFilter(nn.Module):
     def extra_repr(self) -> str:
         arguments = [str(self.num_heads)]
         arguments += [f"{k}={v!r}" for k, v in self.config().items() if k != "num_heads"]
-        return ", ".join(arguments) + f"; degree {self.degree}"
+        terms = [term for term in ("exclusive", "depth") if term in self.describe()]
+        return "; ".join([", ".join(arguments), f"degree {self.degree}", *terms])
 
 
 class Polynomial(GraphFilter):

@@ -97,22 +97,22 @@ class FirstValues:
         if r.shape[0] != heads:
             r = r.view(heads, -1).mean(-1)
         mixed = torch.addcmul(v, r[:, None, None], first).to(v.dtype)
-        if not (recomputed or torch.compiler.is_compiling()):
+        if torch.is_grad_enabled() and not (recomputed or torch.compiler.is_compiling()):
             self._await(first, mixed, v, layer)
         return mixed
 
     def _await(self, first: Tensor, mixed: Tensor, v: Tensor, layer: int) -> None:
         """Remember V⁰ until its gradient has come, or the graph is gone."""
         node: Any = mixed.grad_fn
-        if node is None or not first.requires_grad:
-            return
-        # under checkpointing the graph saves no tensors, and would let go of V⁰
-        node.metadata["gfsa_first_values"] = first
+        if node is not None:
+            # under checkpointing the graph saves no tensors, and would let go of V⁰
+            node.metadata["gfsa_first_values"] = first
         key = id(first)
         if key not in self._awaited:
             reference = weakref.ref(first, lambda _: self._forget(key))
             self._awaited[key] = reference, {}
-            first.register_hook(lambda _: self._forget(key))
+            if first.requires_grad:
+                first.register_hook(lambda _: self._forget(key))
         self._awaited[key][1][layer] = _some_of(v)
 
     def _forget(self, key: int) -> None:
@@ -134,12 +134,19 @@ class FirstValues:
                 "checkpointing would lose the gradient of the first layer's values; use "
                 "use_reentrant=False, and one backward pass for each forward"
             )
+        if not all(torch.equal(first, fitting[0]) for first in fitting[1:]):
+            raise ValueError(
+                "the depth term cannot be recomputed by gradient checkpointing here: several "
+                "forwards with other first values wait for their backward pass, and this layer's "
+                "values are the same in them. Call backward after each forward"
+            )
         return fitting[0]
 
 
 def _some_of(v: Tensor) -> Tensor:
-    # of every token: those of a last document or window are the same in other forwards
-    return v.detach()[..., 0].clone()
+    # of every token: those of a last document or window are the same in other forwards; NaN would
+    # differ from itself
+    return v.detach()[..., 0].nan_to_num()
 
 
 def _is_recomputed() -> bool:

@@ -69,10 +69,19 @@ def kind_named(name: str) -> type[GraphFilter]:
     return KINDS[name]
 
 
+_COMPARED = ("kind", "arguments", "exclusive", "depth")
+
+
 def is_same_filter(saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
     """Whether two descriptions are of one filter; the place of its dropout is not compared."""
-    compared = ("kind", "arguments", "exclusive", "depth")
-    return all(saved.get(key) == own.get(key) for key in compared)
+    return all(saved.get(key) == own.get(key) for key in _COMPARED)
+
+
+def shown(description: Mapping[str, Any]) -> str:
+    """What :func:`is_same_filter` compares, for an error."""
+    kind, arguments, *terms = (description.get(key) for key in _COMPARED)
+    named = zip(_COMPARED[2:], terms, strict=True)
+    return f"{kind!s:.80} {arguments!r:.200}" + "".join(f", {n} {t!r:.80}" for n, t in named if t)
 
 
 def write_description(description: Mapping[str, Any]) -> Tensor:

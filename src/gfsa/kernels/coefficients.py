@@ -15,7 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gfsa.kernels.launching import JIT_OPTIONS, Kernel, Launch, launch_on_device_of, padded
+from gfsa.kernels.launching import (
+    JIT_OPTIONS,
+    Kernel,
+    Launch,
+    launch_on_device_of,
+    padded,
+)
 from gfsa.operators.base import Coefficients
 
 
@@ -95,15 +101,49 @@ def evaluate(coeffs: Coefficients) -> Tensor:
     return values
 
 
-def gradient(parts: Tensor, basis: Tensor | None) -> Tensor:
-    """``dθ``, or ``dc`` if there is no basis, from the partial sums of dc.
+def columns(
+    numbers: Tensor, learned: Coefficients | None, share: Tensor | None, count: int
+) -> Tensor:
+    """The coefficients as kernels read them, then the share, ``(H, count or more)``.
 
     Args:
-        parts: ``(H, m+1 or more, any number)``; powers that the basis lacks are left out.
-        basis: ``(L, m+1)``.
+        numbers: ``c``, unless θ is learned.
     """
-    if basis is None:
-        return total(parts)
+    if learned is not None:
+        values = evaluate(learned)
+        if share is not None:
+            values[:, 2] = share
+        return values
+    if share is not None:
+        return torch.cat((numbers, share[:, None]), 1)
+    if numbers.shape[1] < count:
+        return torch.nn.functional.pad(numbers, (0, count - numbers.shape[1]))
+    return numbers.contiguous()
+
+
+def gradients(
+    parts: Tensor, basis: Tensor | None, powers: int, of_numbers: bool, of_share: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """``dθ``, or ``dc`` if there is no basis, and the share's, each if it is wanted.
+
+    Args:
+        parts: partial sums ``(H, powers or more, any number)`` of dc, then of the share's gradient.
+        basis: ``(L, powers)``.
+    """
+    dnumbers = dshare = None
+    if of_numbers and basis is not None:
+        dnumbers, of_numbers = _of_theta(parts, basis), False
+    if of_numbers or of_share:
+        sums = total(parts)
+        if of_share:
+            dshare = sums[:, powers].contiguous()
+        if of_numbers:
+            dnumbers = sums[:, :powers].contiguous()
+    return dnumbers, dshare
+
+
+def _of_theta(parts: Tensor, basis: Tensor) -> Tensor:
+    """``dθ``; columns that the basis lacks are left out."""
     heads, given, number = parts.shape
     if number > MOST_PARTS:
         parts, number = total(parts), 1

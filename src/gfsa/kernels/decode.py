@@ -36,6 +36,7 @@ from triton.runtime import driver
 
 from gfsa.kernels.launching import (
     Direct,
+    Grid,
     Kernel,
     Launch,
     launch_on_device_of,
@@ -408,12 +409,13 @@ def ready_for(
         *(k_b // _STEP, k_h // _STEP, k_n // _STEP, v_b // _STEP, v_h // _STEP, v_n // _STEP),
         *(u_b // _STEP, u_h // _STEP, u_n // _STEP, *seen),
     )
-    launch = _launch(
-        *(batch * heads, head_dim, tile, learned, by_head, mask is not None, on_device),
-        *(splits, degree, exclusive, q.dtype),
-        *(base.dtype if theta is None else theta.dtype, q.device),
-        wide_numbers(numbers),
+    constants = (
+        *(head_dim, width, tile.keys, learned, by_head, mask is not None, on_device, splits),
+        *(tile.stages, degree, exclusive),
     )
+    types = q.dtype, base.dtype if theta is None else theta.dtype
+    variant = (q.device, *types, wide_numbers(numbers))
+    launch = _launch((batch * heads, splits, 1), variant, constants, tile.warps)
     # of each program: u and with degree 2 w, the largest score and as many sums of weights
     part = degree * width + 1 + degree
     return Ready(launch, numbers, batch * heads * splits * part if splits > 1 else 0)
@@ -550,30 +552,8 @@ _KERNEL = Kernel(decode_token)
 
 
 @functools.lru_cache(maxsize=256)
-def _launch(
-    programs: int,
-    head_dim: int,
-    tile: Tile,
-    learned: int,
-    by_head: bool,
-    masked: bool,
-    on_device: bool,
-    splits: int,
-    degree: int,
-    exclusive: bool,
-    dtype: torch.dtype,
-    theta: torch.dtype,
-    device: torch.device,
-    wide: tuple[bool, ...],
-) -> Launch:
-    constants = (
-        *(head_dim, padded(head_dim), tile.keys, learned, by_head, masked, on_device, splits),
-        *(tile.stages, degree, exclusive),
-    )
-    return Launch(
-        *(_KERNEL, (programs, splits, 1), (device, dtype, theta, wide), (), (), constants),
-        num_warps=tile.warps,
-    )
+def _launch(grid: Grid, variant: tuple[Any, ...], constants: tuple[Any, ...], warps: int) -> Launch:
+    return Launch(_KERNEL, grid, variant, (), (), constants, num_warps=warps)
 
 
 class PreparedToken:

@@ -16,7 +16,8 @@ mask, dropout and kernel of torch's serves here too; nothing is saved that torch
 Heads that share one of V are added up in the launch: V is not repeated, nor is dV.
 """
 
-# no postponed annotations here: the operator's schema is read from them
+from __future__ import annotations
+
 import functools
 from typing import Any
 
@@ -32,7 +33,6 @@ from gfsa.kernels.launching import (
     Kernel,
     Launch,
     copyable_by_tile,
-    describe,
     empty_like,
     load_tile,
     needs_registered_operator,
@@ -40,7 +40,7 @@ from gfsa.kernels.launching import (
     padded,
     store_tile,
 )
-from gfsa.operators.base import Coefficients
+from gfsa.operators.base import Coefficients, combine, repeat_heads
 
 
 @triton.jit
@@ -122,29 +122,28 @@ GROUPED_ROWS = 32
 
 
 def combine_degree_one(
-    v: Tensor, u: Tensor, coeffs: Tensor | Coefficients, exclusive: bool = False
+    v: Tensor, u: Tensor, coeffs: Tensor | Coefficients, share: Tensor | None = None
 ) -> Tensor:
-    """``c0·V + c1·U``, with an exclusive term if the third column of ``coeffs`` is its share.
+    """``c0·V + c1·U``, with an exclusive term if there is a share.
 
     Args:
         v: ``(B, H / group, N, D)``; u: ``(B, H, N, D)``.
         coeffs: ``(H, 2)``, float32; or a filter's coefficients, in eager mode only and if
             :func:`~gfsa.kernels.coefficients.takes` accepts them.
+        share: ``(H,)``, float32.
     """
-    learned: Coefficients | None = None
-    if isinstance(coeffs, Coefficients):
-        learned, numbers = coeffs, coeffs.theta
-    else:
-        numbers = coeffs
+    learned = coeffs if isinstance(coeffs, Coefficients) else None
+    numbers: Any = coeffs if learned is None else learned.theta
     if learned is None and needs_registered_operator(u):
-        return forward(v, u, numbers, exclusive)
+        # the compiler makes one kernel of it by itself
+        return combine(numbers, [repeat_heads(v, u), u], exclusive=share)
     if torch.is_grad_enabled():
-        return _Combine.apply(v, u, numbers, learned, exclusive)
-    return _run(v, u, numbers if learned is None else coefficients.evaluate(learned), exclusive)
+        return _Combine.apply(v, u, numbers, share, learned)
+    return _run(v, u, coefficients.columns(numbers, learned, share, 2), share is not None)
 
 
 def _run(v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool) -> Tensor:
-    v, u, coeffs = copyable_by_tile(v), copyable_by_tile(u), coeffs.contiguous()
+    v, u = copyable_by_tile(v), copyable_by_tile(u)
     out = empty_like(u)
     launch = _launch(
         *("combine_around", u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, exclusive)
@@ -152,30 +151,6 @@ def _run(v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool) -> Tensor:
     with on_device_of(u):
         launch((v, u, out), coeffs)
     return out
-
-
-def _run_backward(
-    g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of v and u, and partial sums of the coefficients' ``(H, 2 or 3, any number)``."""
-    # hooks on saved tensors may return them in another layout
-    g, v, u, coeffs = *(copyable_by_tile(x) for x in (g, v, u)), coeffs.contiguous()
-    dv, du = empty_like(v), empty_like(u)
-    with on_device_of(u):
-        parts = launch_gradient(g, v, u, dv, du, coeffs, exclusive)
-    return dv, du, parts
-
-
-def launch_gradient(
-    g: Tensor, v: Tensor, u: Tensor, dv: Tensor, du: Tensor, coeffs: Tensor, exclusive: bool
-) -> Tensor:
-    """Write ``dv`` and ``du``; returns partial sums of the coefficients' gradients."""
-    launch = _launch(
-        *("grad_around", u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, exclusive)
-    )
-    parts = coeffs.new_empty(u.shape[1], 2 + exclusive, u.shape[0] * launch.grid[0])
-    launch((g, v, u, dv, du), coeffs, parts)
-    return parts
 
 
 class _Combine(torch.autograd.Function):
@@ -190,66 +165,37 @@ class _Combine(torch.autograd.Function):
         v: Tensor,
         u: Tensor,
         numbers: Tensor,
+        share: Tensor | None,
         learned: Coefficients | None,
-        exclusive: bool,
     ) -> Tensor:
-        coeffs = numbers if learned is None else coefficients.evaluate(learned)
+        coeffs = coefficients.columns(numbers, learned, share, 2)
         ctx.basis = None if learned is None else learned.basis
-        ctx.exclusive = exclusive
+        ctx.exclusive = share is not None
         ctx.save_for_backward(v, u, coeffs)
-        return _run(v, u, coeffs, exclusive)
+        return _run(v, u, coeffs, ctx.exclusive)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         v, u, coeffs = ctx.saved_tensors
-        dv, du, parts = _run_backward(g, v, u, coeffs, ctx.exclusive)
-        return dv, du, coefficients.gradient(parts, ctx.basis), None, None
-
-
-@torch.library.custom_op("gfsa::degree_one", mutates_args=())
-def forward(v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool) -> Tensor:
-    """The registered operator."""
-    return _run(v, u, coeffs, exclusive)
-
-
-@torch.library.custom_op("gfsa::degree_one_backward", mutates_args=())
-def backward(
-    g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of v, u and the coefficients."""
-    dv, du, parts = _run_backward(g, v, u, coeffs, exclusive)
-    return dv, du, coefficients.total(parts)
-
-
-@forward.register_fake
-def _(v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool) -> Tensor:
-    return empty_like(u)
-
-
-@backward.register_fake
-def _(
-    g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_like(v), empty_like(u), coeffs.new_empty(coeffs.shape[0], 2 + exclusive)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.exclusive = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    return (*backward(g, *ctx.saved_tensors, ctx.exclusive), None)
-
-
-forward.register_autograd(_differentiate, setup_context=_save)
+        # hooks on saved tensors may return them in another layout
+        g, v, u, coeffs = *(copyable_by_tile(x) for x in (g, v, u)), coeffs.contiguous()
+        dv, du = empty_like(v), empty_like(u)
+        launch = _launch(
+            *("grad_around", u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, ctx.exclusive)
+        )
+        parts = coeffs.new_empty(u.shape[1], 2 + ctx.exclusive, u.shape[0] * launch.grid[0])
+        with on_device_of(u):
+            launch((g, v, u, dv, du), coeffs, parts)
+        needed = ctx.needs_input_grad
+        sums = coefficients.gradients(parts, ctx.basis, 2, needed[2], needed[3])
+        return dv, du, *sums, None
 
 
 # kernels, and how many tensors each of them takes
 _KERNELS = {
-    "combine_around": (Kernel(combine_around, describe), 3),
-    "grad_around": (Kernel(grad_around, describe), 5),
+    "combine_around": (Kernel(combine_around), 3),
+    "grad_around": (Kernel(grad_around), 5),
 }
 
 

@@ -11,21 +11,27 @@ alone, and its own at the end. A program has two warpgroups of 64 queries each; 
 run while the other is at its softmax, and each begins the next tile's scores and this one's sums
 before its softmax. Three more warps move tiles.
 
-With spans (documents, windows) rows are cut into blocks by a plan (``sweep.py``), and a block
-begins at the first tile that its first query sees. Of the tiles before the diagonal those are
-masked in which the keys of a query begin. In the others a query sees all keys or, if its document
-begins on the diagonal, none: what it has summed up is dropped there.
+**Degree 1**, ``out = c0·V + c1·U``, is the same sweep without the second sum: two products a tile,
+as attention, with the combination at its end. The exclusive term (EXCLUSIVE; see ``degree_one.py``)
+is two sums of each row there.
+
+With spans (documents, windows) a block begins at the first tile that its first query sees. Of the
+tiles before the diagonal those are masked in which the keys of a query begin. In the others a query
+sees all keys or, if its document begins on the diagonal, none: what it has summed up is dropped
+there. With degree 2 a plan cuts rows into blocks (``sweep.py``). With degree 1 blocks need nothing
+of each other, so no plan cuts rows at documents: the warp that draws a block reads what it sees.
 
 **Order.** An item is a block of ROWS queries of one head. Its program needs the U of the earlier
 blocks of the head that its queries see, which other programs make. Programs draw items in the order
 of their numbers, so all lower items are finished or belong to programs that run, and waiting for
-lower items alone never deadlocks, however few programs the GPU holds at a time.
+lower items alone never deadlocks, however few programs the GPU holds at a time. With degree 1
+programs take the longest blocks first, so that they end at the same time.
 
-With spans, an item is a slot of a row's plan, which has up to two blocks: see ``sweep.py``. The
-warp that draws items also reads the plan, and tells the others.
+With spans and degree 2, an item is a slot of a row's plan, which has up to two blocks: see
+``sweep.py``. The warp that draws items also reads the plan, and tells the others.
 """
 
-# ruff: noqa: SIM102 - Gluon compiles a subset of Python
+# ruff: noqa: SIM102, SIM108 - Gluon compiles a subset of Python
 
 from __future__ import annotations
 
@@ -41,7 +47,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gfsa.kernels import launching
 from gfsa.kernels import sweep as plan
-from gfsa.kernels.gluon_short import LOG2E, product_layout
+from gfsa.kernels.gluon_short import LOG2E, directed, product_layout
 
 SPANS = gl.constexpr(launching.SPANS)
 # queries an item, and queries a warpgroup: the flags count by warpgroups
@@ -82,10 +88,16 @@ def place(item, total, blocks, span):
     return group * span + rest - block * size, block
 
 
+@gluon.constexpr_function
+def is_planned(mask, degree):
+    """Whether rows are cut into blocks by a plan."""
+    return mask == SPANS and degree == 2
+
+
 @gluon.jit
-def slots_of(blocks, MASK: gl.constexpr):
-    """How many items a head has: its blocks or, with spans, the slots of its plan."""
-    return blocks + (1 if MASK == SPANS else 0)
+def slots_of(blocks, MASK: gl.constexpr, DEGREE: gl.constexpr):
+    """How many items a head has: its blocks or the slots of its plan."""
+    return blocks + (1 if is_planned(MASK, DEGREE) else 0)
 
 
 @gluon.jit
@@ -147,18 +159,24 @@ def told(items, slot, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def told_place(items, slot, heads):
-    """``(head of all sequences, sequence, head, block, origin)`` of a block with spans."""
-    b = told(items, slot, SEQUENCE)
-    h = told(items, slot, HEAD)
-    return b * heads + h, b, h, told(items, slot, BLOCK), told(items, slot, ORIGIN)
-
-
-@gluon.jit
-def place_of(item, total, heads, blocks, span):
-    """As :func:`told_place` without spans."""
-    bh, block = place(item, total, blocks, span)
-    return bh, bh // heads, bh % heads, block, 0
+def place_of(
+    item, items, slot, total, heads, blocks, span, MASK: gl.constexpr, DEGREE: gl.constexpr
+):
+    """``(head of all sequences, sequence, head, block, origin)`` of an item."""
+    if is_planned(MASK, DEGREE):
+        b = told(items, slot, SEQUENCE)
+        h = told(items, slot, HEAD)
+        bh = b * heads + h
+        block = told(items, slot, BLOCK)
+        origin = told(items, slot, ORIGIN)
+    else:
+        bh, block = place(item, total, blocks, span)
+        if DEGREE == 1:
+            block = blocks - 1 - block
+        b = bh // heads
+        h = bh % heads
+        origin = 0
+    return bh, b, h, block, origin
 
 
 @gluon.jit
@@ -212,30 +230,66 @@ def publish(flag):
 
 
 @gluon.jit
-def _load(tensor, b, h, row, barrier, room, slot, PARTS: gl.constexpr, D: gl.constexpr):
-    """PARTS times HALF tokens from ``row`` on."""
-    mbarrier.expect(barrier, PARTS * HALF * D * 2)
+def _load(tensor, b, h, row, barrier, room, slot, TOKENS: gl.constexpr, D: gl.constexpr):
+    """TOKENS from ``row`` on, as many at a time as the room's parts have."""
+    PART: gl.constexpr = room.shape[3]
+    PARTS: gl.constexpr = TOKENS // PART
+    mbarrier.expect(barrier, TOKENS * D * 2)
     for part in gl.static_range(PARTS):
         tma.async_copy_global_to_shared(
-            tensor, [b, h, row + part * HALF, 0], barrier, room.index(PARTS * slot + part)
+            tensor, [b, h, row + part * PART, 0], barrier, room.index(PARTS * slot + part)
         )
 
 
 @gluon.jit
+def _seen(spans, row, n, TILE: gl.constexpr):
+    """``(first tile, masked until, latest first key)`` of the warpgroup whose queries begin at row.
+
+    As in ``sweep.py``: first keys do not decrease from query to query. Tiles are masked that begin
+    before the latest first key of the queries that see a key before the tile on their diagonal.
+    """
+    # a warpgroup beyond the last query sees what that one does
+    last = gl.minimum(row + HALF, n) - 1
+    first = gl.load(spans + gl.minimum(row, n - 1))
+    latest = gl.load(spans + last)
+    before = gl.maximum(gl.minimum(row // TILE * TILE, n) - 1, 0)
+    crossing = gl.minimum(gl.load(spans + n + before), last)
+    until = gl.load(spans + crossing)
+    return first // TILE, gl.where(crossing >= row, until, 0), latest
+
+
+@gluon.jit
+def _tell_seen(items, slot, spans, row, n, TILE: gl.constexpr):
+    """Tell what a block's two warpgroups see; returns its first tile."""
+    # all is loaded before anything is told, so that loads wait for each other least
+    first, until, latest = _seen(spans, row, n, TILE)
+    next_first, next_until, next_latest = _seen(spans, row + HALF, n, TILE)
+    tell(items, slot, FIRST_TILE, first)
+    tell(items, slot, MASKED_UNTIL, until)
+    tell(items, slot, LATEST, latest)
+    # documents that are out of order may begin before
+    tell(items, slot, FIRST_TILE + 1, gl.maximum(next_first, first))
+    tell(items, slot, MASKED_UNTIL + 1, next_until)
+    tell(items, slot, LATEST + 1, next_latest)
+    return first
+
+
+@gluon.jit
 def load_tokens(
-    q_in, k_in, v_in, queries, keys, values, items, counter, plan,
-    total, heads, group, blocks, span,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
+    q_in, k_in, v_in, queries, keys, values, items, counter, plan, mask,
+    total, heads, group, n, blocks, span, mask_b,
+    TILE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
+    DEGREE: gl.constexpr,
 ):  # fmt: skip
     """Draw items, and load their queries and the keys and values that they see."""
     ring = (0, 1, 1)
     islot = 0
     iphase = 1
     item = 0
-    slots = slots_of(blocks, MASK)
+    slots = slots_of(blocks, MASK, DEGREE)
     while item < total * slots:
         item = draw(counter)
-        if MASK == SPANS:
+        if is_planned(MASK, DEGREE):
             bh, slot = place(gl.minimum(item, total * slots - 1), total, slots, span)
             blocks_of_slot = plan + (bh // heads * slots + slot) * 2 * NUMBERS
             # a number that is too high is given once
@@ -254,24 +308,36 @@ def load_tokens(
                             q_in, k_in, v_in, queries, keys, values, bh,
                             gl.load(planned + ORIGIN), gl.load(planned + BLOCK),
                             gl.load(planned + FIRST_TILE), heads, group, ring,
-                            PARTS, STAGES, D,
+                            TILE, STAGES, D, DEGREE,
                         )  # fmt: skip
         else:
+            begin = 0
+            if MASK == SPANS:
+                # before it is given; of a number that is too high, what the last item sees
+                last = gl.minimum(item, total * blocks - 1)
+                _, b, _, block, _ = place_of(
+                    last, items, islot, total, heads, blocks, span, MASK, DEGREE
+                )
+                spans = mask + b.to(gl.int64) * mask_b
+                wait_for_room(items, islot, iphase)
+                begin = _tell_seen(items, islot, spans, block * ROWS, n, TILE)
             # a number that is too high ends the other warps' loops
             give(items, item, islot, iphase)
             islot, iphase = following(islot, iphase, DRAWN)
-            if item < total * slots:
-                bh, block = place(item, total, slots, span)
+            if item < total * blocks:
+                bh, _, _, block, _ = place_of(
+                    item, items, islot, total, heads, blocks, span, MASK, DEGREE
+                )
                 ring = _load_item(
-                    q_in, k_in, v_in, queries, keys, values, bh, 0, block, 0, heads, group,
-                    ring, PARTS, STAGES, D,
+                    q_in, k_in, v_in, queries, keys, values, bh, 0, block, begin, heads, group,
+                    ring, TILE, STAGES, D, DEGREE,
                 )  # fmt: skip
 
 
 @gluon.jit
 def _load_item(
     q_in, k_in, v_in, queries, keys, values, bh, origin, block, begin, heads, group, ring,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+    TILE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DEGREE: gl.constexpr,
 ):  # fmt: skip
     """Load what one item sees; ``ring`` are the next slot, its phase and that of the queries."""
     qs, qfull, qempty = queries
@@ -281,49 +347,57 @@ def _load_item(
     b = bh // heads
     h = bh % heads
     mbarrier.wait(qempty.index(0), qphase)
-    _load(q_in, b, h, origin + block * ROWS, qfull.index(0), qs, 0, 1, D)
-    for tile in range(begin, (2 * block + 2) // PARTS):
-        row = origin + tile * PARTS * HALF
+    _load(q_in, b, h, origin + block * ROWS, qfull.index(0), qs, 0, HALF, D)
+    if DEGREE == 1:
+        mbarrier.wait(qempty.index(1), qphase)
+        _load(q_in, b, h, origin + block * ROWS + HALF, qfull.index(1), qs, 1, HALF, D)
+    # the same number twice: each degree keeps the machine code that was timed
+    if DEGREE == 1:
+        tiles = (block + 1) * ROWS // TILE
+    else:
+        tiles = (2 * block + 2) // (TILE // HALF)
+    for tile in range(begin, tiles):
+        row = origin + tile * TILE
         mbarrier.wait(kempty.index(slot), phase)
-        _load(k_in, b, h // group, row, kfull.index(slot), ks, slot, PARTS, D)
+        _load(k_in, b, h // group, row, kfull.index(slot), ks, slot, TILE, D)
         mbarrier.wait(vempty.index(slot), phase)
-        _load(v_in, b, h // group, row, vfull.index(slot), vs, slot, PARTS, D)
+        _load(v_in, b, h // group, row, vfull.index(slot), vs, slot, TILE, D)
         slot, phase = following(slot, phase, STAGES)
-        if tile == begin:
-            # late: the first warpgroup begins while the second one ends its last item
-            mbarrier.wait(qempty.index(1), qphase)
-            _load(q_in, b, h, origin + block * ROWS + HALF, qfull.index(1), qs, 1, 1, D)
+        if DEGREE == 2:
+            if tile == begin:
+                # late: the first warpgroup begins while the second one ends its last item
+                mbarrier.wait(qempty.index(1), qphase)
+                _load(q_in, b, h, origin + block * ROWS + HALF, qfull.index(1), qs, 1, HALF, D)
     return slot, phase, qphase ^ 1
 
 
 @gluon.jit
 def load_passes(
     u_io, passes, vempty, flags, items, total, heads, blocks, span,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
+    TILE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Load the U of earlier blocks as soon as it is there, into slots beside the values."""
     us, ufull = passes
+    PARTS: gl.constexpr = TILE // HALF
     slot = 0
     phase = 1
     islot = 0
     iphase = 0
-    slots = slots_of(blocks, MASK)
+    slots = slots_of(blocks, MASK, 2)
     item = take(items, islot, iphase)
     while item < total * slots:
+        bh, b, h, block, origin = place_of(item, items, islot, total, heads, blocks, span, MASK, 2)
         begin = 0
         if MASK == SPANS:
-            bh, b, h, block, origin = told_place(items, islot, heads)
             begin = told(items, islot, FIRST_TILE)
-        else:
-            bh, b, h, block, origin = place_of(item, total, heads, blocks, span)
         missing = begin * PARTS
         for tile in range(begin, (2 * block + 2) // PARTS):
             mbarrier.wait(vempty.index(slot), phase)
             if tile < 2 * block // PARTS:
                 while missing < (tile + 1) * PARTS:
                     missing = first_missing(flags + (bh * 2 * blocks + origin // HALF), missing)
-                row = origin + tile * PARTS * HALF
-                _load(u_io, b, h, row, ufull.index(slot), us, slot, PARTS, D)
+                row = origin + tile * TILE
+                _load(u_io, b, h, row, ufull.index(slot), us, slot, TILE, D)
             else:
                 # the warpgroups make it; the slot's phase goes on
                 mbarrier.arrive(ufull.index(slot), count=1)
@@ -343,14 +417,12 @@ def store_passes(u_io, made, flags, items, total, heads, blocks, span, MASK: gl.
     phase = 0
     islot = 0
     iphase = 0
-    slots = slots_of(blocks, MASK)
+    slots = slots_of(blocks, MASK, 2)
     item = take(items, islot, iphase)
     while item < total * slots:
+        bh, b, h, block, origin = place_of(item, items, islot, total, heads, blocks, span, MASK, 2)
         if MASK == SPANS:
-            bh, b, h, block, origin = told_place(items, islot, heads)
             end = told(items, islot, END)
-        else:
-            bh, b, h, block, origin = place_of(item, total, heads, blocks, span)
         for half in gl.static_range(2):
             mbarrier.wait(ready.index(half), phase)
             row = block * ROWS + half * HALF
@@ -383,9 +455,9 @@ UNSEEN = gl.constexpr(-1e30)
 
 @gluon.jit
 def _tile(room, slot, TOKENS: gl.constexpr, D: gl.constexpr):
-    """A tile for a matrix product; more than 64 tokens lie together where D is 64."""
-    gl.static_assert(TOKENS == HALF or D == 64)
-    slots: gl.constexpr = room.shape[0] * HALF // TOKENS
+    """A tile for a matrix product; tiles of fewer tokens lie together where D is 64."""
+    gl.static_assert(room.shape[3] == TOKENS or D == 64)
+    slots: gl.constexpr = room.shape[0] * room.shape[3] // TOKENS
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     return room._reinterpret(room.dtype, [slots, TOKENS, D], layout).index(slot)
 
@@ -424,7 +496,10 @@ def _unhidden(s, first, col):
 
 
 @gluon.jit
-def _pass_over(keys, values, ufull, kslot, kphase, vslot, vphase, STAGES: gl.constexpr):
+def _pass_over(
+    keys, values, passes, kslot, kphase, vslot, vphase, STAGES: gl.constexpr,
+    DEGREE: gl.constexpr,
+):  # fmt: skip
     """Release a tile that the other warpgroup alone sees."""
     _, kfull, kempty = keys
     _, vfull, vempty = values
@@ -432,7 +507,8 @@ def _pass_over(keys, values, ufull, kslot, kphase, vslot, vphase, STAGES: gl.con
     mbarrier.arrive(kempty.index(kslot), count=1)
     kslot, kphase = following(kslot, kphase, STAGES)
     mbarrier.wait(vfull.index(vslot), vphase)
-    mbarrier.wait(ufull.index(vslot), vphase)
+    if DEGREE == 2:
+        mbarrier.wait(passes[1].index(vslot), vphase)
     mbarrier.arrive(vempty.index(vslot), count=1)
     vslot, vphase = following(vslot, vphase, STAGES)
     return kslot, kphase, vslot, vphase
@@ -456,14 +532,15 @@ def _softmax(s, top, norm, sc):
 
 
 @gluon.jit
-def _shrunk(once, twice, shrink, LAYOUT: gl.constexpr):
-    factor = gl.convert_layout(shrink, gl.SliceLayout(1, LAYOUT))[:, None]
-    return once * factor, twice * factor
+def _shrunk(x, shrink, LAYOUT: gl.constexpr):
+    return x * gl.convert_layout(shrink, gl.SliceLayout(1, LAYOUT))[:, None]
 
 
 @gluon.jit
-def _coefficients(coeffs, h):
-    return gl.load(coeffs + h * 3), gl.load(coeffs + h * 3 + 1), gl.load(coeffs + h * 3 + 2)
+def _coefficients(coeffs, h, POWERS: gl.constexpr, DEGREE: gl.constexpr):
+    """c0, c1 and, with degree 2, c2."""
+    at = coeffs + h * POWERS
+    return gl.load(at), gl.load(at + 1), gl.load(at + DEGREE)
 
 
 @gluon.jit
@@ -478,19 +555,18 @@ def _store_rows(out, x, b, h, origin, row, end, out_b, out_h, out_i):
 
 @gluon.jit
 def _filter_half(
-    queries, keys, values, passes, made, items, out, u_out, lse_out, coeffs, mask,
-    total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
-    W: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
-    MASK: gl.constexpr,
+    queries, keys, values, passes, made, items, u_io, out_io, out, u_out, lse_out, coeffs,
+    mask, total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
+    W: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+    MASK: gl.constexpr, DEGREE: gl.constexpr, POWERS: gl.constexpr, KEEPS: gl.constexpr,
+    EXCLUSIVE: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W's queries of each item: the first or the second 64."""
     qs, qfull, qempty = queries
     ks, kfull, kempty = keys
     vs, vfull, vempty = values
-    us, ufull = passes
-    own, ready, free = made
     dt: gl.constexpr = qs.dtype
-    TILE: gl.constexpr = PARTS * HALF
+    PARTS: gl.constexpr = TILE // HALF
     # keys of the last tile that these queries see, up to the diagonal
     LAST: gl.constexpr = HALF * (1 + W * (PARTS - 1))
     # with narrow tiles the second warpgroup sees one more whole tile, the first one's own
@@ -508,15 +584,15 @@ def _filter_half(
     phase = 0
     islot = 0
     iphase = 0
-    slots = slots_of(blocks, MASK)
+    slots = slots_of(blocks, MASK, DEGREE)
     item = take(items, islot, iphase)
     while item < total * slots:
+        bh, b, h, block, origin = place_of(
+            item, items, islot, total, heads, blocks, span, MASK, DEGREE
+        )
         end = n
-        if MASK == SPANS:
-            bh, b, h, block, origin = told_place(items, islot, heads)
+        if is_planned(MASK, DEGREE):
             end = told(items, islot, END)
-        else:
-            bh, b, h, block, origin = place_of(item, total, heads, blocks, span)
         row = block * ROWS + W * HALF
         # tiles before the diagonal's
         full = 2 * block // PARTS + MORE
@@ -527,16 +603,19 @@ def _filter_half(
             masked_until = told(items, islot, MASKED_UNTIL + W)
             latest = told(items, islot, LATEST + W)
             full -= begin
-        else:
-            c0, c1, c2 = _coefficients(coeffs, h)
+        if not is_planned(MASK, DEGREE):
+            c0, c1, c2 = _coefficients(coeffs, h, POWERS, DEGREE)
         once = gl.full([HALF, D], 0.0, gl.float32, O)
-        twice = gl.full([HALF, D], 0.0, gl.float32, O)
+        if DEGREE == 2:
+            us, ufull = passes
+            own, ready, free = made
+            twice = gl.full([HALF, D], 0.0, gl.float32, O)
         mbarrier.wait(qfull.index(W), phase)
         q = _tile(qs, W, HALF, D)
         if MASK == SPANS and W == 1:
             for _ in range(told(items, islot, FIRST_TILE), begin):
                 kslot, kphase, vslot, vphase = _pass_over(
-                    keys, values, ufull, kslot, kphase, vslot, vphase, STAGES
+                    keys, values, passes, kslot, kphase, vslot, vphase, STAGES, DEGREE
                 )
         mbarrier.wait(kfull.index(kslot), kphase)
         if full > 0:
@@ -554,9 +633,10 @@ def _filter_half(
                 s = _scores(q, _tile(ks, kslot, TILE, D), TILE)
                 mbarrier.wait(vfull.index(vslot), vphase)
                 once = warpgroup_mma(a, _tile(vs, vslot, TILE, D), once, is_async=True)
-                mbarrier.wait(ufull.index(vslot), vphase)
-                twice = warpgroup_mma(a, _tile(us, vslot, TILE, D), twice, is_async=True)
-                s = warpgroup_mma_wait(2, deps=[s])
+                if DEGREE == 2:
+                    mbarrier.wait(ufull.index(vslot), vphase)
+                    twice = warpgroup_mma(a, _tile(us, vslot, TILE, D), twice, is_async=True)
+                s = warpgroup_mma_wait(DEGREE, deps=[s])
                 mbarrier.arrive(kempty.index(kslot), count=1)
                 kslot, kphase = following(kslot, kphase, STAGES)
                 if MASK == SPANS:
@@ -568,10 +648,15 @@ def _filter_half(
                 # for the next tile; here, because the assembler moves no instructions over it,
                 # and would move the softmax behind the wait for the products
                 mbarrier.wait(kfull.index(kslot), kphase)
-                once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
+                if DEGREE == 2:
+                    once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
+                else:
+                    once, a = warpgroup_mma_wait(0, deps=[once, a])
                 mbarrier.arrive(vempty.index(vslot), count=1)
                 vslot, vphase = following(vslot, vphase, STAGES)
-                once, twice = _shrunk(once, twice, shrink, O)
+                once = _shrunk(once, shrink, O)
+                if DEGREE == 2:
+                    twice = _shrunk(twice, shrink, O)
                 a = next_a
             s = _scores(q, _tile(ks, kslot, TILE, D), LAST)
             mbarrier.wait(vfull.index(vslot), vphase)
@@ -593,19 +678,26 @@ def _filter_half(
                 gl.convert_layout(norm, LAST_ROWS),
                 sc,
             )
-            if MORE == 0:
-                mbarrier.wait(ufull.index(vslot), vphase)
-                twice = warpgroup_mma(a, _tile(us, vslot, TILE, D), twice, is_async=True)
+            if DEGREE == 1:
+                once, a = warpgroup_mma_wait(0, deps=[once, a])
+                mbarrier.arrive(vempty.index(vslot), count=1)
+                vslot, vphase = following(vslot, vphase, STAGES)
+                once = _shrunk(once, shrink, O)
             else:
-                # from the chip
-                mbarrier.wait(ready.index(0), phase)
-                twice = warpgroup_mma(a, _tile(own, 0, HALF, D), twice, is_async=True)
-            once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
-            if MORE == 1:
-                mbarrier.arrive(free.index(0), count=1)
-            mbarrier.arrive(vempty.index(vslot), count=1)
-            once, twice = _shrunk(once, twice, shrink, O)
-            vslot, vphase = following(vslot, vphase, STAGES)
+                if MORE == 0:
+                    mbarrier.wait(ufull.index(vslot), vphase)
+                    twice = warpgroup_mma(a, _tile(us, vslot, TILE, D), twice, is_async=True)
+                else:
+                    # from the chip
+                    mbarrier.wait(ready.index(0), phase)
+                    twice = warpgroup_mma(a, _tile(own, 0, HALF, D), twice, is_async=True)
+                once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
+                if MORE == 1:
+                    mbarrier.arrive(free.index(0), count=1)
+                mbarrier.arrive(vempty.index(vslot), count=1)
+                once = _shrunk(once, shrink, O)
+                twice = _shrunk(twice, shrink, O)
+                vslot, vphase = following(vslot, vphase, STAGES)
             last = gl.convert_layout(p.to(dt), P)
         else:
             s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), LAST)])
@@ -622,56 +714,85 @@ def _filter_half(
         mbarrier.wait(vfull.index(vslot), vphase)
         v = _tile(vs, vslot, TILE, D)
         once = warpgroup_mma(last, v.slice(0, LAST), once, is_async=True)
-        if MASK == SPANS:
+        if is_planned(MASK, DEGREE):
             # here, where products run: they are waited for at once
-            c0, c1, c2 = _coefficients(coeffs, h)
+            c0, c1, c2 = _coefficients(coeffs, h, POWERS, DEGREE)
         inverse = gl.convert_layout(1.0 / last_norm, O_ROWS)
-        once, last = warpgroup_mma_wait(0, deps=[once, last])
-        # rounded as it is saved: the gradient tells c2·A·U from out, V and U
-        u = (once * inverse[:, None]).to(dt)
-        mbarrier.wait(free.index(W), phase ^ 1)
-        if MASK == SPANS:
-            if row + HALF > end:
-                _store_rows(u_out, u, b, h, origin, row, end, out_b, out_h, out_i)
-        _tile(own, W, HALF, D).store(u)
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(ready.index(W), count=1)
-        if MASK == SPANS and MORE == 1:
-            if full == 0:
-                # its U is not looked at, but what is free is counted
-                mbarrier.wait(ready.index(0), phase)
-                mbarrier.arrive(free.index(0), count=1)
-        if LAST == HALF:
-            twice = warpgroup_mma(last, _tile(own, W, HALF, D), twice, is_async=True)
+        if DEGREE == 1:
+            rows = row + gl.arange(0, HALF, layout=LAST_ROWS)
+            lse = last_top + gl.log2(last_norm)
+            length = (n + 15) // 16 * 16
+            lse = gl.where(rows < n, lse, float("inf"))
+            gl.store(lse_out + bh.to(gl.int64) * length + rows, lse, mask=rows < length)
+            once, last = warpgroup_mma_wait(0, deps=[once, last])
+            once = once * inverse[:, None]
+            # what was stored last has left its room
+            tma.store_wait(0)
+            gl.thread_barrier()
+            if KEEPS:
+                _tile(made, 2 + W, HALF, D).store(once.to(dt))
+            value = v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
+            y = c1 * once + c0 * value
+            if EXCLUSIVE:
+                value, square = directed(value)
+                share = gl.load(coeffs + h * POWERS + 2)
+                y -= (share * gl.sum(once * value, 1) / square)[:, None] * value
+            _tile(made, W, HALF, D).store(y.to(dt))
+            fence_async_shared()
+            gl.thread_barrier()
+            tma.async_copy_shared_to_global(out_io, [b, h, row, 0], made.index(W))
+            if KEEPS:
+                tma.async_copy_shared_to_global(u_io, [b, h, row, 0], made.index(2 + W))
         else:
-            # the first warpgroup's before its own
-            mbarrier.wait(ready.index(0), phase)
-            twice = warpgroup_mma(last, _tile(own, 0, LAST, D), twice, is_async=True)
-        once = c1 * u.to(gl.float32) + c0 * v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
-        rows = row + gl.arange(0, HALF, layout=LAST_ROWS)
-        lse = (last_top + gl.log2(last_norm)) / LOG2E
-        gl.store(lse_out + bh.to(gl.int64) * n + origin + rows, lse, mask=rows < end)
-        twice, last = warpgroup_mma_wait(0, deps=[twice, last])
-        if LAST > HALF:
-            mbarrier.arrive(free.index(0), count=1)
-        y = once + twice * (c2 * inverse)[:, None]
-        _store_rows(out, y.to(dt), b, h, origin, row, end, out_b, out_h, out_i)
-        if W == 0:
-            # nothing was loaded, but the warp that loads U must not fall behind the slot's phases
-            mbarrier.wait(ufull.index(vslot), vphase)
+            once, last = warpgroup_mma_wait(0, deps=[once, last])
+            # rounded as it is saved: the gradient tells c2·A·U from out, V and U
+            u = (once * inverse[:, None]).to(dt)
+            mbarrier.wait(free.index(W), phase ^ 1)
+            if MASK == SPANS:
+                if row + HALF > end:
+                    _store_rows(u_out, u, b, h, origin, row, end, out_b, out_h, out_i)
+            _tile(own, W, HALF, D).store(u)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(ready.index(W), count=1)
+            if MASK == SPANS and MORE == 1:
+                if full == 0:
+                    # its U is not looked at, but what is free is counted
+                    mbarrier.wait(ready.index(0), phase)
+                    mbarrier.arrive(free.index(0), count=1)
+            if LAST == HALF:
+                twice = warpgroup_mma(last, _tile(own, W, HALF, D), twice, is_async=True)
+            else:
+                # the first warpgroup's before its own
+                mbarrier.wait(ready.index(0), phase)
+                twice = warpgroup_mma(last, _tile(own, 0, LAST, D), twice, is_async=True)
+            once = c1 * u.to(gl.float32) + c0 * v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
+            rows = row + gl.arange(0, HALF, layout=LAST_ROWS)
+            lse = (last_top + gl.log2(last_norm)) / LOG2E
+            gl.store(lse_out + bh.to(gl.int64) * n + origin + rows, lse, mask=rows < end)
+            twice, last = warpgroup_mma_wait(0, deps=[twice, last])
+            if LAST > HALF:
+                mbarrier.arrive(free.index(0), count=1)
+            y = once + twice * (c2 * inverse)[:, None]
+            _store_rows(out, y.to(dt), b, h, origin, row, end, out_b, out_h, out_i)
+            if W == 0:
+                # nothing was loaded, but the warp that loads U must not fall behind the slot's
+                # phases
+                mbarrier.wait(ufull.index(vslot), vphase)
         # only now: loads of v that are on their way do not hold the copy engine back
         mbarrier.arrive(vempty.index(vslot), count=1)
         vslot, vphase = following(vslot, vphase, STAGES)
         if W == 0 and PARTS == 1:
             # the tile that the second warpgroup alone sees
             kslot, kphase, vslot, vphase = _pass_over(
-                keys, values, ufull, kslot, kphase, vslot, vphase, STAGES
+                keys, values, passes, kslot, kphase, vslot, vphase, STAGES, DEGREE
             )
         phase = phase ^ 1
         done_with(items, islot)
         islot, iphase = following(islot, iphase, DRAWN)
         item = take(items, islot, iphase)
+    if DEGREE == 1:
+        tma.store_wait(0)
 
 
 @gluon.jit(
@@ -679,24 +800,32 @@ def _filter_half(
     do_not_specialize_on_alignment=["coeffs", "mask"],
 )
 def filter_sweep(
-    q_in, k_in, v_in, u_io, out, u_out, lse_out, coeffs, flags, mask,
+    q_in, k_in, v_in, u_io, out_io, out, u_out, lse_out, coeffs, flags, mask,
     total, heads, group, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
-    D: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+    D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+    DEGREE: gl.constexpr, POWERS: gl.constexpr, KEEPS: gl.constexpr, EXCLUSIVE: gl.constexpr,
 ):  # fmt: skip
     """``total`` heads of ``blocks`` blocks; ``flags``, and the counter after them, are zero.
 
-    MASK: none, or ``mask`` are spans, see :func:`gfsa.kernels.launching.are_spans`.
-    PARTS: 64 keys a tile or, with a head dim of 64, twice as many. STAGES: tiles of keys, values
-    and U that are on the chip at a time.
+    MASK: none, or ``mask`` are spans, see :func:`gfsa.kernels.launching.are_spans`. TILE: 64 or 128
+    keys. STAGES: tiles of keys, values and U that are on the chip at a time. With degree 1 there is
+    a counter alone, logsumexps are as ``one_pass.py`` describes them, ``out_io`` is written and not
+    ``out``, and KEEPS stores ``A·V`` too.
     """
     dt: gl.constexpr = q_in.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    PARTS: gl.constexpr = TILE // HALF
     qs = gl.allocate_shared_memory(dt, [2, 1, 1, HALF, D], q_in.layout)
-    ks = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], k_in.layout)
-    vs = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], v_in.layout)
-    us = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], u_io.layout)
-    own = gl.allocate_shared_memory(dt, [2, 1, 1, HALF, D], u_io.layout)
+    # tokens that the copy engine moves at a time
+    PART: gl.constexpr = TILE if DEGREE == 1 else HALF
+    ks = gl.allocate_shared_memory(dt, [TILE // PART * STAGES, 1, 1, PART, D], k_in.layout)
+    vs = gl.allocate_shared_memory(dt, [TILE // PART * STAGES, 1, 1, PART, D], v_in.layout)
+    if DEGREE == 1:
+        made = gl.allocate_shared_memory(dt, [4 if KEEPS else 2, 1, 1, HALF, D], out_io.layout)
+    else:
+        us = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], u_io.layout)
+        own = gl.allocate_shared_memory(dt, [2, 1, 1, HALF, D], u_io.layout)
     NUMBERS: gl.constexpr = DRAWN * (TOLD if MASK == SPANS else 1)
     numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], NUMBER)
     qfull = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -705,60 +834,67 @@ def filter_sweep(
     kempty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     vfull = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     vempty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    ufull = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    passes = ()
+    if DEGREE == 2:
+        ufull = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+        free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+        passes = (us, ufull)
+        made = (own, ready, free)
     given = gl.allocate_shared_memory(gl.int64, [DRAWN, 1], BARRIER)
     done = gl.allocate_shared_memory(gl.int64, [DRAWN, 1], BARRIER)
     for w in gl.static_range(2):
         mbarrier.init(qfull.index(w), count=1)
         mbarrier.init(qempty.index(w), count=1)
-        mbarrier.init(ready.index(w), count=1)
-        # when it is stored and, of the first warpgroup's, the second one's product is done
-        mbarrier.init(free.index(w), count=2 - w)
+        if DEGREE == 2:
+            mbarrier.init(ready.index(w), count=1)
+            # when it is stored and, of the first warpgroup's, the second one's product is done
+            mbarrier.init(free.index(w), count=2 - w)
     for slot in gl.static_range(STAGES):
         mbarrier.init(kfull.index(slot), count=1)
         mbarrier.init(kempty.index(slot), count=2)
         mbarrier.init(vfull.index(slot), count=1)
         mbarrier.init(vempty.index(slot), count=2)
-        mbarrier.init(ufull.index(slot), count=1)
+        if DEGREE == 2:
+            mbarrier.init(ufull.index(slot), count=1)
     for slot in gl.static_range(DRAWN):
         mbarrier.init(given.index(slot), count=1)
-        mbarrier.init(done.index(slot), count=4)
+        mbarrier.init(done.index(slot), count=2 * DEGREE)
     fence_async_shared()
     gl.thread_barrier()
     queries = (qs, qfull, qempty)
     keys = (ks, kfull, kempty)
     values = (vs, vfull, vempty)
-    passes = (us, ufull)
-    made = (own, ready, free)
     items = (numbers, given, done)
-    counter = flags + total * blocks * 2
+    counter = flags
+    if DEGREE == 2:
+        counter += total * blocks * 2
     plan = counter + LOOKED_AT
     FIRST: gl.constexpr = gl.constexpr(0)
     SECOND: gl.constexpr = gl.constexpr(1)
+    # the last two copy U, which degree 1 does not
     gl.warp_specialize(
         [
             (_filter_half, (
-                queries, keys, values, passes, made, items, out, u_out, lse_out, coeffs, mask,
-                total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
-                FIRST, PARTS, STAGES, D, MASK,
+                queries, keys, values, passes, made, items, u_io, out_io, out, u_out, lse_out,
+                coeffs, mask, total, heads, n, scale, blocks, span, out_b, out_h, out_i,
+                mask_b, FIRST, TILE, STAGES, D, MASK, DEGREE, POWERS, KEEPS, EXCLUSIVE,
             )),
             (_filter_half, (
-                queries, keys, values, passes, made, items, out, u_out, lse_out, coeffs, mask,
-                total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
-                SECOND, PARTS, STAGES, D, MASK,
+                queries, keys, values, passes, made, items, u_io, out_io, out, u_out, lse_out,
+                coeffs, mask, total, heads, n, scale, blocks, span, out_b, out_h, out_i,
+                mask_b, SECOND, TILE, STAGES, D, MASK, DEGREE, POWERS, KEEPS, EXCLUSIVE,
             )),
             (load_tokens, (
-                q_in, k_in, v_in, queries, keys, values, items, counter, plan,
-                total, heads, group, blocks, span, PARTS, STAGES, D, MASK,
+                q_in, k_in, v_in, queries, keys, values, items, counter, plan, mask,
+                total, heads, group, n, blocks, span, mask_b, TILE, STAGES, D, MASK, DEGREE,
             )),
             (load_passes, (
-                u_io, passes, vempty, flags, items, total, heads, blocks, span,
-                PARTS, STAGES, D, MASK,
+                u_io, passes, values[2], flags, items, total, heads, blocks, span,
+                TILE, STAGES, D, MASK,
             )),
             (store_passes, (u_io, made, flags, items, total, heads, blocks, span, MASK)),
-        ],
-        [4, 1, 1, 1],
-        [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+        ][: 2 * DEGREE + 1],
+        [4, 1, 1, 1][: 2 * DEGREE],
+        [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS][: 2 * DEGREE],
     )  # fmt: skip

@@ -38,7 +38,7 @@ class Options(NamedTuple):
     is_causal: bool = False
     dropout_p: float = 0.0
     exclusive: bool = False
-    """Whether the last column of the coefficients is the share of the exclusive term."""
+    """Whether there is an exclusive term: the coefficients' last column is then its share."""
 
 
 class Saved(NamedTuple):
@@ -46,10 +46,10 @@ class Saved(NamedTuple):
 
     Args:
         q, k, v: the tokens.
-        u: ``A·V``.
-        out: the filter's output.
-        lse: each row's natural logsumexp, ``(B, H, N)``.
-        coeffs: ``(H, 3)``, float32, contiguous.
+        u: ``A·V``; empty if the gradient does without it.
+        out: the filter's output; with an exclusive term, whose gradient does not read it, ``A·V``.
+        lse: each row's logsumexp, as the gradient takes it.
+        coeffs: ``(H, 2 or 3)``, float32, contiguous.
         mask, seed: as in the forward pass.
     """
 
@@ -263,13 +263,12 @@ class Kernel:
 
     Args:
         function: the kernel; its arguments are tiles, pointers, numbers, then constants.
-        describe: makes what the kernel takes of a tensor, given the shape of a tile: by default
-            the copy engine's descriptor.
+        by: makes what the kernel takes of a tensor, given the shape of a tile.
     """
 
-    def __init__(self, function: Any, describe: Callable[[Tensor, Block], Any] | None = None):
+    def __init__(self, function: Any, by: Callable[[Tensor, Block], Any] | None = None):
         self.function = function
-        self.describe = describe or _describe
+        self.describe = by or describe
         self.compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -448,10 +447,6 @@ class Direct:
         arguments = self.arguments.copy()
         arguments[3] = stream
         self.c_launcher(*arguments, *addresses, *numbers, *self.constants)
-
-
-def _describe(x: Tensor, block: Block) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:

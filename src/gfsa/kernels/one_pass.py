@@ -8,21 +8,13 @@ The exclusive term, the share in a third column of the coefficients, is part of 
 formulas are in ``degree_one.py``. Its gradient needs ``A·V``, which is then written and saved in
 place of the output.
 
-**The forward** is the kernel of this file, or one causal sweep (``gluon_sweep_once.py``).
+**The forward** is the kernel of this file, or one causal sweep (``sweep.py``).
 Logsumexps are to base 2. Each head has a multiple of 16 of them, so that the copy engine can read
 them; queries beyond the last one have an infinite logsumexp. Scales are positive. A program's own
 rows are read by their addresses, ``…_in`` with strides, and a row of UNITS times 16 bytes: the copy
 engine's loads outside of a loop would wait for one another.
 
-**The gradient** is that of ``gluon_hopper_once.py``. For wide heads of long causal rows it is
-cuDNN's, whose five products, and what is done around them, take less time than seven of own
-kernels:
-
-.. math::
-    dU = c_1 g, \qquad (dq, dk, A^\top dU) = \mathrm{attend}'(dU;\, q, k, V, U), \qquad
-    dV = c_0 g + A^\top dU
-
-One kernel before it computes dU, c0·g and the coefficients' gradients from g, U and V.
+**The gradient** is in ``gluon_hopper.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gfsa.kernels import hopper
-from gfsa.kernels.degree_one import launch_gradient, own_part
+from gfsa.kernels.degree_one import own_part
 from gfsa.kernels.launching import (
     LOG2E,
     Kernel,
@@ -46,15 +38,12 @@ from gfsa.kernels.launching import (
     Problem,
     Saved,
     Tiles,
-    describe,
     empty_like,
     gluon_kernel,
     load_tile,
-    multiprocessors,
     padded,
     pointers,
     problem_of,
-    result_strides,
     store_tile,
     sum_groups,
 )
@@ -188,25 +177,25 @@ def tiles(length: int, is_causal: bool) -> Tiles:
     return WIDE if length >= WIDE_FROM and not is_causal else TILES
 
 
-def attend(
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     coeffs: Tensor,
-    mask: None,
+    mask: Tensor | None,
+    seed: Tensor | None,
     options: Options,
-    lse: Tensor,
-    u: Tensor | None = None,
-) -> Tensor:
-    """The filter, without a mask; ``lse`` is written, and ``u`` if it is given."""
-    problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
-    out = empty_like(q)
-    launch = _launch(problem, powers, _strides(q, v), u is not None)
-    launch((k, v, out, out if u is None else u), q, v, lse, coeffs)
-    return out
+    keeps: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As every route of ``op.py``, without a mask."""
+    out, (u, lse) = empty_like(q), kept(q, keeps and options.exclusive)
+    problem = problem_of(q, k, mask, options)
+    launch = _launch(problem, coeffs.shape[1], _strides(q, v), bool(u.numel()))
+    launch((k, v, out, u if u.numel() else out), q, v, lse, coeffs)
+    return out, u, lse
 
 
-_KERNEL = Kernel(attend_once, describe)
+_KERNEL = Kernel(attend_once)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -262,104 +251,33 @@ def _heads_together(problem: Problem) -> int:
     return min(problem.batch * problem.heads, max(1, CACHED_BYTES // head_bytes))
 
 
-# queries of a block, and of one of its two warpgroups, as in the kernel
-ROWS = 128
-HALF = 64
-
-
-# at every head dim: the fastest measured on an H200 (results/kernels.md)
-SWEEP_KEYS = 128
-# tiles of keys, and of values, that are on the chip at a time
-SWEEP_STAGES = 2
-
-
-def attend_by_sweep(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    options: Options,
-    lse: Tensor,
-    u: Tensor | None,
-) -> Tensor:
-    """The filter; ``lse`` is written, natural if it is ``(B, H, N)``, and ``u`` if it is given.
-
-    Args:
-        mask: spans at most, see :func:`~gfsa.kernels.launching.are_spans`.
-    """
-    problem = problem_of(q, k, mask, options)
-    spans, _ = pointers(mask, None, unused=q)
-    out = empty_like(q)
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    launch = _sweep_launch(problem, coeffs.shape[1], u is not None, lse.dim() == 3)
-    launch((q, k, v, out if u is None else u, out), lse, coeffs, counter, spans)
-    return out
-
-
-def _heads_at_a_time(problem: Problem) -> int:
-    head_bytes = 2 * problem.length * problem.head_dim * problem.dtype.itemsize
-    cached = max(1, CACHED_BYTES // head_bytes) * problem.group
-    return min(problem.batch * problem.heads, cached)
-
-
-@functools.lru_cache(maxsize=1024)
-def _sweep_launch(problem: Problem, powers: int, keeps: bool, natural: bool) -> Launch:
-    heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
-    dim = problem.head_dim
-    rows, keys = (1, 1, HALF, dim), (1, 1, SWEEP_KEYS, dim)
-    return Launch(
-        gluon_kernel("gluon_sweep_once", "attend_sweep"),
-        (min(heads * blocks, multiprocessors(problem.device)), 1, 1),
-        problem.variant,
-        [rows, keys, keys, rows, rows],
-        (
-            heads,
-            problem.heads,
-            problem.group,
-            problem.length,
-            problem.options.scale,
-            blocks,
-            _heads_at_a_time(problem),
-            problem.mask_strides[0],
-        ),
-        (
-            *(dim, SWEEP_KEYS, SWEEP_STAGES, powers, keeps, natural, problem.mask_kind),
-            problem.options.exclusive,
-        ),
-        num_warps=4,
-    )
-
-
 HOPPER_KERNELS = ("grad_queries_one", "grad_keys_one")
 # at every head dim: with twice as many rows both kernels take longer (results/kernels.md)
 HOPPER_TILES = hopper.Tiles(64, 64)
 
 
-def gradient_by_hopper(
-    g: Tensor, saved: Saved, options: Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As every gradient of ``op.py``; the exclusive term needs U, otherwise ``out`` is read."""
-    q, k, v, u, out, lse, coeffs, mask, _ = saved
+def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As every gradient of ``op.py``."""
+    q, k, v, _, out, lse, coeffs, mask, _ = saved
     lse = hopper.copyable_by_row(lse)
     problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
     spans, _ = pointers(mask, None, unused=q)
     delta, dq = torch.empty_like(lse), empty_like(q)
     queries = _hopper_launch("grad_queries_one", problem, powers)
-    du, mixed = (empty_like(g), u) if options.exclusive else (g, out)
-    queries((k, v, q, g, v, mixed, dq, du), delta, lse, coeffs, spans)
+    du = empty_like(g) if options.exclusive else g
+    queries((k, v, q, g, v, out, dq, du), delta, lse, coeffs, spans)
     # a row of k and v for each query head; heads that share keys are added up below
     dk, dv = (empty_like(x if problem.group == 1 else q) for x in (k, v))
     keys = _hopper_launch("grad_keys_one", problem, powers)
     sums = 2 + options.exclusive
     parts = coeffs.new_empty(problem.heads, sums, problem.batch * keys.grid[0])
-    keys((q, du, lse, delta, k, v, g, mixed, dk, dv), parts, coeffs, spans)
+    keys((q, du, lse, delta, k, v, g, out, dk, dv), parts, coeffs, spans)
     return dq, sum_groups(dk, k), sum_groups(dv, v), parts
 
 
 @functools.lru_cache(maxsize=1024)
 def _hopper_launch(name: str, problem: Problem, powers: int) -> Launch:
-    kernel = gluon_kernel("gluon_hopper_once", name)
+    kernel = gluon_kernel("gluon_hopper", name)
     scale, is_causal, _, exclusive = problem.options
     arguments: Any = inspect.signature(kernel.function.fn).parameters
     return Launch(
@@ -385,64 +303,9 @@ def _hopper_launch(name: str, problem: Problem, powers: int) -> Launch:
     )
 
 
-def gradient_by_cudnn(
-    g: Tensor, saved: Saved, options: Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As every gradient of ``op.py``, without a mask."""
-    q, k, v, u, _, lse, coeffs, _, _ = saved
-    # in the layout that attention's output has for such queries
-    dv, du = empty_like(v), torch.empty_like(q)
-    parts = launch_gradient(g, v, u, dv, du, coeffs, options.exclusive)
-    u = laid_out(u, du.stride())
-    dq, dk, first = attention_gradient(du, q, k, v, u, lse, options)
-    torch.add(first, dv, out=dv)
-    return _as(dq, q), _as(dk, k), dv, parts
-
-
-def _as(x: Tensor, like: Tensor) -> Tensor:
-    """``x``, or a copy that is laid out as results of the kernels are."""
-    return x if x.stride() == result_strides(like) else empty_like(like).copy_(x)
-
-
-def laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """``x``, or a copy with these strides.
-
-    Torch looks cuDNN's plan for a gradient up by the layouts of q, k and v. The layouts of the
-    output and its gradient have to follow from those, or torch silently runs the plan of another
-    layout.
-    """
-    dims = zip(x.shape, x.stride(), strides, strict=True)
-    if all(size == 1 or stride == wanted for size, stride, wanted in dims):
-        return x
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
-
-
-def attention_gradient(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
-) -> tuple[Tensor, Tensor, Tensor]:
-    """cuDNN's; ``g`` and ``out`` as :func:`laid_out` lays them out for q, k and v."""
-    length = q.shape[2]
-    # the random state, of which dropout alone has need
-    unused = torch.empty((), dtype=torch.int64, device=q.device)
-    # contiguous strides, also if it is a slice of a larger tensor
-    lse = lse.reshape(-1).view(*q.shape[:3], 1)
-    gradients: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        g, q, k, v, out, lse, unused, unused, None, None, None, length, length, 0.0,
-        options.is_causal, scale=options.scale,
-    )  # fmt: skip
-    return gradients
-
-
-def kept(q: Tensor, exclusive: bool, gradient: str) -> tuple[Tensor, Tensor]:
-    """Room for U, empty if the gradient does without it, and for logsumexps.
-
-    Logsumexps are natural for cuDNN, ``(B, H, N)``, and to base 2, ``(B, H, 1, N or more)``, for
-    other kernels.
-    """
+def kept(q: Tensor, keeps: bool) -> tuple[Tensor, Tensor]:
+    """Room for U, empty unless it is kept, and for logsumexps, ``(B, H, 1, N or more)``."""
     batch, heads, length, _ = q.shape
-    keeps = gradient == "cudnn" or (exclusive and gradient != "none")
-    shape: tuple[int, ...] = (batch, heads, 1, (length + 15) // 16 * 16)
-    if gradient == "cudnn":
-        shape = batch, heads, length
     u = empty_like(q) if keeps else q.new_empty(0)
+    shape = batch, heads, 1, (length + 15) // 16 * 16
     return u, q.new_empty(shape, dtype=torch.float32)

@@ -2,11 +2,11 @@
 
 Degrees 1 and 2 and the exclusive term are arguments of it. Each route (``routes.py``) has
 
-- a forward, ``(q, k, v, coeffs, mask, seed, options) → (out, U, LSE)``: the filter, ``A·V``, and
-  each row's natural logsumexp ``(B, H, N)``. Degree 1 in one pass (``one_pass.py``) saves U only if
-  its gradient needs it, and logsumexps as that takes them.
-- a gradient, ``(g, saved, options) → (dq, dk, dv, dc)``, with the coefficients' gradient as partial
-  sums ``(H, columns, any number)``.
+- a forward, ``(q, k, v, coeffs, mask, seed, options, keeps) → (out, U, LSE)``: the filter, ``A·V``,
+  and each row's natural logsumexp ``(B, H, N)``. Degree 1 in one pass (``one_pass.py``) ``keeps`` U
+  for the exclusive term alone, and logsumexps as its gradient takes them.
+- a gradient, ``(g, saved, options) → (dq, dk, dv, dc)``, with the gradients of the coefficients,
+  and then of the share, as partial sums ``(H, columns, any number)``.
 
 Filters around torch's attention have an operator of their own (``degree_one.py``): torch
 differentiates its attention itself.
@@ -34,7 +34,6 @@ from gfsa.kernels.routes import (
     OPERATION,
     Decision,
     Kernels,
-    gradient_once,
     kernels_of,
     operation_of,
     situation_of_kernels,
@@ -51,15 +50,14 @@ FORWARD: dict[str, Any] = {
     "short": short.forward,
     "sweep": sweep.forward,
     "two_pass": two_pass.forward,
-    "one_sweep": one_pass.attend_by_sweep,
-    "one_pass": one_pass.attend,
+    "one_sweep": sweep.forward_once,
+    "one_pass": one_pass.forward,
 }
 GRADIENT: dict[str, Any] = {
     "short": short.backward,
     "hopper": hopper.backward,
     "two_pass": two_pass.backward,
-    "hopper once": one_pass.gradient_by_hopper,
-    "cudnn": one_pass.gradient_by_cudnn,
+    "hopper once": one_pass.backward,
 }
 ONCE = ("one_sweep", "one_pass")
 
@@ -74,38 +72,34 @@ def filter_attention(
     options: Options,
     kernels: Kernels | None = None,
     once: bool = False,
+    share: Tensor | None = None,
 ) -> Tensor:
     """``c0·V + c1·A·V + c2·A²·V`` by the fused kernels.
 
     Args:
         q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``.
-        coeffs: ``(H, 3)``, float32; or a filter's coefficients, in eager mode only and if
+        coeffs: ``(H, 2 or 3)``, float32; or a filter's coefficients, in eager mode only and if
             :func:`~gfsa.kernels.coefficients.takes` accepts them.
         mask: bool, broadcastable to ``(B, H, N, N)``, True takes part; or spans with causality,
             see :func:`~gfsa.kernels.launching.are_spans`.
         seed: int64, one number, needed with dropout.
         kernels: the routes of this call, if they are decided already.
-        once: degree 1 in one pass: ``coeffs`` are ``(H, 2)``, with an exclusive term ``(H, 3)``,
-            and a mask can only be spans.
+        once: degree 1 in one pass, where a mask can only be spans.
+        share: of the exclusive term, ``(H,)``, float32; degree 1 alone.
     """
-    learned: Coefficients | None = None
-    if isinstance(coeffs, Coefficients):
-        learned, numbers = coeffs, coeffs.theta
-    else:
-        numbers = coeffs
+    learned = coeffs if isinstance(coeffs, Coefficients) else None
+    numbers: Any = coeffs if learned is None else learned.theta
     # the registered operator costs several times the kernels' own launches on short sequences;
     # only the compiler and modes that record what runs need it
     if learned is None and needs_registered_operator(q):
-        gradient = ""
-        if once:
-            gradient = gradient_once(situation_of_kernels(q, mask, *options, degree=1))
-        return forward(q, k, v, numbers, mask, seed, *options, once, gradient)[0]
+        keeps = torch.is_grad_enabled()
+        return forward(q, k, v, numbers, share, mask, seed, *options[:3], once, keeps)[0]
     if kernels is None:
         kernels = kernels_for(q, mask, options, once)
+    settings = learned, options, kernels
     if torch.is_grad_enabled():
-        return _Filter.apply(q, k, v, numbers, mask, seed, (learned, options, kernels))
-    values = numbers if learned is None else coefficients.evaluate(learned)
-    return _run(q, k, v, values, mask, seed, options, kernels._replace(gradient="none"))[0]
+        return _Filter.apply(q, k, v, numbers, share, mask, seed, settings)
+    return _run(q, k, v, numbers, share, mask, seed, settings, False)[0]
 
 
 def kernels_for(
@@ -121,18 +115,22 @@ def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    coeffs: Tensor,
+    numbers: Tensor,
+    share: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
-    options: Options,
-    kernels: Kernels,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(out, U, LSE)``."""
-    route = kernels.forward
+    settings: tuple[Coefficients | None, Options, Kernels],
+    keeps: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Any]:
+    """``(out, U, LSE)``, the coefficients, and the prepared launches if there are some."""
+    learned, options, (route, *_) = settings
+    coeffs = coefficients.columns(numbers, learned, share, 2 if route in ONCE else 3)
     prepared = prepared_for(q, k, v, mask, options) if route == "short" else None
     if prepared is not None:
-        return prepared.forward(q, k, v, coeffs.contiguous(), mask, seed)
-    return run_forward(route, q, k, v, coeffs, mask, seed, options, kernels.gradient)
+        made = prepared.forward(q, k, v, coeffs, mask, seed)
+    else:
+        made = run_forward(route, q, k, v, coeffs, mask, seed, options, keeps)
+    return *made, coeffs, prepared
 
 
 def run_forward(
@@ -144,18 +142,14 @@ def run_forward(
     mask: Tensor | None,
     seed: Tensor | None,
     options: Options,
-    gradient: str = "none",
+    keeps: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A route's forward on tensors of any layout, on their device."""
-    q, k, v, coeffs = *map(copyable_by_tile, (q, k, v)), coeffs.contiguous()
+    tokens = map(copyable_by_tile, (q, k, v))
     with on_device_of(q):
-        found: tuple[Tensor, Tensor, Tensor]
-        if route in ONCE:
-            u, lse = one_pass.kept(q, options.exclusive, gradient)
-            out = FORWARD[route](q, k, v, coeffs, mask, options, lse, u if u.numel() else None)
-            found = out, u, lse
-        else:
-            found = FORWARD[route](q, k, v, coeffs, mask, seed, options)
+        found: tuple[Tensor, Tensor, Tensor] = FORWARD[route](
+            *tokens, coeffs, mask, seed, options, keeps
+        )
     return found
 
 
@@ -165,13 +159,11 @@ def run_backward(
     """A gradient on tensors of any layout, on their device."""
     # hooks on saved tensors may return them in another layout; U may not have been saved
     q, k, v, u, out = [copyable_by_tile(x) if x.numel() else x for x in saved[:5]]
-    lse, coeffs, mask, seed = saved[5:]
-    saved = Saved(q, k, v, u, out, lse, coeffs.contiguous(), mask, seed)
-    if lse.dim() == 4:
+    if saved.lse.dim() == 4:
         gradient = "hopper once"
-    with on_device_of(q):
+    with on_device_of(g):
         found: tuple[Tensor, Tensor, Tensor, Tensor] = GRADIENT[gradient](
-            copyable_by_tile(g), saved, options
+            copyable_by_tile(g), saved._replace(q=q, k=k, v=v, u=u, out=out), options
         )
     return found
 
@@ -189,26 +181,22 @@ class _Filter(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         numbers: Tensor,
+        share: Tensor | None,
         mask: Tensor | None,
         seed: Tensor | None,
         settings: tuple[Coefficients | None, Options, Kernels],
     ) -> Tensor:
         # settings are one argument: autograd inspects each of them
-        learned, options, kernels = settings
-        coeffs = numbers if learned is None else coefficients.evaluate(learned)
+        learned, ctx.options, kernels = settings
+        ctx.gradient = kernels.gradient
         ctx.basis = None if learned is None else learned.basis
-        ctx.options, ctx.gradient = options, kernels.gradient
-        short_route = kernels.forward == "short"
-        ctx.prepared = prepared = prepared_for(q, k, v, mask, options) if short_route else None
-        if prepared is not None:
-            coeffs = coeffs.contiguous()
-            out, u, lse = prepared.forward(q, k, v, coeffs, mask, seed)
-        else:
-            out, u, lse = run_forward(
-                kernels.forward, q, k, v, coeffs, mask, seed, options, kernels.gradient
-            )
+        ctx.powers = numbers.shape[1] if learned is None else learned.base.shape[1]
+        out, u, lse, coeffs, ctx.prepared = _run(
+            q, k, v, numbers, share, mask, seed, settings, True
+        )
         # the gradient of the exclusive term reads A·V in place of the output
-        ctx.save_for_backward(q, k, v, u, u if options.exclusive else out, lse, coeffs, mask, seed)
+        read = out if share is None else u
+        ctx.save_for_backward(q, k, v, u, read, lse, coeffs, mask, seed)
         return out
 
     @staticmethod
@@ -226,8 +214,9 @@ class _Filter(torch.autograd.Function):
         if gradients is None:
             gradients = run_backward(ctx.gradient, g, saved, ctx.options)
         dq, dk, dv, parts = gradients
-        dc = coefficients.gradient(parts, ctx.basis) if ctx.needs_input_grad[3] else None
-        return dq, dk, dv, dc, None, None, None
+        needed = ctx.needs_input_grad
+        dc, dshare = coefficients.gradients(parts, ctx.basis, ctx.powers, needed[3], needed[4])
+        return dq, dk, dv, dc, dshare, None, None, None
 
     _backward_once = staticmethod(once_differentiable(_backward))
 
@@ -238,23 +227,23 @@ def forward(
     k: Tensor,
     v: Tensor,
     coeffs: Tensor,
+    share: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
     scale: float,
     is_causal: bool,
     dropout_p: float,
-    exclusive: bool,
     once: bool,
-    gradient: str,
+    keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The registered operator: ``(out, U, LSE)``.
 
     Args:
-        gradient: of degree 1 in one pass, since what is saved depends on it.
+        keeps: whether there will be a gradient.
     """
-    options = Options(scale, is_causal, dropout_p, exclusive)
+    options = Options(scale, is_causal, dropout_p, share is not None)
     kernels = kernels_for(q, mask, options, once)
-    return _run(q, k, v, coeffs, mask, seed, options, kernels._replace(gradient=gradient))
+    return _run(q, k, v, coeffs, share, mask, seed, (None, options, kernels), keeps)[:3]
 
 
 @torch.library.custom_op("gfsa::filter_attention_backward", mutates_args=())
@@ -269,50 +258,54 @@ def backward(
     coeffs: Tensor,
     mask: Tensor | None,
     seed: Tensor | None,
+    share: Tensor | None,
     scale: float,
     is_causal: bool,
     dropout_p: float,
-    exclusive: bool,
     once: bool,
-    gradient: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the coefficients."""
-    options = Options(scale, is_causal, dropout_p, exclusive)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, the coefficients and the share."""
+    options = Options(scale, is_causal, dropout_p, share is not None)
     # autograd is off while it runs a gradient
-    gradient = gradient or kernels_for(q, mask, options, grad=True).gradient
-    saved = Saved(q, k, v, u, out, lse, coeffs, mask, seed)
+    gradient = kernels_for(q, mask, options, once, grad=True).gradient
+    columns = coefficients.columns(coeffs, None, share, 2 if once else 3)
+    saved = Saved(q, k, v, u, out, lse, columns, mask, seed)
     dq, dk, dv, parts = run_backward(gradient, g, saved, options)
-    return dq, dk, dv, coefficients.total(parts)
+    dc, dshare = coefficients.gradients(parts, None, coeffs.shape[1], True, share is not None)
+    assert dc is not None
+    return dq, dk, dv, dc, dc.new_empty(0) if dshare is None else dshare
 
 
 @forward.register_fake
 def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    exclusive, once, gradient = rest[-3:]
+    share, once, keeps = rest[3], *rest[-2:]
     if once:
-        return empty_like(q), *one_pass.kept(q, exclusive, gradient)
+        return empty_like(q), *one_pass.kept(q, share is not None and keeps)
     return empty_like(q), empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @backward.register_fake
 def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    coeffs = rest[3]
-    return empty_like(q), empty_like(k), empty_like(v), coeffs.new_empty(coeffs.shape)
+    coeffs, share = rest[3], rest[6]
+    tokens = empty_like(q), empty_like(k), empty_like(v)
+    dshare = coeffs.new_empty(0 if share is None else share.shape)
+    return *tokens, coeffs.new_empty(coeffs.shape), dshare
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, coeffs, mask, seed, *ctx.options = inputs
+    q, k, v, coeffs, share, mask, seed, *ctx.options, _ = inputs
     out, u, lse = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(u, lse)
-    exclusive = ctx.options[3]
-    ctx.save_for_backward(q, k, v, u, u if exclusive else out, lse, coeffs, mask, seed)
+    read = out if share is None else u
+    ctx.save_for_backward(q, k, v, u, read, lse, coeffs, mask, seed, share)
 
 
 def _differentiate(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if g is None:
         return (None,) * 12
-    gradients = backward(g, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, *(None,) * 8)
+    *gradients, dshare = backward(g, *ctx.saved_tensors, *ctx.options)
+    return (*gradients, dshare if dshare.numel() else None, *(None,) * 7)
 
 
 forward.register_autograd(_differentiate, setup_context=_save)
@@ -363,31 +356,24 @@ class FusedOperator(Operator):
     ) -> Tensor:
         q, k = self.call.q, self.call.k
         if isinstance(coeffs, Coefficients):
-            taken = exclusive is None and coefficients.takes(coeffs)
-            if needs_registered_operator(q) or not taken:
+            if needs_registered_operator(q) or not coefficients.takes(coeffs):
                 return self.polynomial(coeffs.value(), v, exclusive)
             powers = coeffs.base.shape[1]
         else:
-            if coeffs.dim() == 1:
-                coeffs = coeffs.expand(q.shape[1], -1)
-            if coeffs.dtype != torch.float32:
-                coeffs = coeffs.float()
+            coeffs = coeffs.float().expand(q.shape[1], -1)
             powers = coeffs.shape[1]
-            if exclusive is not None:
-                share = exclusive.float().expand(q.shape[1])
-                coeffs = torch.cat((coeffs, share[:, None]), 1)
+        if exclusive is not None:
+            exclusive = exclusive.float().expand(q.shape[1]).contiguous()
         options = self.options._replace(exclusive=exclusive is not None)
         operation, kernels = self._decided(powers - 1, options)
         if operation == "around":
-            return combine_degree_one(v, self.apply(v), coeffs, options.exclusive)
-        once = operation == "once"
-        if powers == 2 and not once and not isinstance(coeffs, Coefficients):
-            coeffs = torch.nn.functional.pad(coeffs, (0, 1))
+            return combine_degree_one(v, self.apply(v), coeffs, exclusive)
         seed = None
         if self.options.dropout_p:
             # drawn on the device, so that each replay of a captured graph draws a new one
             seed = torch.randint(2**32, (1,), device=q.device)
-        return filter_attention(q, k, v, coeffs, self.mask, seed, options, kernels, once)
+        once = operation == "once"
+        return filter_attention(q, k, v, coeffs, self.mask, seed, options, kernels, once, exclusive)
 
     def _decided(self, degree: int, options: Options) -> tuple[str, Kernels | None]:
         """The operation, and its kernels unless the operation chooses them when it runs."""

@@ -67,30 +67,16 @@ MOST_HEADS = 65535
 # largest head dims of the kernels, and of those around torch's attention
 HEAD_DIM = 128
 AROUND_HEAD_DIM = 256
-
-# the short kernels, which hold a whole sequence on chip: most tokens, largest head dim, and largest
-# strides of a mask, whose entries they count in 32 bits
+# most tokens and largest head dim of the short kernels, which hold a whole sequence on chip, and
+# largest strides of a mask, whose entries they count in 32 bits
 SHORT_LENGTH = 256
 SHORT_HEAD_DIM = 64
 SHORT_MASK_STRIDE = 2**20
-
-# degree 1 in one pass: lengths and least head dim at which it is faster than torch's attention with
-# a kernel around it, and at least as fast as the short kernels; head dims of its gradient
-ONCE_LENGTHS = (197, 8192)
-ONCE_HEAD_DIM = 64
-ONCE_HEAD_DIMS = (64, 128)
-# least tokens with the exclusive term, which the short kernels do not have; not measured
-EXCLUSIVE_FROM = 64
-# in one causal sweep, without spans: least tokens
-ONE_SWEEP_FROM = 512
-# wider heads of more tokens leave the gradient to cuDNN, whose five products then outweigh what is
-# done around them; own kernels take seven
-CUDNN_FROM = 4097
-
-# degree 2 in one causal sweep: head dims, least and most tokens of a sequence
-SWEEP_HEAD_DIMS = (64, 128)
-SWEEP_LENGTHS = (1024, 32768)
-# least tokens, counted once for each head: with fewer, programs wait for each other's blocks
+# degree 1 in one pass, without the exclusive term: least tokens at which it is at least as fast as
+# the short kernels, which do not have that term
+ONCE_FROM = 197
+# degree 2 in one sweep: least tokens, counted once for each head; with fewer, programs wait for
+# each other's blocks
 SWEEP_TOKENS = 96 * 1024
 
 # the kernel for one decoded token: largest head dim, and most rows of a cache, free ones included,
@@ -146,8 +132,6 @@ class Situation(NamedTuple):
     dropout_p: float = 0.0
     positive_scale: bool = True
     grad: bool = True
-    cudnn: bool = False
-    """Whether cuDNN's attention gradient may run: it is on, and need not give the same bits."""
     compiling: bool = False
     only_torch: str | None = None
     """Why torch's attention alone can compute A."""
@@ -195,22 +179,8 @@ def capability(device: torch.device) -> tuple[int, int]:
     return _capability(device)
 
 
-def cudnn_attention_is_on() -> bool:
-    """Whether torch has cuDNN and may take its attention, whose gradient adds up in any order.
-
-    A constant to the compiler.
-    """
-    # the switch for attention alone is on in builds without cuDNN, too
-    if not (torch.backends.cudnn.is_available() and torch.backends.cudnn.enabled):
-        return False
-    return (
-        torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
-    )
-
-
 # all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
-cudnn_attention_is_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def hardware_of(q: Tensor) -> Hardware:
@@ -260,29 +230,25 @@ def situation_of(call: AttentionCall, v: Tensor, degree: int, exclusive: bool = 
     elif call.attn_mask is not None:
         mask = kind_of(call.attn_mask, tokens, copies=True)
     return Situation(
-        degree=degree,
-        hardware=hardware_of(q),
-        device=q.device,
-        dtype=q.dtype,
-        dims=q.dim(),
-        batch=batch,
-        heads=heads,
-        tokens=tokens,
-        head_dim=head_dim,
-        value_dim=value_dim,
+        degree,
+        *_of_tokens(q),
+        *(batch, heads, tokens, head_dim, value_dim),
         mask=mask,
         mask_words=mask_words,
         causal=causal,
         dropout_p=dropout_p,
         positive_scale=call.scale is None or call.scale > 0.0,
         grad=torch.is_grad_enabled(),
-        cudnn=degree == 1 and head_dim > SHORT_HEAD_DIM and cudnn_attention_is_on(),
         compiling=torch.compiler.is_compiling(),
         only_torch=call.reason_for_torch_alone(),
         exclusive=exclusive,
         drops_filter=bool(dropout_p) and call.dropout_after == "filter",
         fixed_generator=bool(dropout_p) and degree > 1 and _generator_cannot_be_reset(q.device),
     )
+
+
+def _of_tokens(q: Tensor) -> tuple[Hardware, torch.device, torch.dtype, int]:
+    return hardware_of(q), q.device, q.dtype, q.dim()
 
 
 def situation_of_kernels(
@@ -301,22 +267,14 @@ def situation_of_kernels(
     """
     batch, heads, tokens, head_dim = q.shape
     return Situation(
-        degree=degree,
-        hardware=hardware_of(q),
-        device=q.device,
-        dtype=q.dtype,
-        dims=4,
-        batch=batch,
-        heads=heads,
-        tokens=tokens,
-        head_dim=head_dim,
-        value_dim=head_dim,
+        degree,
+        *_of_tokens(q),
+        *(batch, heads, tokens, head_dim, head_dim),
         mask=NO_MASK if mask is None else kind_of(mask, tokens, copies=False),
         causal=causal,
         dropout_p=dropout_p,
         positive_scale=scale > 0.0,
         grad=torch.is_grad_enabled(),
-        cudnn=degree == 1 and head_dim > SHORT_HEAD_DIM and cudnn_attention_is_on(),
         exclusive=exclusive,
     )
 
@@ -443,89 +401,30 @@ def _refusal_by_gluon(s: Situation) -> str | None:
     return None
 
 
-def _refusal_by_once(s: Situation) -> str | None:
-    """Of degree 1 in one pass, by either of its forward kernels."""
-    if s.dropout_p:
-        return "it has no dropout"
-    if not s.positive_scale:
-        return "it takes positive scales only"
-    if s.head_dim not in ONCE_HEAD_DIMS:
-        return f"it takes head dims of {ONCE_HEAD_DIMS}"
-    if s.mask not in (NO_MASK, SPANS):
-        return "it takes no mask but causality, windows and documents"
-    # with these it serves any length: the kernels of degree 2 would compute a power for nothing
-    if s.mask != SPANS:
-        least, most = ONCE_LENGTHS
-        if s.exclusive:
-            least = EXCLUSIVE_FROM
-        if s.tokens < least or s.tokens > most:
-            return f"it is the fastest from {least} to {most} tokens"
-        if s.head_dim > ONCE_HEAD_DIM and (not s.causal or s.tokens < ONE_SWEEP_FROM):
-            return f"it takes head dims beyond {ONCE_HEAD_DIM} in one causal sweep only"
-    return _refusal_by_gluon(s)
+def _shared_with_short(s: Situation) -> str | None:
+    if s.tokens < ONCE_FROM and not s.exclusive:
+        return f"the short kernels are as fast below {ONCE_FROM} tokens"
+    return None
 
 
-def _refusal_by_one_sweep(s: Situation) -> str | None:
-    if not s.causal:
-        return "it takes causal calls only"
-    if s.tokens < ONE_SWEEP_FROM and s.mask != SPANS:
-        return f"it takes {ONE_SWEEP_FROM} tokens or more"
-    return _refusal_by_once(s)
-
-
-def _refusal_by_short(s: Situation) -> str | None:
-    if s.tokens > SHORT_LENGTH or s.head_dim > SHORT_HEAD_DIM:
-        return f"it takes {SHORT_LENGTH} tokens and a head dim of {SHORT_HEAD_DIM} at most"
-    if s.exclusive:
-        return "it has no exclusive term"
-    if not s.positive_scale:
-        return "it takes positive scales only"
-    if s.mask == SPANS:
-        return "it takes neither windows nor documents"
-    if s.mask == FAR_KEYS:
-        return f"it takes masks of keys with strides of {SHORT_MASK_STRIDE} at most"
-    if s.mask == OTHER_PAIRS:
-        return "it takes masks that are the same for every head, with contiguous rows"
-    return _refusal_by_gluon(s)
-
-
-def _refusal_by_sweep(s: Situation) -> str | None:
-    if not s.causal or s.mask not in (NO_MASK, SPANS):
-        return "it takes a causal mask, with windows and documents or alone"
-    if s.dropout_p:
-        return "it has no dropout"
-    if not s.positive_scale:
-        return "it takes positive scales only"
-    if s.head_dim not in SWEEP_HEAD_DIMS:
-        return f"it takes head dims of {SWEEP_HEAD_DIMS}"
-    least, most = SWEEP_LENGTHS
-    if not least <= s.tokens <= most:
-        return f"it takes {least} to {most} tokens"
+def _too_little_or_too_much(s: Situation) -> str | None:
     if s.batch * s.heads * s.tokens < SWEEP_TOKENS:
         return f"it takes {SWEEP_TOKENS} tokens or more, counted once for each head"
     if s.heads * s.head_dim * s.tokens >= 2**31:
         return "it counts a sequence's output in 32 bits"
-    return _refusal_by_gluon(s)
+    return None
 
 
-def _refusal_by_two_pass(s: Situation) -> str | None:
-    """Degree 2 always; degree 1, with c2 = 0, where torch's attention would write a mask of N×N.
+def _written_out_by_torch(s: Situation) -> str | None:
+    """Of degree 1, with c2 = 0, where torch's attention would write a mask of N×N.
 
     Torch takes no spans, and of padding and causality one at a time.
     """
-    if s.exclusive:
-        return "it has no exclusive term"
-    if s.head_dim > HEAD_DIM:
-        return f"it takes head dims up to {HEAD_DIM}"
     if s.degree == 2 or s.mask == SPANS:
         return None
     if s.mask not in (KEYS, FAR_KEYS) or not s.causal or s.dropout_p:
         return "of degree 1 it takes padded causal rows, windows and documents"
     return None if _fits_two_passes(s) else "its gradient needs more shared memory"
-
-
-def _never(s: Situation) -> str | None:
-    return None
 
 
 def refusal_by_sdpa(s: Situation) -> str | None:
@@ -548,12 +447,6 @@ def reason_for_dense_alone(s: Situation) -> str | None:
 # --- the kernels of the gradient ---------------------------------------------------------------
 
 
-def _once_gradient(s: Situation) -> str:
-    """cuDNN's takes no spans, and needs A·V, which one sweep keeps for it."""
-    wide = s.head_dim > ONCE_HEAD_DIM and s.tokens >= CUDNN_FROM
-    return "cudnn" if wide and s.mask == NO_MASK and s.cudnn else "hopper"
-
-
 def _filter_gradient(s: Situation) -> str:
     return "two_pass" if refusal_by_hopper_gradient(s) is not None else "hopper"
 
@@ -573,59 +466,126 @@ def refusal_by_hopper_gradient(s: Situation) -> str | None:
 # --- the table ---------------------------------------------------------------------------------
 
 
+MASKS = (NO_MASK, KEYS, FAR_KEYS, PAIRS, OTHER_PAIRS, SPANS)
+
+
 class Route(NamedTuple):
-    """One way to compute a filter."""
+    """One way to compute a filter, and which of the calls it takes that the fused kernels take."""
 
     name: str
     operation: str
     """What a graph holds: a torch operator, which chooses among its routes when it runs."""
     backend: str
     degrees: tuple[int, ...]
-    refusal: Callable[[Situation], str | None]
-    """Why the route does not take a call that the fused kernels take."""
     gradient: Callable[[Situation], str]
+    lengths: dict[int, tuple[int, int]] | None
+    """By head dim least and most tokens; None for any."""
+    masks: tuple[str, ...]
     takes: str
     """For readers."""
     gradients: str
+    narrower: bool = False
+    """Whether it takes smaller head dims than those of ``lengths``, too."""
+    packed: bool = False
+    """Whether it takes windows and documents of any length."""
+    causal: bool = False
+    """Whether it takes causal calls alone."""
+    dropout: bool = False
+    exclusive: bool = False
+    in_gluon: bool = True
+    """Whether it is written for one GPU and one version of Triton, and takes positive scales."""
+    further: Callable[[Situation], str | None] = lambda s: None
+    """Whatever else it refuses."""
+
+
+def _refusal(route: Route, s: Situation) -> str | None:
+    """Why a route does not take a call that the fused kernels take, or None if it does."""
+    if s.causal < route.causal:
+        return "it takes causal calls only"
+    if s.mask not in route.masks:
+        return f"it takes masks of the kinds {', '.join(route.masks)}, this one is of {s.mask}"
+    if s.dropout_p and not route.dropout:
+        return "it has no dropout"
+    if s.exclusive and not route.exclusive:
+        return "it has no exclusive term"
+    if route.in_gluon and not s.positive_scale:
+        return "it takes positive scales only"
+    if route.lengths is not None:
+        dims = tuple(route.lengths)
+        dim = max(s.head_dim, dims[0]) if route.narrower else s.head_dim
+        if dim not in dims:
+            return f"it takes head dims {'up to' if route.narrower else 'of'} {dims}"
+        least, most = route.lengths[dim]
+        if not (route.packed and s.mask == SPANS) and not least <= s.tokens <= most:
+            return f"it takes {least} to {most} tokens at this head dim"
+    return route.further(s) or (_refusal_by_gluon(s) if route.in_gluon else None)
 
 
 # from the fastest to the most general
 ROUTES = (
     Route(
-        *("one_sweep", "once", "fused", (1,), _refusal_by_one_sweep, _once_gradient),
-        f"causal, head dims 64 and 128, {ONE_SWEEP_FROM} to {ONCE_LENGTHS[1]} tokens; windows and "
-        "documents of any length; the exclusive term",
-        f"hopper; cudnn at head dim 128 from {CUDNN_FROM} tokens on, without windows and documents",
+        *("one_sweep", "once", "fused", (1,), lambda s: "hopper"),
+        lengths={64: (512, 8192), 128: (512, 4096)},
+        masks=(NO_MASK, SPANS),
+        causal=True,
+        packed=True,
+        exclusive=True,
+        takes="causal, 512 to 8192 tokens at head dim 64, to 4096 at 128; windows and documents of "
+        "any length; the exclusive term",
+        gradients="hopper",
     ),
     Route(
-        *("one_pass", "once", "fused", (1,), _refusal_by_once, _once_gradient),
-        f"head dim 64, {ONCE_LENGTHS[0]} to {ONCE_LENGTHS[1]} tokens, with the exclusive term from "
-        f"{EXCLUSIVE_FROM} on, no mask but causality",
-        "hopper",
+        *("one_pass", "once", "fused", (1,), lambda s: "hopper"),
+        lengths={64: (64, 8192)},
+        masks=(NO_MASK,),
+        exclusive=True,
+        further=_shared_with_short,
+        takes=f"head dim 64, {ONCE_FROM} to 8192 tokens, with the exclusive term from 64 on, no "
+        "mask but causality",
+        gradients="hopper",
     ),
     Route(
-        *("short", "filter", "fused", (1, 2), _refusal_by_short, lambda s: "short"),
-        f"up to {SHORT_LENGTH} tokens and a head dim of {SHORT_HEAD_DIM}, masks that are the same "
-        "for every head, dropout",
-        "short",
+        *("short", "filter", "fused", (1, 2), lambda s: "short"),
+        lengths={SHORT_HEAD_DIM: (1, SHORT_LENGTH)},
+        narrower=True,
+        masks=(NO_MASK, KEYS, PAIRS),
+        dropout=True,
+        takes=f"up to {SHORT_LENGTH} tokens and a head dim of {SHORT_HEAD_DIM}, masks that are the "
+        "same for every head, dropout",
+        gradients="short",
     ),
     Route(
-        *("sweep", "filter", "fused", (2,), _refusal_by_sweep, _filter_gradient),
-        f"causal, head dims 64 and 128, {SWEEP_LENGTHS[0]} to {SWEEP_LENGTHS[1]} tokens and "
-        f"{SWEEP_TOKENS} or more of all heads, windows and documents",
-        "hopper; two_pass for lengths that are not multiples of 4",
+        *("sweep", "filter", "fused", (2,), _filter_gradient),
+        lengths={64: (1024, 32768), 128: (1024, 32768)},
+        masks=(NO_MASK, SPANS),
+        causal=True,
+        further=_too_little_or_too_much,
+        takes=f"causal, head dims 64 and 128, 1024 to 32768 tokens and {SWEEP_TOKENS} or more of "
+        "all heads, windows and documents",
+        gradients="hopper; two_pass for lengths that are not multiples of 4",
     ),
     Route(
-        *("two_pass", "filter", "fused", (1, 2), _refusal_by_two_pass, _filter_gradient),
-        "degree 2: every call; degree 1: padded causal rows, windows and documents",
-        "hopper on Hopper GPUs; two_pass with dropout, masks over queries and keys, and lengths "
-        "that are not multiples of 4",
+        *("two_pass", "filter", "fused", (1, 2), _filter_gradient),
+        lengths={HEAD_DIM: (1, 2**31)},
+        narrower=True,
+        masks=MASKS,
+        dropout=True,
+        in_gluon=False,
+        further=_written_out_by_torch,
+        takes="degree 2: every call; degree 1: padded causal rows, windows and documents",
+        gradients="hopper on Hopper GPUs; two_pass with dropout, masks over queries and keys, and "
+        "lengths that are not multiples of 4",
     ),
     Route(
-        *("around_torch", "around", "sdpa", (1,), _never, lambda s: "around_torch"),
-        f"every call, with the exclusive term too, head dims up to {AROUND_HEAD_DIM}: torch's "
-        "attention, and one kernel that combines the powers",
-        "torch's, and one kernel before it",
+        *("around_torch", "around", "sdpa", (1,), lambda s: "around_torch"),
+        lengths=None,
+        masks=MASKS,
+        dropout=True,
+        exclusive=True,
+        in_gluon=False,
+        takes="every call, with the exclusive term too, head dims up to "
+        f"{AROUND_HEAD_DIM}: torch's attention, and one kernel that combines the powers",
+        gradients="torch's, and one kernel before it",
     ),
 )
 _BY_NAME = {route.name: route for route in ROUTES}
@@ -645,7 +605,7 @@ def _kernels(s: Situation) -> Kernels:
     for route in ROUTES:
         if s.degree not in route.degrees:
             continue
-        refusal = route.refusal(s)
+        refusal = _refusal(route, s)
         if refusal is None:
             gradient = route.gradient(s) if s.grad else "none"
             return Kernels(route.name, gradient, tuple(rejected))
@@ -664,15 +624,10 @@ def operation_of(s: Situation) -> str:
     """
     if s.degree == 2:
         return "filter"
-    if _refusal_by_once(s) is None:
-        return "once"
-    short_or_two = _refusal_by_short(s) is None or _refusal_by_two_pass(s) is None
-    return "filter" if short_or_two else "around"
-
-
-def gradient_once(s: Situation) -> str:
-    """The kernels of the gradient of degree 1 in one pass, ``"none"`` where autograd is off."""
-    return _once_gradient(s) if s.grad else "none"
+    for name in ("one_pass", "one_sweep", "short", "two_pass"):
+        if _refusal(_BY_NAME[name], s) is None:
+            return _BY_NAME[name].operation
+    return "around"
 
 
 # --- the decision ------------------------------------------------------------------------------
@@ -692,45 +647,40 @@ def decide(s: Situation, wanted: Backend = "auto") -> Decision:
 
 
 def _decide(s: Situation, wanted: Backend, slower: str | None) -> Decision:
-    only_dense = reason_for_dense_alone(s)
-    by_sdpa = refusal_by_sdpa(s)
+    by_dense, by_fused, by_sdpa = reason_for_dense_alone(s), refusal_by_fused(s), refusal_by_sdpa(s)
     if s.only_torch is not None:
-        refusal = only_dense or by_sdpa
-        if wanted not in ("auto", "sdpa") or refusal is not None:
-            raise ValueError(
-                f"backend={wanted!r} cannot serve this call: {s.only_torch}"
-                + (
-                    f", and sdpa cannot serve it: {refusal}"
-                    if refusal
-                    else "; use 'auto' or 'sdpa'"
-                )
-            )
-        return Decision("sdpa", "sdpa", "autograd", s.only_torch)
-    by_name = "asked for by name"
-    if wanted == "dense":
-        return Decision("dense", "dense", "autograd", by_name)
-    if only_dense is not None:
-        if wanted != "auto":
-            raise ValueError(f"backend={wanted!r} cannot serve this call: {only_dense}")
-        return Decision("dense", "dense", "autograd", only_dense)
-    by_fused = refusal_by_fused(s)
-    if wanted != "auto":
-        refusal = by_sdpa if wanted == "sdpa" else by_fused
+        refusal = by_dense or by_sdpa
         if refusal is not None:
-            raise ValueError(f"backend={wanted!r} cannot serve this call: {refusal}")
-        return (
-            Decision("sdpa", "sdpa", "autograd", by_name) if wanted == "sdpa" else _own(s, by_name)
-        )
+            raise _unserved(wanted, f"{s.only_torch}, and sdpa cannot serve it: {refusal}")
+        if wanted not in ("auto", "sdpa"):
+            raise _unserved(wanted, f"{s.only_torch}; use 'auto' or 'sdpa'")
+        return _by_torch(s.only_torch)
+    by_name = "asked for by name"
+    if wanted == "dense" or (by_dense is not None and wanted == "auto"):
+        return Decision("dense", "dense", "autograd", by_dense or by_name)
+    if wanted != "auto":
+        refusal = by_dense or (by_sdpa if wanted == "sdpa" else by_fused)
+        if refusal is not None:
+            raise _unserved(wanted, refusal)
+        return _by_torch(by_name) if wanted == "sdpa" else _own(s, by_name)
     against = by_fused or slower
     if against is None:
         return _own(s, "the fastest for this call")
     if by_sdpa is None:
         reason = f"torch's own attention kernels, one pass a power: {against}"
-        return Decision("sdpa", "sdpa", "autograd", reason, (("fused", against),))
+        return _by_torch(reason, (("fused", against),))
     if by_fused is None:
         return _own(s, f"a fused kernel covers this call, and sdpa does not: {by_sdpa}")
     rejected = (("fused", by_fused), ("sdpa", by_sdpa))
     return Decision("dense", "dense", "autograd", by_sdpa, rejected)
+
+
+def _unserved(wanted: str, refusal: str) -> ValueError:
+    return ValueError(f"backend={wanted!r} cannot serve this call: {refusal}")
+
+
+def _by_torch(reason: str, rejected: tuple[tuple[str, str], ...] = ()) -> Decision:
+    return Decision("sdpa", "sdpa", "autograd", reason, rejected)
 
 
 _decided = functools.lru_cache(maxsize=4096)(_decide)

@@ -23,12 +23,10 @@ from gfsa.kernels.launching import (
     Problem,
     Saved,
     copyable_by_tile,
-    empty_like,
     gluon_kernel,
     launch_on_device_of,
     multiprocessors,
     padded,
-    pointers,
     problem_of,
     result_strides,
     sum_groups,
@@ -76,27 +74,27 @@ def forward(
     mask: Tensor | None,
     seed: Tensor | None,
     options: Options,
+    keeps: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As every route of ``op.py``."""
-    launch = forward_launch(problem_of(q, k, mask, options))
-    out, u = empty_like(q), empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    launch((q, k, v, u, out), lse, coeffs, *pointers(mask, seed, unused=q), zero(q.device))
-    return out, u, lse
+    return _prepared_anew(q, k, v, mask, options).forward(q, k, v, coeffs, mask, seed)
 
 
 def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As every route of ``op.py``."""
-    q, k, v, u, out, lse, coeffs, mask, seed = saved
-    launch = backward_launch(problem_of(q, k, mask, options))
-    grouped = q.shape[1] != k.shape[1]
-    dq = empty_like(q)
-    dk, dv = (empty_like(q if grouped else x) for x in (k, v))
-    # a number a row
-    dc = lse.new_empty(q.shape[1], 3, q.shape[0] * launch.blocks[0][2])
-    extra = pointers(mask, seed, unused=q)
-    launch((q, k, v, u, out, g, dq, dk, dv), lse, dc, coeffs, *extra)
-    return dq, sum_groups(dk, k), sum_groups(dv, v), dc
+    prepared = _prepared_anew(saved.q, saved.k, saved.v, saved.mask, options)
+    gradients = prepared.backward(g, saved)
+    assert gradients is not None
+    return gradients
+
+
+def _prepared_anew(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options
+) -> Prepared:
+    """For tensors that were copied where that was necessary."""
+    prepared = prepared_for(q, k, v, mask, options)
+    assert prepared is not None
+    return prepared
 
 
 @functools.lru_cache(maxsize=1024)
@@ -192,10 +190,11 @@ class Prepared:
         self.backward_launch = backward_launch(problem)
         rows = self.backward_launch.blocks[0][2]
         self.parts = (problem.heads, 3, problem.batch * rows)
-        # gradients of heads that share keys have to be added up, which is not done here
-        self.has_backward = problem.group == 1
         self.mask_strides = None if mask is None else mask.stride()
-        self.key_strides, self.value_strides = result_strides(k), result_strides(v)
+        # a row of k and v for each query head; heads that share keys are added up afterwards
+        self.key_strides, self.value_strides = (
+            result_strides(x if problem.group == 1 else q) for x in (k, v)
+        )
         # by the strides of the given tensors, which the copy engine takes as they are
         self.direct_backward: dict[tuple[Any, ...], Callable[..., None] | None] = {}
 
@@ -227,7 +226,7 @@ class Prepared:
         q, k, v, u, out, lse, coeffs, mask, seed = saved
         given = (q, k, v, u, out, g)
         strides = tuple([x.stride() for x in given])
-        if not self.has_backward or not self._takes(given, strides):
+        if not self._takes(given, strides):
             return None
         if mask is not None and mask.stride() != self.mask_strides:
             return None
@@ -247,11 +246,11 @@ class Prepared:
         direct = self.direct_backward[strides]
         if direct is not None:
             launch_on_device_of(q, direct, tensors, pointers)
-            return dq, dk, dv, parts
-        launch_on_device_of(q, self.backward_launch, tensors, *pointers)
-        all_strides = tuple([x.stride() for x in tensors])
-        self.direct_backward[strides] = self.backward_launch.direct.get(all_strides)
-        return dq, dk, dv, parts
+        else:
+            launch_on_device_of(q, self.backward_launch, tensors, *pointers)
+            all_strides = tuple([x.stride() for x in tensors])
+            self.direct_backward[strides] = self.backward_launch.direct.get(all_strides)
+        return dq, sum_groups(dk, k), sum_groups(dv, v), parts
 
     def _takes(self, given: tuple[Tensor, ...], strides: tuple[Any, ...]) -> bool:
         """Whether the copy engine takes these; hooks may return saved tensors in other layouts."""

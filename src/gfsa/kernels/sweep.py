@@ -1,4 +1,4 @@
-"""The causal filter of degree 2 in one sweep: the plan of its blocks, and the launches.
+"""The causal filter in one sweep: the plan of its blocks for degree 2, and the launches.
 
 Other kernels compute its gradient. The kernel itself is in ``gluon_sweep.py``.
 
@@ -35,6 +35,7 @@ from gfsa.kernels.launching import (
     pointers,
     problem_of,
 )
+from gfsa.kernels.one_pass import kept
 
 # what is planned for a block: its origin, its number and its end, counted from there; by warpgroup
 # its first tile, before which key tiles are masked, and the latest of its queries' first keys
@@ -173,9 +174,11 @@ LOOKED_AT = 32
 # windows of ROWS tokens and flags that the launch before works on at a time
 WINDOWS = 64
 FLAGS = 2048
-# by head dim: 64 keys a tile or twice as many, as registers allow, and tiles that fit on the chip
-PARTS = {64: 2, 128: 1}
-STAGES = 3
+# by degree and head dim: keys a tile, as registers allow; by degree: tiles that fit on the chip,
+# and tokens that the copy engine moves at a time, at most
+KEYS = {(1, 64): 128, (1, 128): 128, (2, 64): 128, (2, 128): 64}
+STAGES = {1: 2, 2: 3}
+COPIED = {1: 128, 2: 64}
 # tokens, counted once for each head, that are worked on at a time: few stay in the GPU's cache.
 # Chosen by times on an H200 at 2,048 to 32,768 tokens
 TOKENS_AT_A_TIME = 2**17
@@ -184,6 +187,8 @@ DOCUMENTS = 4
 # bounds of the heads at a time: the fastest measured at 1,024 tokens, and what keeps programs busy
 MOST_HEADS = 128
 LEAST_HEADS = 4
+# keys and values of heads of degree 1 that are worked on at a time: half of an H200's cache
+CACHED_BYTES = 24 * 2**20
 
 
 def forward(
@@ -194,6 +199,7 @@ def forward(
     mask: Tensor | None,
     seed: Tensor | None,
     options: Options,
+    keeps: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As every route of ``op.py``; spans at most, and no dropout."""
     problem = problem_of(q, k, mask, options)
@@ -210,7 +216,29 @@ def forward(
     else:
         spans = q
         flags = torch.zeros(numbers, dtype=torch.int32, device=q.device)
-    _launch(problem, out.stride()[:3])((q, k, v, u), out, u, lse, coeffs, flags, spans)
+    launch = _launch(problem, 2, coeffs.shape[1], True, out.stride()[:3])
+    launch((q, k, v, u, out), out, u, lse, coeffs, flags, spans)
+    return out, u, lse
+
+
+def forward_once(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    options: Options,
+    keeps: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`forward` of degree 1; U and logsumexps are those of ``one_pass.py``."""
+    problem = problem_of(q, k, mask, options)
+    spans, _ = pointers(mask, None, unused=q)
+    out, (u, lse) = empty_like(q), kept(q, keeps and options.exclusive)
+    room = u if u.numel() else out
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    launch = _launch(problem, 1, coeffs.shape[1], bool(u.numel()), (0, 0, 0))
+    launch((q, k, v, room, out), out, room, lse, coeffs, counter, spans)
     return out, u, lse
 
 
@@ -219,19 +247,26 @@ def planned(blocks: int) -> int:
     return (blocks + 1) * 2 * NUMBERS.value + blocks + 2
 
 
-def heads_at_a_time(length: int, mask_kind: int) -> int:
-    tokens = TOKENS_AT_A_TIME * (DOCUMENTS if mask_kind == SPANS else 1)
-    return max(LEAST_HEADS, min(MOST_HEADS, tokens // length))
+def heads_at_a_time(problem: Problem, degree: int) -> int:
+    if degree == 1:
+        head_bytes = 2 * problem.length * problem.head_dim * problem.dtype.itemsize
+        return max(1, CACHED_BYTES // head_bytes) * problem.group
+    tokens = TOKENS_AT_A_TIME * (DOCUMENTS if problem.mask_kind == SPANS else 1)
+    return max(LEAST_HEADS, min(MOST_HEADS, tokens // problem.length))
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(problem: Problem, out_strides: tuple[int, int, int]) -> Launch:
+def _launch(
+    problem: Problem, degree: int, powers: int, keeps: bool, out_strides: tuple[int, int, int]
+) -> Launch:
     heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
+    dim = problem.head_dim
+    rows, keys = (1, 1, HALF, dim), (1, 1, COPIED[degree], dim)
     return Launch(
         gluon_kernel("gluon_sweep", "filter_sweep"),
         (min(heads * blocks, multiprocessors(problem.device)), 1, 1),
         (*problem.variant, max(out_strides) >= 2**31),
-        [(1, 1, HALF, problem.head_dim)] * 4,
+        [rows, keys, keys, rows, rows],
         (
             heads,
             problem.heads,
@@ -239,11 +274,14 @@ def _launch(problem: Problem, out_strides: tuple[int, int, int]) -> Launch:
             problem.length,
             problem.options.scale,
             blocks,
-            min(heads_at_a_time(problem.length, problem.mask_kind), heads),
+            min(heads_at_a_time(problem, degree), heads),
             *out_strides,
             problem.mask_strides[0],
         ),
-        (problem.head_dim, PARTS[problem.head_dim], STAGES, problem.mask_kind),
+        (
+            *(dim, KEYS[degree, dim], STAGES[degree], problem.mask_kind, degree, powers, keeps),
+            problem.options.exclusive,
+        ),
         num_warps=4,
     )
 
@@ -259,7 +297,7 @@ def _plan(problem: Problem) -> Launch:
         (problem.device,),
         (),
         (problem.length, blocks, flags, problem.mask_strides[0]),
-        (ROWS, HALF, PARTS[problem.head_dim] * HALF, LOOKED_AT, WINDOWS, FLAGS),
+        (ROWS, HALF, KEYS[2, problem.head_dim], LOOKED_AT, WINDOWS, FLAGS),
         num_warps=8,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gfsa.kernels.routes import Backend, refusal_by_fused, situation_of
-from gfsa.kernels.tuned import Machine, Shape, this_machine
+from gfsa.kernels.tuned import Machine, Row, Shape, this_machine
 from gfsa.operators.attention import AttentionOperator
 from gfsa.operators.call import AttentionCall
 from gfsa.operators.dense import DenseOperator
@@ -27,6 +27,38 @@ THREADS = 16
 _BACKENDS: tuple[Backend, Backend] = ("fused", "sdpa")
 
 
+def measure(
+    gpu: GPU,
+    shapes: Sequence[Shape],
+    on_row: Callable[[Shape, Row | str], None],
+    on_compiled: Callable[[int, int], None] = lambda done, of: None,
+) -> None:
+    """Measure each shape that the fused kernels serve; exactness first, then times.
+
+    Args:
+        on_row: called with each shape and its row, or the reason why there is none.
+        on_compiled: called with the number of shapes that are compiled, and of all of them.
+    """
+    refusals = {shape: gpu.refusal(shape) for shape in shapes}
+    served = [shape for shape, refusal in refusals.items() if refusal is None]
+    # before anything is timed: compilers would take the host's time
+    for done, _ in enumerate(gpu.prepare(served), 1):
+        on_compiled(done, len(served))
+    for shape, refusal in refusals.items():
+        if refusal is not None:
+            on_row(shape, refusal)
+            continue
+        try:
+            errors = gpu.errors(shape)
+            row = Row(shape, *gpu.times(shape), *errors)
+        except Exception as error:
+            # a compiler or a driver may raise anything on a GPU that was never measured; the other
+            # shapes may still run
+            on_row(shape, f"failed: {type(error).__name__}: {error}")
+            continue
+        on_row(shape, row)
+
+
 class GPU:
     """Measures calls in bfloat16 on one GPU."""
 
@@ -38,6 +70,7 @@ class GPU:
         return this_machine(self.device)
 
     def refusal(self, shape: Shape) -> str | None:
+        """Why the fused kernels cannot serve such a call here, or None."""
         q, _, v, mask, _ = self._tensors(shape, 1, 2, 16)
         call = AttentionCall(q, q, mask, is_causal=shape.causal)
         return refusal_by_fused(situation_of(call, v, shape.degree))
@@ -64,6 +97,7 @@ class GPU:
             self._call(shape, q, k, v, mask, coeffs, torch.randn_like(v), _BACKENDS[0])
 
     def errors(self, shape: Shape) -> tuple[float, float]:
+        """Errors of the fused kernels and of torch's against the dense operator in float64."""
         # of the tokens that are timed: other lengths have other tiles and other kernels
         batch, heads = checked(shape.tokens)
         q, k, v, mask, coeffs = self._tensors(shape, batch, heads, shape.tokens)
@@ -80,6 +114,7 @@ class GPU:
         return found[0], found[1]
 
     def times(self, shape: Shape) -> tuple[float, float]:
+        """Milliseconds, forward and backward, by the fused kernels and by torch's."""
         # events are those of the current device
         with torch.cuda.device(self.device):
             return self._times(shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import warnings
@@ -47,6 +48,13 @@ class Shape(NamedTuple):
     tokens: int
     causal: bool
     masked: bool
+
+
+SHAPES = [
+    Shape(*kind)
+    for kind in itertools.product((1, 2), HEAD_DIMS, LENGTHS, (False, True), (False, True))
+]
+"""The kinds of calls that are measured."""
 
 
 class Row(NamedTuple):

@@ -44,7 +44,6 @@ from gfsa.kernels.launching import (
     Problem,
     Saved,
     Tiles,
-    describe,
     empty_like,
     load_tile,
     padded,
@@ -724,6 +723,7 @@ def forward(
     mask: Tensor | None,
     seed: Tensor | None,
     options: Options,
+    keeps: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As every route of ``op.py``."""
     launches = _launches(problem_of(q, k, mask, options))
@@ -781,7 +781,7 @@ def cudnn_would_run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, option
 
 
 _KERNELS = {
-    function.fn.__name__: Kernel(function, describe)
+    function.fn.__name__: Kernel(function)
     for function in (
         attend,
         combine,

@@ -21,7 +21,7 @@ from gfsa.filters import GFSA, GraphFilter
 from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading, printable
 from gfsa.lens.record import LayerRecord, LensOptions
 from gfsa.lens.report import LensReport
-from gfsa.lens.tokens import AXES_IN_DOUBT, AxesInDoubtError, axes_in_doubt, checked_mask
+from gfsa.lens.tokens import AXES_IN_DOUBT, AxesInDoubtError, axes_in_doubt, checked_mask, tokens_of
 from gfsa.lens.watch import Layer, Watch
 from gfsa.operators import Operator
 from gfsa.plugs.install import install, uninstall
@@ -413,7 +413,7 @@ class Recorder:
         sizes = (attended.batch, attended.length)
         try:
             valid = layer.padding.of(sizes, entered.device)
-            tokens = self.watch.reader.tokens(entered, attended, block, valid=valid)
+            tokens = tokens_of(entered, attended, block, valid=valid)
         except AxesInDoubtError:
             # how many there are is known
             tokens = None

@@ -6,7 +6,7 @@ No global state of matplotlib changes: figures are created without pyplot, style
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -66,13 +66,10 @@ def draw(
             )
             figures["singular_values"].axes[0].set_ylim(0, 1)
         if any(_spectra(model) for model in models):
-            figures["response"] = _lines(
-                models,
-                _last_response,
-                "frequency (cycles per token), last layer",
-                "gain on Fourier modes",
-            )
-            figures["response_by_layer"] = _response_by_layer(models)
+            # the deepest layer that all have
+            last = min(_spectra(model)[-1][0].depth for model in models if _spectra(model))
+            figures["response"] = _responses(models, [last])
+            figures["response_by_layer"] = _responses(models)
         for model in models:
             if any(layer.filter is not None for layer in model.attention):
                 figures[f"coefficients ({model.name})"] = _coefficients(model)
@@ -163,12 +160,6 @@ def _singular_values(axis: Axes, model: ModelReading, look: dict[str, Any]) -> N
         axis.plot(xs, values, **look | {"marker": ""})
 
 
-def _last_response(axis: Axes, model: ModelReading, look: dict[str, Any]) -> None:
-    """The last layer, as in the paper's Fig. 1a."""
-    for layer, spectrum in _spectra(model)[-1:]:
-        _draw_response(axis, layer, spectrum, look)
-
-
 def _spectra(model: ModelReading) -> list[tuple[AttentionReading, Spectrum]]:
     return [(layer, layer.spectrum) for layer in model.attention if layer.spectrum is not None]
 
@@ -183,12 +174,13 @@ def _draw_response(axis: Axes, layer: AttentionReading, s: Spectrum, look: dict[
         axis.plot(s.frequencies, of_map, color=look["color"], linestyle="--", linewidth=1)
 
 
-def _response_by_layer(models: list[ModelReading]) -> Figure:
-    """Every layer, as in the figure of the paper's appendix."""
-    depths = sorted({layer.depth for model in models for layer, _ in _spectra(model)})
+def _responses(models: list[ModelReading], depths: Sequence[int] = ()) -> Figure:
+    """One panel a layer, all of them by default, as in the paper's Fig. 1a and its appendix."""
+    depths = depths or sorted({layer.depth for model in models for layer, _ in _spectra(model)})
     columns = min(4, len(depths))
     rows = math.ceil(len(depths) / columns)
-    figure, axes = _figure(rows, columns, (1.75 * columns, 1.45 * rows))
+    size = COLUMN if len(depths) == 1 else (1.75 * columns, 1.45 * rows)
+    figure, axes = _figure(rows, columns, size)
     panels = [axis for row in axes for axis in row]
     for axis, depth in zip(panels, depths, strict=False):
         for look, model in zip(_looks(models), models, strict=True):

@@ -68,12 +68,17 @@ class Attended(NamedTuple):
         sizes, batch_first = tuple(x.shape[:2]), (self.batch, self.length)
         if self.batch == self.length or sizes not in (batch_first, batch_first[::-1]):
             return None
+        if sizes != batch_first and not self.sequence_first and self.batch % self.length == 0:
+            # M samples, of which each is several windows of M tokens, have these sizes as well
+            raise AxesInDoubtError
         return sizes != batch_first
 
-    @property
-    def may_be_windows(self) -> bool:
-        """Whether a block's ``(N, B, D)`` may also be M samples of several windows of M tokens."""
-        return not self.sequence_first and self.batch % self.length == 0
+    def default_order(self, block: nn.Module) -> bool:
+        """Whether what a block takes and returns is sequence first, where sizes do not show it."""
+        if self.sequence_first and not isinstance(block, _LIE_AS_DECLARED):
+            # SpeechBrain's blocks are batch first around such an attention, XLNet's are not
+            raise AxesInDoubtError
+        return self.sequence_first
 
     def features_first_in(self, x: Tensor) -> bool | None:
         """Whether a grid is ``(B, D, H, W)``, as its sizes show; None if they do not."""
@@ -123,100 +128,49 @@ def attended_by_input(
     return Attended(batch, length, width, attention, sequence_first)
 
 
-class TokenReader:
-    """Reads tokens from the inputs and outputs of blocks.
+def tokens_of(
+    x: Tensor,
+    attended: Attended,
+    block: nn.Module,
+    entered: Tensor | None = None,
+    valid: Tensor | None = None,
+) -> Tensor | None:
+    """Features as ``(B, N, D)``, or None if they are not features of tokens.
 
-    It remembers the order of axes that sizes have shown, for batches in which they do not.
+    Args:
+        x: the input or output of a block: batch first, sequence first, a grid ``(B, H, W, D)`` or
+            ``(B, D, H, W)``, or the tokens of all samples one after another ``(ΣN, D)``, as in
+            graph libraries.
+        attended: what the attention in the block attends to.
+        block: the block, or the attention itself.
+        entered: the input of the block, whose sizes may show more than those of its output.
+        valid: ``(B, N)``; separates concatenated samples of several lengths, which reads their
+            lengths from the device.
+
+    Raises:
+        AxesInDoubtError: if ``x`` can be read in several ways.
     """
-
-    def __init__(self) -> None:
-        self._sequence_first: dict[nn.Module, bool] = {}
-        self._features_first: dict[type[nn.Module], bool] = {}
-
-    def note(self, attended: Attended, entered: Tensor | None) -> None:
-        """Remember what the input of an attention module shows."""
-        order = None if entered is None or entered.dim() != 3 else attended.order_of(entered)
-        if order is not None:
-            self._sequence_first[attended.attention] = order
-
-    def tokens(
-        self,
-        x: Tensor,
-        attended: Attended,
-        block: nn.Module,
-        entered: Tensor | None = None,
-        valid: Tensor | None = None,
-    ) -> Tensor | None:
-        """Features as ``(B, N, D)``, or None if they are not features of tokens.
-
-        Args:
-            x: the input or output of a block: batch first, sequence first, a grid ``(B, H, W, D)``
-                or ``(B, D, H, W)``, or the tokens of all samples one after another ``(ΣN, D)``,
-                as in graph libraries.
-            attended: what the attention in the block attends to.
-            block: the block, or the attention itself.
-            entered: the input of the block, whose sizes may show more than those of its output.
-            valid: ``(B, N)``; separates concatenated samples of several lengths, which reads their
-                lengths from the device.
-
-        Raises:
-            AxesInDoubtError: if ``x`` can be read in several ways.
-        """
-        if x.dim() == 4:
-            return _tokens_of_grid(x, self._has_features_first(x, attended, block, entered))
-        if x.dim() == 3:
-            order = self._order(x, attended, block, entered)
-            return x.transpose(0, 1) if order else x
-        if x.dim() != 2 or len(x) == attended.batch:
-            # one vector a sample is no token
-            return None
-        if len(x) == attended.batch * attended.length:
-            return x.unflatten(0, (attended.batch, attended.length))
-        if valid is None or int(valid.sum()) != len(x):
-            raise AxesInDoubtError
-        dense = x.new_zeros(*valid.shape, x.shape[-1])
-        dense[valid] = x
-        return dense
-
-    def _order(
-        self, x: Tensor, attended: Attended, block: nn.Module, entered: Tensor | None
-    ) -> bool:
-        """Whether ``x`` is sequence first."""
-        is_attention = block is attended.attention
-        for shown in (x, entered):
-            order = None if shown is None or shown.dim() != 3 else attended.order_of(shown)
-            if order and attended.may_be_windows and not is_attention:
-                # the attention's own input decides: (N, B, D) like its block's, or windows
-                if attended.attention not in self._sequence_first:
-                    raise AxesInDoubtError
-                return self._sequence_first[attended.attention]
-            if order is not None:
-                self._sequence_first[block] = order
-                return order
-        if block in self._sequence_first:
-            return self._sequence_first[block]
-        if isinstance(block, _LIE_AS_DECLARED) or x.shape[:2].numel() == 1:
-            return attended.sequence_first
-        if attended.sequence_first:
-            # SpeechBrain's blocks are batch first around such an attention, XLNet's are not
-            raise AxesInDoubtError
-        return False
-
-    def _has_features_first(
-        self, x: Tensor, attended: Attended, block: nn.Module, entered: Tensor | None
-    ) -> bool | None:
-        """Whether a grid is ``(B, D, H, W)``; None if it is in doubt."""
-        for shown in (x, entered):
-            first = None
-            if shown is not None and shown.dim() == 4:
-                first = attended.features_first_in(shown)
-            if first is not None:
-                self._features_first[type(block)] = first
-                return first
+    shown = [like for like in (x, entered) if like is not None and like.dim() == x.dim()]
+    if x.dim() == 4:
+        found = [attended.features_first_in(like) for like in shown]
         # windows that reach beyond the grid have more tokens than it
-        first = _by_width(x, attended.width)
-        # blocks of a class differ in their sizes from stage to stage
-        return self._features_first.get(type(block)) if first is None else first
+        found.append(_by_width(x, attended.width))
+        return _tokens_of_grid(x, next((first for first in found if first is not None), None))
+    if x.dim() == 3:
+        orders = [attended.order_of(like) for like in shown]
+        order = next((order for order in orders if order is not None), None)
+        is_sequence_first = attended.default_order(block) if order is None else order
+        return x.transpose(0, 1) if is_sequence_first else x
+    if x.dim() != 2 or len(x) == attended.batch:
+        # one vector a sample is no token
+        return None
+    if len(x) == attended.batch * attended.length:
+        return x.unflatten(0, (attended.batch, attended.length))
+    if valid is None or int(valid.sum()) != len(x):
+        raise AxesInDoubtError
+    dense = x.new_zeros(*valid.shape, x.shape[-1])
+    dense[valid] = x
+    return dense
 
 
 def _by_width(x: Tensor, width: int) -> bool | None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from gfsa.filters import GraphFilter
 from gfsa.lens.readings import Numbers, csv_cell, from_plain, printable, to_plain
 from gfsa.lens.watch import attention_modules
 from gfsa.plugs.sites import filters_of
@@ -57,7 +56,11 @@ class Trajectory:
             raise ValueError(
                 f"expected a step after {self.steps[-1]}, which is recorded already, got {step}"
             )
-        filters = _learning_filters(model)
+        filters = {
+            name: filter
+            for name, filter in filters_of(model).items()
+            if filter.is_polynomial and any(p.requires_grad for p in filter.parameters())
+        }
         if not self.steps and filters:
             depths = {name: at for at, name in enumerate(attention_modules(model), start=1)}
             self.layers = [LayerTrajectory(depths[name], name) for name in filters]
@@ -162,11 +165,3 @@ class Trajectory:
                 raise ValueError(f"step {step}, {name}: head {head} is out of order")
             heads.append(row)
         return cls(list(steps), list(layers.values())).checked()
-
-
-def _learning_filters(model: nn.Module) -> dict[str, GraphFilter]:
-    return {
-        name: filter
-        for name, filter in filters_of(model).items()
-        if filter.is_polynomial and any(p.requires_grad for p in filter.parameters())
-    }

@@ -16,11 +16,11 @@ from gfsa.lens.tokens import (
     Attended,
     AxesInDoubtError,
     Padding,
-    TokenReader,
     attended_by_input,
     attended_by_values,
     first_tensor,
     padding_of,
+    tokens_of,
 )
 from gfsa.operators import Operator
 from gfsa.plugs.sites import accepting_sites, filters_of, sites
@@ -82,7 +82,6 @@ class Watch:
         self.on_layer = on_layer
         self.on_filter = on_filter
         self.reads = reads
-        self.reader = TokenReader()
         blocks = _blocks_around(model, attention)
         self._layer_of = {block: name for name, around in blocks.items() for block in around}
         self._containers = _containers_around(blocks)
@@ -117,8 +116,6 @@ class Watch:
         self._layer: Layer | None = None
         self._depth = 0
         self._entered: tuple[nn.Module, Tensor] | None = None
-        # what the attention that was called last was called with
-        self._given: Tensor | None = None
         modules = dict(self.model.named_modules())
         for name in dict.fromkeys((*self._containers, *self._layer_of)):
             module = modules[name]
@@ -146,8 +143,6 @@ class Watch:
             found = first_tensor((args, kwargs))
             if self._outer is None or found is None or name not in self._layer_of:
                 return
-            if name in self.attention:
-                self._given = found
             # the first block to begin is the outermost block around the first attention
             if self._layer is None and self._entered is None:
                 self._entered = (module, found)
@@ -193,7 +188,7 @@ class Watch:
         if self.reads and found.dim() == 2:
             valid = layer.padding.of((attended.batch, attended.length), found.device)
         try:
-            tokens = self.reader.tokens(found.detach(), attended, module, entered, valid)
+            tokens = tokens_of(found.detach(), attended, module, entered, valid)
         except AxesInDoubtError:
             layer.tokens = None
         else:
@@ -220,7 +215,6 @@ class Watch:
                 return
             operator, v = args[0].whole(), args[1].detach()
             attended = attended_by_values(self.attention[name], v)
-            self.reader.note(attended, self._given)
             padding = padding_of(self.mask_of(name), operator, v, self._valid)
             layer = self._begin_layer(name, attended, padding)
             if self.on_filter is not None:

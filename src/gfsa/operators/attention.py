@@ -172,9 +172,6 @@ class AttentionOperator(Operator):
             None if visible is None else visible.signature(),
             *options,
             *(self.backend, F.scaled_dot_product_attention, torch.is_grad_enabled()),
-            # whether cuDNN's gradient may run
-            *(torch.backends.cuda.cudnn_sdp_enabled(), torch._C._get_cudnn_enabled()),
-            torch.are_deterministic_algorithms_enabled(),
             self.call.dropout_p and torch.cuda.is_current_stream_capturing(),
         )
 

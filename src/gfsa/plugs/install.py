@@ -79,6 +79,12 @@ def connect_depth(model: nn.Module) -> None:
                 f"{groups} groups of layers for {config.num_hidden_layers} depths: plug without "
                 "depth=True"
             )
+    for name, module in model.named_modules():
+        if getattr(module, "is_kv_shared_layer", False):
+            raise ValueError(
+                "the depth term needs layers with values of their own, but "
+                f"{name} attends to those of another layer: plug without depth=True"
+            )
     for names in stacks_of(by_name).values():
         filters = [by_name[name] for name in names]
         known = (f for f in filters if f.first_values is not None and not f.has_depth)

@@ -39,6 +39,8 @@ class PruneReport:
     _sites: dict[str, Site] = field(default_factory=dict, repr=False)
     _pruned: dict[str, nn.Module] = field(default_factory=dict, repr=False)
     """The filters that pruning left in the model."""
+    _numbers: list[Tensor] = field(default_factory=list, repr=False)
+    """What these had learned then."""
 
     @property
     def passes_before(self) -> int:
@@ -53,27 +55,28 @@ class PruneReport:
         """Put the old filters back into the model.
 
         Raises:
-            ValueError: if filters were added, removed or replaced since.
+            ValueError: if filters were added, removed, replaced or trained since.
         """
         assert self._model is not None
-        pruned = plugged_sites(self._model)
+        pruned, sites = plugged_sites(self._model), self._sites.values()
+        returning = [site for site in sites if getattr(site.module, CHILD, None) is not site.filter]
+        _refuse_distributed(self._model, [(site.module, site.filter) for site in returning])
         now = {name: site.child for name, site in pruned.items()}
-        if now.keys() != self._pruned.keys() or any(
-            now[name] is not filter for name, filter in self._pruned.items()
+        if (
+            now.keys() != self._pruned.keys()
+            or any(now[name] is not filter for name, filter in self._pruned.items())
+            or not all(map(_is_unchanged, _numbers_of(self._pruned.values()), self._numbers))
         ):
             raise ValueError(
                 "the filters of the model were changed since gfsa.prune, so undo would overwrite "
                 "that change; gfsa.load an earlier save instead"
             )
-        sites = self._sites.values()
-        returning = [site for site in sites if getattr(site.module, CHILD, None) is not site.filter]
-        _refuse_distributed(self._model, [(site.module, site.filter) for site in returning])
         with all_or_nothing(self._model):
-            for site in sites:
-                if hasattr(site.module, CHILD):
-                    site.module.add_module(CHILD, site.filter)
-                else:
-                    attach(site, site.filter)
+            for site in returning:
+                if site.name in pruned:
+                    detach(pruned[site.name])
+                # to where the model is now
+                attach(site, site.filter)
             _finish(self._model, self._sites.values(), before=pruned)
 
     def __str__(self) -> str:
@@ -150,9 +153,19 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
                     site.module.add_module(CHILD, new)
             _finish(model, plugged.values(), before=plugged)
         report._pruned = dict(filters_of(model))
+        report._numbers = [p.detach().clone() for p in _numbers_of(report._pruned.values())]
         if expected is not None:
             report.largest_change = _largest_difference(expected, _outputs(model, inputs))
     return report
+
+
+def _numbers_of(filters: Iterable[nn.Module]) -> list[Tensor]:
+    return [p for filter in filters for p in filter.parameters()]
+
+
+def _is_unchanged(now: Tensor, before: Tensor) -> bool:
+    """Whether a parameter has its earlier numbers, wherever and in whatever dtype it is now."""
+    return torch.equal(now, before.to(now))
 
 
 def _refuse_distributed(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import statistics
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from torchtitan.trainer import Trainer  # noqa: E402
 import gfsa.titan  # noqa: E402
 from gfsa.engines.torchtitan import FilterAdapter  # noqa: E402
 
-Record = Callable[[str, str], None]
 ADAPTERS = {"llama": Llama3StateDictAdapter, "qwen": Qwen3StateDictAdapter}
 
 
@@ -66,46 +65,42 @@ def rows() -> tuple[Tensor, Tensor]:
     return torch.stack(tokens)[:, :-1], torch.stack(positions)
 
 
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("assets")
-    tiny.write_assets(folder, "llama")
-    return folder
+@dataclass
+class Study:
+    """A configuration of ``tiny.py``, its assets, a checkpoint with filters, and a run from it."""
+
+    config: str
+    assets: Path
+    seed: Path
+    one_process: runs.Run
 
 
 @pytest.fixture(scope="module")
-def seed(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> Path:
-    return runs.seed(tmp_path_factory.mktemp("seed"), assets)
+def study(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Study]:
+    """Configuration → its study, made when it is asked for."""
+
+    @cache
+    def made(config: str) -> Study:
+        folder = tmp_path_factory.mktemp(config)
+        (assets := folder / "assets").mkdir()
+        tiny.write_assets(assets, config)
+        seed = runs.seed(folder / "seed", assets, config)
+        alone = from_seed(folder / "one", assets, seed, config=config)
+        return Study(config, assets, seed, alone)
+
+    return made
+
+
+@pytest.fixture
+def llama(study: Callable[[str], Study]) -> Study:
+    return study("llama")
 
 
 @pytest.fixture(scope="module")
-def qwen_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("assets")
-    tiny.write_assets(folder, "untied_qwen")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def qwen_seed(tmp_path_factory: pytest.TempPathFactory, qwen_assets: Path) -> Path:
-    return runs.seed(tmp_path_factory.mktemp("seed"), qwen_assets, "untied_qwen")
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory, assets: Path, seed: Path) -> Path:
+def exported(tmp_path_factory: pytest.TempPathFactory, study: Callable[[str], Study]) -> Path:
     """The seed as a transformers folder, written by two processes that shard it."""
-    return runs.export(tmp_path_factory.mktemp("exported"), assets, seed, processes=2)
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory, assets: Path, seed: Path) -> runs.Run:
-    return from_seed(tmp_path_factory.mktemp("one"), assets, seed)
-
-
-@pytest.fixture(scope="module")
-def one_process_of_qwen(
-    tmp_path_factory: pytest.TempPathFactory, qwen_assets: Path, qwen_seed: Path
-) -> runs.Run:
-    return from_seed(tmp_path_factory.mktemp("one"), qwen_assets, qwen_seed, config="untied_qwen")
+    of = study("llama")
+    return runs.export(tmp_path_factory.mktemp("exported"), of.assets, of.seed, processes=2)
 
 
 def from_seed(
@@ -144,7 +139,7 @@ def test_a_fresh_filter_changes_nothing(name: str, rows: tuple[Tensor, Tensor]) 
 
 @pytest.mark.parametrize("filter", [{"K": 3}, {"filter": "Polynomial", "degree": 3}])
 def test_packed_documents_do_not_see_each_other(
-    filter: dict[str, Any], rows: tuple[Tensor, Tensor], record: Record
+    filter: dict[str, Any], rows: tuple[Tensor, Tensor]
 ) -> None:
     config = tiny.llama()
     gfsa.titan.plug(config, **filter)
@@ -155,11 +150,9 @@ def test_packed_documents_do_not_see_each_other(
     for part in (slice(None, start), slice(start, None)):
         alone = logits(model, tokens[:, part], positions[:, part])
         torch.testing.assert_close(packed[:, part], alone, atol=2e-6, rtol=1e-5)
-    title = filter.get("filter", "GFSA")
-    record(f"packed documents, {title}, by flex attention", "as each alone, logits to 2e-6")
 
 
-def test_packed_documents_by_varlen_attention(rows: tuple[Tensor, Tensor], record: Record) -> None:
+def test_packed_documents_by_varlen_attention(rows: tuple[Tensor, Tensor]) -> None:
     by_flex, by_varlen = tiny.llama(), tiny.llama("varlen")
     for config in (by_flex, by_varlen):
         gfsa.titan.plug(config, filter="Polynomial", degree=3)
@@ -168,12 +161,11 @@ def test_packed_documents_by_varlen_attention(rows: tuple[Tensor, Tensor], recor
     found = logits(with_noise(built(by_varlen)), *rows)
     assert not torch.equal(found, expected)
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
-    record("packed documents, Polynomial, by varlen attention", "as by flex to 2e-3 (bfloat16)")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen"])
 def test_transformers_computes_the_same(
-    name: str, rows: tuple[Tensor, Tensor], tmp_path: Path, record: Record
+    name: str, rows: tuple[Tensor, Tensor], tmp_path: Path
 ) -> None:
     config = getattr(tiny, name)()
     gfsa.titan.plug(config, layers="even", filter="Polynomial", degree=3)
@@ -196,10 +188,6 @@ def test_transformers_computes_the_same(
     own = model.state_dict()
     assert back.keys() == own.keys()
     assert all(torch.equal(back[key], own[key]) for key in own)
-    record(
-        f"{tiny.TITLES[name]}, filters of degree 3 in every second layer, in transformers",
-        "the same logits to 2e-5",
-    )
 
 
 def load(folder: Path) -> Any:
@@ -242,8 +230,8 @@ def test_filters_have_the_file_of_their_layer(tmp_path: Path) -> None:
     assert files() == expected
 
 
-def test_seed_has_filters_of_every_head(seed: Path) -> None:
-    model = loaded_from(seed)
+def test_seed_has_filters_of_every_head(llama: Study) -> None:
+    model = loaded_from(llama.seed)
     thetas = torch.stack([value for key, value in model.state_dict().items() if "theta" in key])
     assert thetas.shape == (tiny.LAYERS, 4, 3)
     # θ begins at 0; in four steps one of a head may come back close to it, most do not
@@ -263,17 +251,14 @@ def loaded_from(checkpoint: Path) -> Any:
     return model
 
 
-def test_filters_have_a_rate_of_their_own(one_process: runs.Run, record: Record) -> None:
-    of_filters, rest = one_process.groups
+def test_filters_have_a_rate_of_their_own(llama: Study) -> None:
+    of_filters, rest = llama.one_process.groups
     assert (of_filters["lr"], of_filters["weight_decay"]) == (0.05, 0.0)
     assert (rest["lr"], rest["weight_decay"]) == (3e-3, 0.1)
     assert of_filters["names"] == [
         f"layers.{layer}.attention.gfsa.theta" for layer in range(tiny.LAYERS)
     ]
     assert not any("gfsa" in name for name in rest["names"])
-    record(
-        "gfsa.titan.optimizer", "the filters are a parameter group with their own rate, no decay"
-    )
 
 
 TENSOR = "--parallelism.tensor_parallel_degree"
@@ -297,65 +282,40 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [("llama", layout) for layout in LAYOUTS]
+    + [("untied_qwen", layout) for layout in ("FSDP2", "TP2", "CP2", "PP2", "compiled")],
+)
 def test_losses_do_not_depend_on_the_layout(
-    layout: str,
-    tmp_path: Path,
-    assets: Path,
-    seed: Path,
-    one_process: runs.Run,
-    record: Record,
+    config: str, layout: str, tmp_path: Path, study: Callable[[str], Study]
 ) -> None:
-    processes, arguments = LAYOUTS[layout]
-    run = from_seed(tmp_path, assets, seed, *arguments, processes=processes)
-    record(f"Llama 3, losses of three steps, {layout}", agreement(run, one_process))
+    of, (processes, arguments) = study(config), LAYOUTS[layout]
+    run = from_seed(tmp_path, of.assets, of.seed, *arguments, config=config, processes=processes)
+    check_agreement(run, of.one_process)
 
 
-@pytest.mark.parametrize("layout", ["FSDP2", "TP2", "CP2", "PP2", "compiled"])
-def test_losses_of_qwen_do_not_depend_on_the_layout(
-    layout: str,
-    tmp_path: Path,
-    qwen_assets: Path,
-    qwen_seed: Path,
-    one_process_of_qwen: runs.Run,
-    record: Record,
-) -> None:
-    processes, arguments = LAYOUTS[layout]
-    run = from_seed(
-        tmp_path, qwen_assets, qwen_seed, *arguments, config="untied_qwen", processes=processes
-    )
-    record(f"Qwen3, losses of three steps, {layout}", agreement(run, one_process_of_qwen))
-
-
-def agreement(run: runs.Run, one_process: runs.Run) -> str:
-    """Asserts that losses and gradient norms are those of one process; how near, in words."""
+def check_agreement(run: runs.Run, one_process: runs.Run) -> None:
+    """Losses and gradient norms are those of one process."""
     assert run.losses == pytest.approx(one_process.losses, abs=1e-5)
     assert run.norms == pytest.approx(one_process.norms, rel=1e-4)
-    worst = max(abs(a - b) for a, b in zip(run.losses, one_process.losses, strict=True))
-    return f"those of one process to {worst:.0e}"
 
 
 def test_an_export_is_the_checkpoint(
-    seed: Path, exported: Path, rows: tuple[Tensor, Tensor], record: Record
+    llama: Study, exported: Path, rows: tuple[Tensor, Tensor]
 ) -> None:
     tokens = rows[0]
     alone = torch.arange(tiny.LENGTH).expand_as(tokens)
     with torch.no_grad():
         torch.testing.assert_close(
             load(exported)(tokens).logits,
-            logits(loaded_from(seed), tokens, alone),
+            logits(loaded_from(llama.seed), tokens, alone),
             atol=2e-5,
             rtol=1e-4,
         )
-    record(
-        "export by two processes (FSDP2), loaded by gfsa.from_pretrained",
-        "the logits of the DCP checkpoint to 2e-5",
-    )
 
 
-def test_training_goes_on_from_an_export(
-    tmp_path: Path, exported: Path, one_process: runs.Run, record: Record
-) -> None:
+def test_training_goes_on_from_an_export(tmp_path: Path, exported: Path, llama: Study) -> None:
     # torchtitan loads from hf_assets_path, whose index names filters too
     run = runs.train(
         tmp_path,
@@ -364,7 +324,7 @@ def test_training_goes_on_from_an_export(
         *("--hf_assets_path", str(exported), "--checkpoint.enable"),
         *("--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf"),
     )
-    record("Llama 3, losses of three steps, from an export", agreement(run, one_process))
+    check_agreement(run, llama.one_process)
     again, before = load(run.checkpoint(3)), load(exported)
     assert gfsa.filters_of(again).keys() == gfsa.filters_of(before).keys()
     moved = [
@@ -377,34 +337,38 @@ def test_training_goes_on_from_an_export(
 
 
 def test_an_export_of_other_filters_is_refused(
-    tmp_path: Path, assets: Path, exported: Path
+    tmp_path: Path, llama: Study, exported: Path
 ) -> None:
     arguments = [argument.replace('"K": 3', '"K": 4') for argument in runs.overrides()]
     with pytest.raises(RuntimeError, match=r"'K': 3.* the model's is GFSA .*'K': 4"):
         runs.train(
             tmp_path,
             "llama",
-            *("--hf_assets_path", str(assets), "--checkpoint.enable"),
+            *("--hf_assets_path", str(llama.assets), "--checkpoint.enable"),
             *("--checkpoint.initial_load_path", str(exported), "--checkpoint.initial_load_in_hf"),
             *arguments,
         )
 
 
 def test_a_transformers_folder_without_filters_is_a_start(
-    tmp_path: Path, assets: Path, exported: Path, one_process: runs.Run
+    tmp_path: Path, llama: Study, exported: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(exported).save_pretrained(tmp_path / "plain")
     run = from_seed(
-        tmp_path / "run", assets, tmp_path / "plain", "--checkpoint.initial_load_in_hf", steps=1
+        tmp_path / "run",
+        llama.assets,
+        tmp_path / "plain",
+        "--checkpoint.initial_load_in_hf",
+        steps=1,
     )
     assert "has no graph filters: they start as configured" in run.output
-    assert run.losses != pytest.approx(one_process.losses[:1], abs=1e-3)
+    assert run.losses != pytest.approx(llama.one_process.losses[:1], abs=1e-3)
 
 
-def test_a_configuration_of_ones_own(tmp_path: Path, assets: Path) -> None:
-    run = runs.train(tmp_path, "upper_llama", "--hf_assets_path", str(assets), steps=2)
+def test_a_configuration_of_ones_own(tmp_path: Path, llama: Study) -> None:
+    run = runs.train(tmp_path, "upper_llama", "--hf_assets_path", str(llama.assets), steps=2)
     assert run.losses[1] != run.losses[0]
     assert [name for group in run.groups for name in group["names"] if "gfsa" in name] == [
         "layers.2.attention.gfsa.theta",
@@ -412,11 +376,16 @@ def test_a_configuration_of_ones_own(tmp_path: Path, assets: Path) -> None:
     ]
 
 
-def test_torchtitans_checkpoint_manager_is_warned_of(tmp_path: Path, assets: Path) -> None:
+def test_torchtitans_checkpoint_manager_is_warned_of(tmp_path: Path, llama: Study) -> None:
     run = runs.train(
         tmp_path,
         "llama",
-        *("--hf_assets_path", str(assets), "--checkpoint.enable", "--checkpoint.last_save_in_hf"),
+        *(
+            "--hf_assets_path",
+            str(llama.assets),
+            "--checkpoint.enable",
+            "--checkpoint.last_save_in_hf",
+        ),
         *runs.overrides()[:2],
         steps=1,
     )
@@ -453,22 +422,13 @@ def test_a_model_is_plugged_once() -> None:
         gfsa.titan.plug(config)
 
 
-def test_cost(rows: tuple[Tensor, Tensor], record: Record) -> None:
-    """What forward and backward of the tiny Llama take with filters and without, in turns."""
-    plain, config = built(tiny.llama()), tiny.llama()
+def test_cost(rows: tuple[Tensor, Tensor], costs: Any) -> None:
+    config = tiny.llama()
     gfsa.titan.plug(config, K=3)
-    models = {"plain": plain, "filtered": with_noise(built(config))}
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(12):
-        for name, model in models.items():
-            begun = time.perf_counter()
-            model(*rows, model.get_attention_masks(rows[1])).logsumexp(-1).mean().backward()
-            seconds[name].append(time.perf_counter() - begun)
-    plain_step, filtered_step = (statistics.median(seconds[name][2:]) for name in models)
-    assert filtered_step > plain_step
-    ratio = filtered_step / plain_step
-    record(
-        "time",
-        f"a second pass of attention: {ratio:.2f}× forward and backward of a tiny model (256 "
-        "tokens, SDPA with a mask in place of flex attention)",
-    )
+    plain, filtered = built(tiny.llama()), with_noise(built(config))
+
+    def step(model: Any) -> None:
+        model(*rows, model.get_attention_masks(rows[1])).logsumexp(-1).mean().backward()
+
+    of = "a forward and backward (256 tokens, SDPA with a mask in place of flex attention)"
+    costs(lambda: step(filtered), lambda: step(plain), of)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,6 @@ def test_a_trained_model_is_served(
     files: int,
     vllm: Path,
     tmp_path: Path,
-    record: Callable[[str, str], None],
 ) -> None:
     assets = tmp_path / "assets"
     tiny.write_assets(assets, name)
@@ -79,11 +77,6 @@ def test_a_trained_model_is_served(
         for a, b in zip(ours, wanted, strict=True)
     )
     assert worst < TOLERANCE
-    record(
-        f"{tiny.TITLES[name]}, trained on FSDP2, exported (files: {files}), served by vLLM: "
-        f"{len(PROMPTS)} prompts, {NEW_TOKENS} greedy tokens each",
-        f"the text that transformers generates, log-probabilities to {worst:.0e}",
-    )
 
 
 @torch.no_grad()

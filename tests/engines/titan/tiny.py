@@ -30,7 +30,6 @@ LENGTH = 256  # context parallelism shards whole blocks of 128 tokens
 BATCH = 4
 LAYERS = 4
 WIDTH = 128  # heads are 32 wide, the least that vLLM serves on a CPU
-TITLES = {"llama": "Llama 3", "qwen": "Qwen3"}
 
 
 class Documents(BaseDataLoader):

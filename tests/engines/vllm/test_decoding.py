@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,40 +43,31 @@ def checkpoint(architecture: str, checkpoints: Any) -> Checkpoint:
     return made
 
 
-@pytest.fixture(scope="module")
-def check(architecture: str, checkpoint: Checkpoint, record: Any) -> Callable[..., None]:
-    """Compares what an engine generated with what transformers generates."""
-
-    def compare(mode: str, found: Round, more: str = "") -> None:
-        difference = largest_difference(found.texts, checkpoint.texts)
-        assert difference < TOLERANCE
-        record(
-            f"{architecture}, {mode}",
-            f"16 requests of 40 tokens identical, log-probabilities within {difference:.0e}{more}",
-        )
-
-    return compare
+def check(checkpoint: Checkpoint, found: Round, new: int = NEW_TOKENS) -> None:
+    """An engine generated what transformers generates."""
+    expected = [text.first(new) for text in checkpoint.texts]
+    assert largest_difference(found.texts, expected) < TOLERANCE
 
 
-def test_eager(checkpoint: Checkpoint, check: Any) -> None:
+def test_eager(checkpoint: Checkpoint) -> None:
     with Engine(checkpoint.folder, **EAGER) as engine:
         found, counted = engine.generate(checkpoint.prompts), engine.counters()
     # vLLM compiles the log-probabilities of tokens, the model must not be compiled
     assert counted.compiled < 30
     # one step a token: all requests are in every step
     assert found.steps == 40
-    check("eager, 16 requests at once", found, f"; {found.steps} steps")
+    check(checkpoint, found)
 
 
-def test_compiled(checkpoint: Checkpoint, check: Any) -> None:
+def test_compiled(checkpoint: Checkpoint) -> None:
     with Engine(checkpoint.folder, **{**EAGER, "enforce_eager": False}) as engine:
         found, counted = engine.generate(checkpoint.prompts), engine.counters()
     # the model: an engine that falls back to eager mode would give the same tokens
     assert counted.compiled > 100
-    check("compiled", found)
+    check(checkpoint, found)
 
 
-def test_chunked_prefill_and_prefix_caching(checkpoint: Checkpoint, check: Any) -> None:
+def test_chunked_prefill_and_prefix_caching(checkpoint: Checkpoint) -> None:
     with Engine(
         checkpoint.folder,
         enforce_eager=True,
@@ -92,47 +81,35 @@ def test_chunked_prefill_and_prefix_caching(checkpoint: Checkpoint, check: Any) 
     prompt_tokens = sum(map(len, checkpoint.prompts))
     assert first.cached == 0
     assert first.steps > prompt_tokens / 24
-    check("chunked prefill", first, f"; {prompt_tokens} prompt tokens, at most 24 tokens a step")
+    check(checkpoint, first)
     assert again.cached >= 64
-    check("prefix-cache hits", again, f"; {again.cached:.0f} prompt tokens from the cache")
+    check(checkpoint, again)
 
 
-def test_ngram_speculation(checkpoint: Checkpoint, check: Any) -> None:
+def test_ngram_speculation(checkpoint: Checkpoint) -> None:
     with Engine(checkpoint.folder, **EAGER, speculative_config=NGRAM) as engine:
         found, counted = engine.generate(checkpoint.prompts), engine.counters()
     # accepted drafts, and rejected ones whose places in the cache were written again
     assert 0 < counted.accepted < counted.drafted
-    drafts = f"; {counted.accepted:.0f} of {counted.drafted:.0f} drafted tokens accepted"
-    check("n-gram speculation", found, drafts)
+    check(checkpoint, found)
 
 
-def test_two_processes(checkpoint: Checkpoint, check: Any) -> None:
+def test_two_processes(checkpoint: Checkpoint) -> None:
     with Engine(checkpoint.folder, **EAGER, tensor_parallel_size=2) as engine:
-        check("tensor parallel 2", engine.generate(checkpoint.prompts))
+        check(checkpoint, engine.generate(checkpoint.prompts))
 
 
 NEW = 12
 
 
-KINDS = {
-    "learned": "K = 5 learned in part, exact K = 4, a layer without a filter",
-    "polynomials": "polynomials of degree 0 and 1, a pruned one of degree 3",
-    "fixed": "twicing, the Laplacian, PageRank of three hops",
-    "exclusive": "the exclusive term alone, beside K = 3, beside a polynomial of degree 0",
-    "soft cap": "capped attention scores (Gemma 2), K = 3 on all layers",
-    "experts": "a mixture of experts (Qwen3 MoE), filters on odd layers",
-}
+KINDS = ("learned", "polynomials", "fixed", "exclusive", "soft cap", "experts")
 
 
 @pytest.mark.parametrize("recipe", KINDS)
-def test_every_kind(recipe: str, checkpoints: Any, record: Any) -> None:
+def test_every_kind(recipe: str, checkpoints: Any) -> None:
     checkpoint = checkpoints(recipe)
     with Engine(checkpoint.folder, enforce_eager=True, max_num_batched_tokens=24) as engine:
-        found = engine.generate(checkpoint.prompts, NEW)
-    expected = [text.first(NEW) for text in checkpoint.texts]
-    difference = largest_difference(found.texts, expected)
-    assert difference < TOLERANCE
-    record(f"{KINDS[recipe]}: 16 requests", f"identical, log-probabilities within {difference:.0e}")
+        check(checkpoint, engine.generate(checkpoint.prompts, NEW), NEW)
 
 
 def write_in_several_files(checkpoint: Checkpoint, folder: Path) -> None:
@@ -160,17 +137,11 @@ def write_in_several_files(checkpoint: Checkpoint, folder: Path) -> None:
     shutil.copyfile(checkpoint.folder / "config.json", folder / "config.json")
 
 
-def test_a_checkpoint_in_several_files(checkpoints: Any, tmp_path: Path, record: Any) -> None:
+def test_a_checkpoint_in_several_files(checkpoints: Any, tmp_path: Path) -> None:
     checkpoint: Checkpoint = checkpoints("Llama")
     write_in_several_files(checkpoint, tmp_path)
     with Engine(tmp_path, enforce_eager=True) as engine:
-        found = engine.generate(checkpoint.prompts)
-    difference = largest_difference(found.texts, checkpoint.texts)
-    assert difference < TOLERANCE
-    record(
-        "Llama in two files of weights and `gfsa-descriptions.safetensors`, with their index",
-        f"16 requests of 40 tokens identical, log-probabilities within {difference:.0e}",
-    )
+        check(checkpoint, engine.generate(checkpoint.prompts))
 
 
 def test_coefficients_are_float32_in_a_bfloat16_model(checkpoints: Any) -> None:
@@ -193,60 +164,31 @@ ROUNDS = 5
 HEADS = dict.fromkeys(ARCHITECTURES, (2, 4)) | {"GPT-2": (4, 4)}
 # vLLM groups layers with a window and layers without, and fills groups up: not in proportion
 MIXED = ("Gemma 3",)
-UNPLUGGED, BACKEND, PLUGGED = "unplugged", "unplugged in the Transformers backend", "plugged"
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_cost(architecture: str, checkpoints: Any, record: Any) -> None:
+def test_cost(architecture: str, checkpoints: Any, record_testsuite_property: Any) -> None:
     checkpoint = checkpoints(architecture)
-    served: dict[str, tuple[Any, dict[str, str]]] = {
-        UNPLUGGED: (checkpoint.plain, {}),
-        PLUGGED: (checkpoint.folder, {}),
-    }
-    if architecture == "Llama":
-        # a plugged Llama runs in the Transformers backend, which has a cost of its own; an
-        # unplugged one in vLLM's own class
-        served[BACKEND] = (checkpoint.plain, {"model_impl": "transformers"})
-    with ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(
-                Engine(folder, enforce_eager=True, enable_prefix_caching=False, **options)
-            )
-            for name, (folder, options) in served.items()
-        }
-        capacity = {name: engine.counters().capacity for name, engine in engines.items()}
-        for engine in engines.values():
+    options = {"enforce_eager": True, "enable_prefix_caching": False}
+    with (
+        Engine(checkpoint.folder, **options) as plugged,
+        Engine(checkpoint.plain, **options) as plain,
+    ):
+        fewer = plain.counters().capacity / plugged.counters().capacity
+        for engine in (plugged, plain):
             # the first requests start what is started once
             engine.generate(checkpoint.prompts, 2)
-        # in turns: what slows the machine for a while slows all of them
+        # in turns: what slows the machine for a while slows both
         rounds = [
-            {name: engine.generate(checkpoint.prompts).seconds for name, engine in engines.items()}
+            [engine.generate(checkpoint.prompts).seconds for engine in (plugged, plain)]
             for _ in range(ROUNDS)
         ]
     keys, queries = HEADS[architecture]
-    fewer = capacity[UNPLUGGED] / capacity[PLUGGED]
     # degree 2: one more layer, with a key head for each query head
     expected = (keys + queries) / keys
     assert fewer == pytest.approx(expected, rel=0.05 if architecture in MIXED else 0.01)
-    record(
-        f"{architecture}: tokens that fit into 1 GiB of cache",
-        f"{capacity[PLUGGED]:,} plugged, {capacity[UNPLUGGED]:,} unplugged: 1/{fewer:.2f}",
-    )
-    tokens = NEW_TOKENS * len(checkpoint.prompts)
-    speed = {name: median(tokens / seconds[name] for seconds in rounds) for name in engines}
-    slower = {
-        name: median(seconds[PLUGGED] / seconds[name] for seconds in rounds) for name in engines
-    }
-    record(
-        f"{architecture}: tokens/s of 16 requests, eager, one core",
-        f"{speed[PLUGGED]:.0f} plugged, "
-        + ", ".join(
-            f"{speed[name]:.0f} {name} ({slower[name]:.2f} times the time)"
-            for name in engines
-            if name != PLUGGED
-        ),
-    )
     if architecture in ("Llama", "GPT-2"):
         kind = f"{architecture}, {queries} query heads, {keys} key heads"
-        record("memory", f"{fewer:.1f} times the cache a token ({kind})")
-        record("time", f"{slower[UNPLUGGED]:.2f} times a token ({architecture}, eager)")
+        record_testsuite_property("memory", f"{fewer:.1f} times the cache a token ({kind})")
+        slower = median(filtered / unfiltered for filtered, unfiltered in rounds)
+        record_testsuite_property("time", f"{slower:.2f} times a token ({architecture}, eager)")

@@ -100,21 +100,6 @@ def test_a_depth_term_is_refused(checkpoints: Any) -> None:
         parse(checkpoints("depth").folder)
 
 
-def test_gpt2_needs_the_implementation_of_vllm(checkpoints: Any, record: Any) -> None:
-    """Why a plugged GPT-2 is not served by the Transformers backend: that runs no GPT-2."""
-    plain = checkpoints("GPT-2").plain
-    with (
-        pytest.raises(EngineError, match=r"weights were not initialized.*attn.c_attn.bias"),
-        Engine(plain, model_impl="transformers", enforce_eager=True),
-    ):
-        pass
-    record(
-        "GPT-2 without filters in vLLM's Transformers backend",
-        "refused by vLLM: it finds no weights for `attn.c_attn.bias`; plugged and unplugged GPT-2 "
-        "are served by vLLM's own class",
-    )
-
-
 def change(checkpoint: Checkpoint, folder: Path, edit: Any) -> Path:
     """A copy of a checkpoint with other tensors."""
     shutil.copytree(checkpoint.folder, folder, dirs_exist_ok=True)

@@ -90,7 +90,7 @@ def request_of_the_page() -> list[str]:
     return shlex.split(block[1].replace("\\\n", " "))
 
 
-def test_curl(checkpoints: Any, tmp_path: Path, record: Any) -> None:
+def test_curl(checkpoints: Any, tmp_path: Path) -> None:
     checkpoint: Checkpoint = checkpoints("Llama")
     add_tokenizer(checkpoint.folder)
     address, *arguments = request_of_the_page()
@@ -106,7 +106,6 @@ def test_curl(checkpoints: Any, tmp_path: Path, record: Any) -> None:
             assert (
                 json.loads(answer)["choices"][0]["text"].split() == _words(expected.tokens).split()
             )
-    record("`vllm serve` asked by curl (/v1/completions)", "the text of generate")
 
 
 def _words(tokens: list[int]) -> str:

@@ -694,7 +694,8 @@ def mix_into(cache: Any, index: int | None, module: Any) -> None:
     if not isinstance(update, _MixedUpdate):
         update = cache.update = _MixedUpdate(cache)
     known = update.filters.get(index)
-    if known is None and module.gfsa.has_depth and not torch.compiler.is_compiling():
+    has_no_term = index not in update.filters and module.gfsa.has_depth
+    if has_no_term and not torch.compiler.is_compiling():
         held = cache.get_seq_length(index)
         # a length on the GPU is not waited for
         if not (isinstance(held, Tensor) and held.is_cuda) and int(held) > 0:
@@ -712,7 +713,11 @@ class _MixedUpdate:
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
-        self.filters: dict[int, weakref.ref[Any]] = {}
+        self.filters: dict[int, weakref.ref[Any] | None] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # references cannot be pickled; the next forward sets them again
+        return {"cache": self.cache, "filters": dict.fromkeys(self.filters)}
 
     def __call__(
         self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
 
 from gfsa.filters import GraphFilter
-from gfsa.filters.spec import EXTRA, is_same_filter, read_description
+from gfsa.filters.spec import EXTRA, is_same_filter, read_description, shown
 from gfsa.operators.base import combine
 
 
@@ -99,9 +99,8 @@ class ServedFilter(nn.Module):
         own = self.__dict__["filter"].describe()
         if not is_same_filter(found, own):
             raise ValueError(
-                f"{self.layer} is served with a filter {own['kind']} {own['arguments']}, the new "
-                f"weights have {found.get('kind')!r:.80} {found.get('arguments')!r:.200}; start "
-                "vLLM again to serve another filter"
+                f"{self.layer} is served with a filter {shown(own)}, the new weights have "
+                f"{shown(found)}; start vLLM again to serve another filter"
             )
 
 

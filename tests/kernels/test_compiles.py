@@ -320,11 +320,11 @@ def test_coefficients(name: str) -> None:
     ("length", "mask", "dropout", "most_stack"),
     [
         (128, 0, False, (0, 0)),
-        (128, 2, False, (0, 0)),
-        (128, 0, True, (0, 0)),
-        (197, 0, False, (32, 128)),
+        pytest.param(128, 2, False, (0, 0), marks=pytest.mark.slow),
+        pytest.param(128, 0, True, (0, 0), marks=pytest.mark.slow),
+        pytest.param(197, 0, False, (32, 128), marks=pytest.mark.slow),
         (197, 2, False, (512, 160)),
-        (256, 0, False, (200, 256)),
+        pytest.param(256, 0, False, (200, 256), marks=pytest.mark.slow),
         # before numbers that lie two in a register were kept so: 688 and 1584
         (256, 0, True, (224, 480)),
     ],
@@ -378,7 +378,7 @@ def compile_sweep(degree: int, dim: int, mask: int, exclusive: bool) -> tuple[An
     [
         (64, launching.NO_MASK, 0),
         (64, launching.SPANS, 0),
-        (128, launching.NO_MASK, 32),
+        pytest.param(128, launching.NO_MASK, 32, marks=pytest.mark.slow),
         pytest.param(128, launching.SPANS, 32, marks=pytest.mark.slow),
     ],
 )
@@ -417,7 +417,7 @@ def test_plan_of_a_causal_sweep() -> None:
 @pytest.mark.parametrize(
     ("dim", "mask", "most_stack"),
     [
-        (64, launching.NO_MASK, 0),
+        pytest.param(64, launching.NO_MASK, 0, marks=pytest.mark.slow),
         (64, launching.SPANS, 0),
         pytest.param(128, launching.NO_MASK, 0, marks=pytest.mark.slow),
         pytest.param(128, launching.SPANS, 16, marks=pytest.mark.slow),

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from gfsa.lens import measure
 from gfsa.lens.measure import attention_entropy
-from gfsa.lens.readings import AttentionReading
-from gfsa.lens.sentences import passed
 from gfsa.operators import (
     AttentionCall,
     AttentionOperator,
@@ -121,15 +119,6 @@ def test_dirichlet_energy(kind: str) -> None:
             for j in range(length):
                 total += (float(i == j) - symmetric[i, j]) * (tokens[i] @ tokens[j])
         assert got[sample].item() == pytest.approx(total / (tokens**2).sum())
-
-
-def gains(layer: AttentionReading) -> tuple[float, float]:
-    """What is passed of the upper half of the frequencies, by the map and by the filter."""
-    assert layer.spectrum is not None
-    return (
-        passed(layer.spectrum.map_response),
-        passed(layer.spectrum.filter_response),
-    )
 
 
 DOUBLE = torch.float64

@@ -85,17 +85,6 @@ def test_beams(name: str) -> None:
     assert torch.equal(with_cache.sequences, without.sequences)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_sampling(name: str) -> None:
-    model, inputs = plugged(name), prompt()
-    sequences = []
-    for use_cache in (True, False):
-        torch.manual_seed(11)
-        sampled = generate(model, inputs, do_sample=True, top_k=20, use_cache=use_cache)
-        sequences.append(sampled.sequences)
-    assert torch.equal(*sequences)
-
-
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_chunked_prefill(name: str, cache: str) -> None:
@@ -178,21 +167,6 @@ def test_a_prompt_can_be_cached_and_copied() -> None:
     for _ in range(2):
         again = generate(model, inputs, past_key_values=copy.deepcopy(cache))
         assert torch.equal(again.sequences, expected.sequences)
-
-
-def test_batch_operations_take_the_powers_along() -> None:
-    model = plugged("gpt2")
-    ids = prompt()["input_ids"]
-    cache = transformers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        cache.batch_select_indices(torch.tensor([1]))
-        cache.batch_repeat_interleave(3)
-        token = torch.tensor([[9], [10], [11]])
-        cached = model(token, past_key_values=cache).logits
-        whole = torch.cat([ids[1:].repeat(3, 1), token], dim=1)
-        expected = model(whole, use_cache=False).logits[:, -1:]
-    assert (cached - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -279,17 +253,6 @@ def test_rows_that_the_caller_reorders_are_refused(kind: str, copied: bool, how:
             )
 
 
-def test_degree_one_needs_only_keys_and_values_of_another_models_cache() -> None:
-    model, ids = ZOO["llama"].model("sdpa").float(), prompt()["input_ids"]
-    with torch.no_grad():
-        cache = model(ids[:, :-1]).past_key_values
-        # the last layer's keys and values are the same with and without its filter
-        gfsa.plug(model, K=None, layers=[model.config.num_hidden_layers])
-        randomise(model)
-        logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
-        torch.testing.assert_close(logits, model(ids, use_cache=False).logits[:, -1])
-
-
 def test_a_cache_filled_by_an_unplugged_model_is_refused() -> None:
     model = ZOO["llama"].model("sdpa")
     ids = prompt()["input_ids"]
@@ -313,9 +276,8 @@ def test_degree_one_filters_exactly_on_a_cache_filled_by_an_unplugged_model() ->
 
 
 # with a window, transformers knows the length of a static layer without reading the device
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_a_compiled_model_refuses_a_static_one(name: str) -> None:
-    model = plugged(name)
+def test_a_compiled_model_refuses_a_static_one() -> None:
+    model = plugged("mistral")
     bare = copy.deepcopy(model)
     gfsa.unplug(bare)
     ids = prompt()["input_ids"]
@@ -558,60 +520,23 @@ _SIZES = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-_SPARSE = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    # with few heads many scores are 0, and which of equal scores is chosen varies with the length
-    "index_n_heads": 16,
-    "index_head_dim": 16,
-    "index_topk": 4,
-    "num_hidden_layers": 2,
-}
-# caches that keep more than keys and values, or of which a module uses several layers
-UNUSUAL: dict[str, dict[str, Any]] = {
-    # a recurrent mixer and attention share a layer of the cache
-    "FalconH1": {
-        "num_hidden_layers": 2,
-        "mamba_d_ssm": 32,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 8,
-        "mamba_d_state": 8,
-        "mamba_n_groups": 1,
-    },
-    # one attention module serves several depths
-    "Zamba2": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-        "mamba_d_state": 8,
-        "mamba_ngroups": 1,
-        "n_mamba_heads": 4,
-        "mamba_headdim": 16,
-        "num_mem_blocks": 1,
-        "adapter_rank": 4,
-        "use_mem_rope": True,
-    },
-    # an indexer chooses the keys
-    "DeepseekV32": _SPARSE,
-    "GlmMoeDsa": _SPARSE,
-    # layers run in cycles, each with layers of the cache of its own
-    "HrmText": {"num_hidden_layers": 2},
+# a recurrent mixer and attention share a layer of the cache, and one module serves several depths
+_ZAMBA = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    "mamba_d_state": 8,
+    "mamba_ngroups": 1,
+    "n_mamba_heads": 4,
+    "mamba_headdim": 16,
+    "num_mem_blocks": 1,
+    "adapter_rank": 4,
+    "use_mem_rope": True,
 }
 
 
-@pytest.mark.parametrize("kind", UNUSUAL)
-def test_caches_that_keep_more_than_keys_and_values(kind: str) -> None:
+def test_a_cache_that_keeps_more_than_keys_and_values() -> None:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**_SIZES, **UNUSUAL[kind])
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = transformers.Zamba2ForCausalLM(transformers.Zamba2Config(**_SIZES, **_ZAMBA)).eval()
     ids = prompt()["input_ids"]
     with torch.no_grad():
         plain = model(ids, use_cache=False).logits
@@ -735,18 +660,6 @@ def test_a_decoded_token_can_be_differentiated() -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     logits.sum().backward()
     assert all(filter.theta.grad.abs().sum() > 0 for filter in gfsa.filters_of(model).values())
-
-
-def test_a_growing_cache_keeps_powers_and_nothing_beside_them() -> None:
-    model, ids = plugged("gpt2"), prompt()["input_ids"]
-    cache = transformers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids[:, :5], past_key_values=cache)
-        model(ids[:, 5:6], past_key_values=cache)
-    for layer in cache.layers:
-        ((powers,),) = layer.gfsa_powers.values()
-        assert powers.keys.shape == layer.values.shape
-        assert powers.values.numel() == 0
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

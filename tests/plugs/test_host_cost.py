@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 import gfsa
-from gfsa.functional import which_backend
-from gfsa.operators import attention
 from support.nothing_launched import nothing_launched
 
 LAYERS = 12
@@ -145,24 +143,6 @@ def decoder(kind: str) -> Any:
     return hf.LlamaForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize(
-    ("tokens", "causal", "masked"), [(40, False, False), (40, False, True), (300, True, False)]
-)
-def test_everything_but_the_kernels_runs(tokens: int, causal: bool, masked: bool) -> None:
-    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool) if masked else None
-    q = torch.zeros(1, 12, tokens, 64, dtype=torch.bfloat16, requires_grad=True)
-    coeffs = torch.ones(12, 3, requires_grad=True)
-    layer = gfsa.GFSA(12)
-    theta = layer.get_parameter("theta")
-    with nothing_launched():
-        assert which_backend(q, q, q, coeffs, mask, is_causal=causal).backend == "fused"
-        y = gfsa.graph_filter_attention(q, q, q, coeffs, mask, is_causal=causal)
-        assert all(g is not None for g in torch.autograd.grad(y, (q, coeffs), y))
-        y = layer(attention.AttentionOperator(q, q, mask, is_causal=causal), q)
-        assert all(g is not None for g in torch.autograd.grad(y, (q, theta), y))
-    assert which_backend(q, q, q, coeffs, mask, is_causal=causal).backend == "sdpa"
-
-
 def test_a_training_step_takes_few_calls() -> None:
     hf = pytest.importorskip("transformers")
     config = hf.BertConfig(
@@ -202,5 +182,6 @@ def test_a_token_by_the_kernel_is_one_launch(kind: str, static: bool) -> None:
         # attention with a mask, that of free rows, is three operators more on a CPU
         assert added(steps, count_operators) == [-3 if static else 0] * 2
     assert calls[0] < 107
-    # some of them see that the caller assigned other rows to the cache
-    assert calls[1] < 135
+    # some of them see that the caller assigned other rows to the cache, and on a CPU, where a
+    # static layer has none, four look for counters
+    assert calls[1] < 140

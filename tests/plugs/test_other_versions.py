@@ -25,7 +25,6 @@ from torch import Tensor
 import gfsa
 from gfsa.adapters.transformers.refusals import renamings_of
 from gfsa.plugs.saving import files
-from gfsa.plugs.saving.renames import Renaming
 from support import saved_filters
 from support.saved_filters import (
     DATA,
@@ -391,45 +390,6 @@ def test_every_part_of_a_whole_omni_model_is_renamed(kind: str, older: str, newe
     (known,) = renamings_of(kind)
     assert newer in known.other_names(older)
     assert older in known.reversed().other_names(newer)
-
-
-class TestRenaming:
-    """The table's entries: names and shapes there and back."""
-
-    joined = Renaming(
-        kind="Old",
-        other_kind="New",
-        inside="attention",
-        parameters=(("attention.query", "q_proj"), ("output.dense", "o_proj")),
-        only_here={"key.bias": "query.bias"},
-    )
-    here = {  # noqa: RUF012
-        "attention.query.weight": (4, 2),
-        "attention.query.bias": (4,),
-        "output.dense.weight": (2, 4),
-    }
-    there = {"q_proj.weight": (4, 2), "q_proj.bias": (4,), "o_proj.weight": (2, 4)}  # noqa: RUF012
-
-    def test_names(self) -> None:
-        assert list(self.joined.other_names("layer.0.attention.attention")) == ["layer.0.attention"]
-        back = self.joined.reversed()
-        assert list(back.other_names("layer.0.attention")) == ["layer.0.attention.attention"]
-        # this version has no such layer
-        assert list(self.joined.other_names("layer.0.attention")) == ["layer.0"]
-        assert list(self.joined.other_names("layer.0.self_attn")) == []
-
-    def test_shapes(self) -> None:
-        assert self.joined.other_shapes(self.here) == self.there
-        layer = {"query.weight": (4, 2), "query.bias": (4,), "key.bias": (4,)}
-        assert self.joined.reversed().other_shapes(self.there) == layer
-        assert self.joined.reversed().reversed() == self.joined
-
-    def test_parts_are_whole_components(self) -> None:
-        moved = Renaming(kind="A", other_kind="A", paths=(("encoder", "model.encoder"),))
-        assert list(moved.other_names("encoder.0.attn")) == ["model.encoder.0.attn"]
-        assert list(moved.other_names("my_encoder.0.attn")) == []
-        both = list(moved.other_names("encoder.encoder.0"))
-        assert both == ["model.encoder.encoder.0", "encoder.model.encoder.0"]
 
 
 # what gfsa saved at commit d3ade9e

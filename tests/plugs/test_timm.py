@@ -42,18 +42,6 @@ def models() -> dict[str, tuple[str, dict]]:
         "Swin": ("swin_tiny_patch4_window7_224", {**SWIN, "window_size": 4}),
         "Swin, fused": ("swin_tiny_patch4_window7_224", {**SWIN, "window_size": 4}),
         "Swin-V2": ("swinv2_tiny_window8_256", {**SWIN, "window_size": 4}),
-        "Swin-V2-CR": ("swinv2_cr_tiny_224", {**SWIN, "window_size": 4}),
-        "BEiT": ("beit_base_patch16_224", VIT),
-        "EVA-02": ("eva02_tiny_patch14_224", VIT),
-        "ViT with rotary positions": ("vit_small_patch16_rope_224", VIT),
-        "TNT": (
-            "tnt_s_legacy_patch16_224",
-            {**SMALL, "depth": 1, "embed_dim": 24, "num_heads_outer": 3},
-        ),
-        "ViT with relative positions": (
-            "vit_relpos_small_patch16_224",
-            {**VIT, "class_token": False},
-        ),
     }
 
 

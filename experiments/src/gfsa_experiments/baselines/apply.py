@@ -72,7 +72,8 @@ def apply(model: nn.Module, name: str, layers: Layers = "all", **options: Any) -
     """Apply a comparison method to the model's layers, in place.
 
     Args:
-        model: a model with attention that gfsa knows; ``docs/baselines.md`` lists what fits.
+        model: a model with attention that gfsa knows; ``docs/reference/baselines.md`` lists what
+            fits.
         name: one of :data:`METHODS`: ``"attnscale"``, ``"contranorm"``, ``"featscale"``,
             ``"layerscale"``, ``"neutreno"``.
         layers: which layers, as in :func:`gfsa.plug`.

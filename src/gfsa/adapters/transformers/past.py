@@ -555,6 +555,9 @@ def _state(layer: Any) -> tuple[int, tuple[int, int] | None]:
     Both are known on the host. Tensors of inference mode do not count how often they are written.
     """
     filled = layer.__dict__.get("cumulative_length")
+    if layer.keys is None:
+        # newer versions of transformers drop the rows of a layer that is reset
+        return 0, None
     try:
         if filled is None:
             filled = layer.keys.shape[-2]

@@ -190,10 +190,16 @@ def test_the_experiments_are_named_where_they_are_missing() -> None:
     assert all("pip install ./experiments" in line for line in found)
 
 
-def test_prints_versions_devices_and_operators():
+def test_prints_versions_devices_and_kernels():
     shown = CliRunner().invoke(build(), ["info"])
     assert shown.exit_code == 0
-    for text in (gfsa.__version__, platform.python_version(), torch.__version__, "cpu", "dense"):
+    for text in (
+        gfsa.__version__,
+        platform.python_version(),
+        torch.__version__,
+        "cpu",
+        "not fused",
+    ):
         assert text in shown.output
 
 
@@ -203,10 +209,7 @@ def test_absent_packages_are_said_to_be_absent(monkeypatch):
     assert "absent" in CliRunner().invoke(build(), ["info"]).output
 
 
-def test_an_operator_that_cannot_run_says_why():
-    answers = {(each.operator, each.device): each.refusal for each in info.operators()}
-    assert answers["dense", "cpu"] is None
-    assert answers["sdpa", "cpu"] is None
-    assert answers["linear", "cpu"] is None
-    # the fused kernels are for GPUs
-    assert answers["fused", "cpu"]
+def test_kernels_that_cannot_run_say_why():
+    found = {call: answer for call, answer in info.decisions().items() if call.startswith("cpu")}
+    assert {answer.backend for answer in found.values()} == {"sdpa"}
+    assert all("need an NVIDIA GPU" in str(answer) for answer in found.values())

@@ -68,7 +68,6 @@ FRAMEWORK_MODULES = {
     "gfsa.adapters.litgpt": {"litgpt"},
     "gfsa.adapters.timm": {"timm"},
     "gfsa.adapters.transformers.adapter": {"transformers"},
-    "gfsa.adapters.transformers.mask_hooks": {"transformers"},
     "gfsa.adapters.transformers.masks": {"transformers"},
     "gfsa.adapters.transformers.functions": {"transformers"},
     "gfsa.adapters.transformers.past": {"transformers"},

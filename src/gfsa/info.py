@@ -1,8 +1,7 @@
-"""``gfsa info``: versions, devices, operators; ``gfsa info MODEL``: what plug would do to it."""
+"""``gfsa info``: versions, devices, kernels; ``gfsa info MODEL``: what plug would do to it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,15 +21,6 @@ PACKAGES = (
 )
 
 
-@dataclass(frozen=True)
-class Availability:
-    """Whether an operator serves an ordinary call on a device, and if not, why not."""
-
-    operator: str
-    device: str
-    refusal: str | None
-
-
 def info(
     model: Annotated[
         str,
@@ -42,7 +32,7 @@ def info(
         bool, typer.Option("--trace", help="Also attention that no adapter knows.")
     ] = False,
 ) -> None:
-    """Print versions, devices and operators; or, given a model, what plug would do to it."""
+    """Print versions, devices and which kernels run; or, of a model, what plug would do to it."""
     from rich.console import Console
     from rich.table import Table
 
@@ -73,13 +63,6 @@ def info(
         devices_table.add_row(name, description)
     console.print(devices_table)
 
-    operators_table = Table(title="operators", title_justify="left")
-    for heading in ("operator", "device", "runs here"):
-        operators_table.add_column(heading)
-    for found in operators():
-        answer = "yes" if found.refusal is None else f"no: {found.refusal}"
-        operators_table.add_row(found.operator, found.device, answer)
-    console.print(operators_table)
     for call, decision in decisions().items():
         console.print(f"{call}: {decision}", highlight=False)
 
@@ -122,46 +105,24 @@ def devices() -> dict[str, str]:
     return found
 
 
-def operators() -> list[Availability]:
-    """Whether each operator serves a small ordinary call on each kind of device."""
-    import torch
-
-    from gfsa.functional import which_backend
-
-    answers = []
-    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-        # the smallest call that any kernel would take
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        tokens = torch.zeros(1, 1, 64, 64, device=device, dtype=dtype)
-        coeffs = torch.tensor([0.0, 1.0, 0.0], device=device)
-        for operator in ("dense", "sdpa", "fused"):
-            try:
-                which_backend(tokens, tokens, tokens, coeffs, backend=operator)
-                refusal = None
-            except ValueError as error:
-                refusal = str(error).partition(": ")[2] or str(error)
-            answers.append(Availability(operator, device, refusal))
-        answers.append(Availability("linear", device, None))
-    return answers
-
-
 def decisions() -> dict[str, Decision]:
-    """What ``auto`` runs for training calls on a GPU, as ``which_backend`` says it."""
+    """What ``which_backend`` says of training calls on each kind of device."""
     import torch
 
     from gfsa.functional import which_backend
 
     found: dict[str, Decision] = {}
-    if not torch.cuda.is_available():
-        # the operators say all there is to say
-        return found
-    for length, head_dim, causal in ((128, 64, False), (1024, 64, True), (2048, 128, True)):
-        # one number stands for all tokens: nothing is computed
-        tokens = torch.zeros(1, 1, 1, 1, device="cuda", dtype=torch.bfloat16)
-        tokens = tokens.expand(8, 12, length, head_dim)
-        for degree in (1, 2):
-            coeffs = torch.zeros(degree + 1, device="cuda")
-            kind = "causal tokens" if causal else "tokens"
-            call = f"degree {degree}, {length} {kind}, head dim {head_dim}"
-            found[call] = which_backend(tokens, tokens, tokens, coeffs, is_causal=causal)
+    for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
+        # elsewhere than on a GPU all lengths are served alike
+        lengths = ((128, 64, False), (1024, 64, True), (2048, 128, True))
+        for length, head_dim, causal in lengths if device == "cuda" else lengths[:1]:
+            # one number stands for all tokens: nothing is computed
+            dtype = torch.bfloat16 if device == "cuda" else torch.float32
+            tokens = torch.zeros(1, 1, 1, 1, device=device, dtype=dtype)
+            tokens = tokens.expand(8, 12, length, head_dim)
+            for degree in (1, 2):
+                coeffs = torch.zeros(degree + 1, device=device)
+                kind = "causal tokens" if causal else "tokens"
+                call = f"{device}, degree {degree}, {length} {kind}, head dim {head_dim}"
+                found[call] = which_backend(tokens, tokens, tokens, coeffs, is_causal=causal)
     return found

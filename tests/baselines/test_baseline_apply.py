@@ -75,10 +75,9 @@ def test_one_method_at_a_time() -> None:
     assert len(gfsa.filters_of(model)) == 2
 
 
-@pytest.mark.parametrize("method", ["attnscale", "neutreno"])
-def test_unplugged_by_the_other_door(method: str) -> None:
+def test_unplugged_by_the_other_door() -> None:
     model = encoder()
-    apply(model, method)
+    apply(model, "attnscale")
     gfsa.unplug(model)
     model(IDS % 9)
     baselines.remove(model)
@@ -292,12 +291,11 @@ class TestAsFilters:
 
 
 class TestNeuTRENO:
-    def test_layers_of_different_stacks_are_refused(self) -> None:
-        model = nn.Transformer(12, 3, 1, 1, 20)
-        with pytest.raises(ValueError, match=r"stacks: decoder\.layers.*encoder\.layers"):
+    def test_a_stack_of_one_layer_is_refused(self) -> None:
+        model = encoder(1)
+        with pytest.raises(ValueError, match="one filtered layer"):
             baselines.apply(model, "neutreno")
         assert not gfsa.filters_of(model)
-        assert len(baselines.apply(model.encoder, "neutreno").plugged) == 1
 
     @torch.no_grad()
     def test_the_first_layer_is_the_source_although_it_was_not_chosen(self) -> None:
@@ -313,26 +311,10 @@ class TestNeuTRENO:
     def test_a_layer_by_itself_is_refused(self) -> None:
         model = encoder()
         baselines.apply(model, "neutreno")
-        with pytest.raises(RuntimeError, match="outside of its model's forward"):
-            model.blocks[1](torch.randn(1, 4, 12))
-        model(IDS % 9)
-        with pytest.raises(RuntimeError, match="outside of its model's forward"):
-            model.blocks[0](torch.randn(1, 4, 12))
-
-    def test_a_forward_that_raised_leaves_no_values(self) -> None:
-        model = encoder()
-        baselines.apply(model, "neutreno")
-
-        def stop(*_: Any) -> None:
-            raise KeyError("the second layer")
-
-        handle = model.blocks[1].register_forward_pre_hook(stop)
-        with pytest.raises(KeyError, match="the second layer"):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="has not run in this forward"):
+                model.blocks[1](torch.randn(1, 4, 12))
             model(IDS % 9)
-        handle.remove()
-        with pytest.raises(RuntimeError, match="outside of its model's forward"):
-            model.blocks[1](torch.randn(*IDS.shape, 12))
-        model(IDS % 9)
 
     def test_gradients_reach_the_first_layer_through_its_values(self) -> None:
         torch.manual_seed(0)
@@ -363,8 +345,8 @@ def test_gradient_checkpointing(method: str, reentrant: bool) -> None:
 
     plain = gradients()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if method == "neutreno":
-        with pytest.raises(RuntimeError, match="gradient_checkpointing_disable"):
+    if method == "neutreno" and reentrant:
+        with pytest.raises(ValueError, match="use_reentrant=False"):
             gradients()
         return
     again = gradients()

@@ -9,20 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from gfsa_experiments.models import GraphormerCollator, GraphViTCollator
 from gfsa_experiments.models.graphs import dense_adjacency, random_walk_encoding
 from gfsa_experiments.tasks.graph.features import (
-    MAX_HOPS,
     laplacian_encoding,
-    pack,
     pair_features,
-    patch_features,
-    unpack,
     walk_encoding,
 )
-from gfsa_experiments.tasks.graph.graphs import GraphSet, spans
+from gfsa_experiments.tasks.graph.graphs import GraphSet
 from gfsa_experiments.tasks.graph.readers import read_graphs
 from support.graph_files import (
     labels,
@@ -140,34 +134,6 @@ def test_a_few_bad_graphs_are_reported_and_many_refused(tmp_path: Path, what: st
         read_graphs("molesol", tmp_path / "worse")
 
 
-def test_pairs_are_those_of_the_collator(solubility: GraphSet) -> None:
-    features = pair_features(solubility)
-    pair, _ = spans(torch.zeros(1, dtype=torch.long), (solubility.nodes**2).sum()[None])
-    assert len(features["pairs"]) == len(pair) + 1
-    at, collator = 0, GraphormerCollator(MAX_HOPS)
-    for graph in separate(solubility, range(len(solubility))):
-        expected, size = collator.prepare(graph), len(graph.x)
-        distance, paths = unpack(features["pairs"][at : at + size * size])
-        assert torch.equal(distance.view(size, size), expected.distance.int())
-        wanted = expected.paths.long()
-        found = paths.view(size, size, MAX_HOPS).long()
-        assert torch.equal(found < 0, wanted < 0)
-        there = wanted >= 0
-        assert torch.equal(features["kinds"][found[there]].long(), graph.edge_attr[wanted[there]])
-        at += size * size
-    nothing = unpack(features["pairs"][-1])
-    assert nothing[0] == -1
-    assert (nothing[1] == -1).all()
-
-
-def test_packing_loses_nothing() -> None:
-    distance = torch.tensor([-1, 0, 5, 32_000])
-    paths = torch.tensor([[-1] * 5, [0, 1, 2, 3, 126], [126, -1, -1, -1, -1], [7] * 5])
-    again = unpack(pack(distance, paths))
-    assert again[0].tolist() == distance.tolist()
-    assert again[1].tolist() == paths.tolist()
-
-
 def test_graphormer_wants_kinds_of_edges(solubility: GraphSet) -> None:
     real = dataclasses.replace(
         solubility, edge_attr=torch.rand(len(solubility.edge_attr), 1), edge_features=1
@@ -205,45 +171,3 @@ def test_eigenvectors_are_the_lowest_of_each_graph(solubility: GraphSet) -> None
             vectors[:, :kept].T @ vectors[:, :kept], torch.eye(kept), atol=1e-5, rtol=0
         )
         assert (vectors[:, kept:] == 0).all()
-
-
-@pytest.mark.parametrize("num_patches", [1, 4, 32])
-def test_patches_are_those_of_the_collator(solubility: GraphSet, num_patches: int) -> None:
-    features = patch_features(solubility, num_patches, 1, 3)
-    collator = GraphViTCollator(num_patches, walk_steps=0, patch_walk_steps=3)
-    at = dict.fromkeys(("copies", "joins", "patches", "shared"), 0)
-
-    def take(name: str, count: int, counted: str) -> Tensor:
-        return features[name][..., at[counted] : at[counted] + count]
-
-    for number, graph in enumerate(separate(solubility, range(len(solubility)))):
-        expected = collator.prepare(graph)
-        copies, joins, patches = (
-            int(features[name][number]) for name in ("copies", "joins", "patches")
-        )
-        assert patches == len(expected.adjacency)
-        for name, count, counted in (
-            ("copy_node", copies, "copies"),
-            ("copy_patch", copies, "copies"),
-            ("copy_edges", joins, "joins"),
-            ("copy_edge_id", joins, "joins"),
-        ):
-            assert torch.equal(take(name, count, counted).long(), getattr(expected, name)), name
-        shared = take("shared", patches**2, "shared").view(patches, patches)
-        assert torch.equal(shared.float(), expected.adjacency)
-        walk = features["patch_walk"][at["patches"] : at["patches"] + patches]
-        torch.testing.assert_close(walk, expected.patch_walk, atol=1e-6, rtol=0)
-        at["copies"] += copies
-        at["joins"] += joins
-        at["patches"] += patches
-        at["shared"] += patches**2
-    assert at["copies"] == len(features["copy_node"])
-    assert at["joins"] == len(features["copy_edge_id"])
-
-
-def test_the_fingerprint_sees_every_bond(solubility: GraphSet, tmp_path: Path) -> None:
-    again = GraphSet(**{name: getattr(solubility, name) for name in GraphSet.__annotations__})
-    assert again.digest == solubility.digest
-    again.edge_attr[0, 0] = (again.edge_attr[0, 0] + 1) % 5
-    changed = GraphSet(**{name: getattr(again, name) for name in GraphSet.__annotations__})
-    assert changed.digest != solubility.digest

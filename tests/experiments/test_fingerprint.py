@@ -226,7 +226,7 @@ def of_speech(**parts: list[Any]) -> str:
 def test_speech_by_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> str:
         read_an4.cache_clear()
-        train, test = read_an4(tmp_path, 0.0).values()
+        train, test = read_an4(tmp_path, 0.0)[0].values()
         return of_speech(train=train[1:20], test=test)
 
     path = write_an4(tmp_path)

@@ -277,21 +277,6 @@ def test_methods_change_nothing_to_begin_with(data: Path, model: str, method: st
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("model", ["graphormer-slim", "gps", "graph-vit"])
-def test_it_learns_to_count_atoms(data: Path, model: str) -> None:
-    task = made(data, "zinc", model, **STILL)
-    optimiser = torch.optim.AdamW(task.model.parameters(), 3e-3)
-    batch = items(task).__getitems__(range(12))
-    losses = []
-    for _ in range(40):
-        loss = task.loss(task.model, batch)
-        loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.4 * losses[0]
-
-
 def test_labels_that_are_missing_teach_nothing(data: Path) -> None:
     task = made(data, "moltox21", **STILL)
     batch = items(task).__getitems__([0, 1, 2, 3])
@@ -335,10 +320,8 @@ def test_errors_and_accuracy_are_scored(data: Path) -> None:
 
 RUNS = [
     ("zinc", "graphormer-slim", "mae"),
-    ("molesol", "graphormer", "rmse"),
     ("peptides-func", "gps", "ap"),
     ("molhiv", "graph-vit", "rocauc"),
-    ("zinc", "graph-vit", "mae"),
 ]
 
 

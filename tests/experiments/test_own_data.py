@@ -59,7 +59,7 @@ class TestNames:
             ("code", {"data": "devign.csv"}, "data=devign codebert-base"),
             ("graph", {"data": "./zinc"}, "data=zinc graphormer-slim"),
             ("graph", {"data": "pyg:TUDataset:MUTAG"}, "data=TUDataset-MUTAG graphormer-slim"),
-            ("speech", {"data": "an4"}, "data=an4 transformer-d12"),
+            ("speech", {"data": "./an4"}, "data=an4 transformer-d12"),
             ("lra", {"data": "image.csv"}, "data=image softmax"),
             ("image", {"data": "a/cifar10", **SMALL_IMAGES}, "folder=cifar10 deit_tiny-d1"),
             ("pretrain", {"data": "hub:someone/wiki:en"}, "wiki-en qwen3-15m"),
@@ -278,7 +278,7 @@ def test_a_row_has_no_folders_of_a_machine(path: str, kept: str) -> None:
     (run,) = Request("text", settings=settings).runs()
     # the label has the model's name
     assert run.key().settings == f"data={kept}"
-    assert run.command.endswith(f"--set data={kept} --set model=bert")
+    assert run.command.endswith(f"--set model=bert --set data={kept}")
     assert run.config.data == path  # type: ignore[attr-defined]
 
 

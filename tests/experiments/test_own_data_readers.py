@@ -204,22 +204,15 @@ class TestGraphs:
         with pytest.raises(ValueError, match="test has labels that train lacks: 1, 2"):
             read_graphs(str(tmp_path / "mine.npz"), tmp_path)
 
-    def test_files_of_pyg(self, tmp_path: Path) -> None:
-        from torch_geometric.data import InMemoryDataset
-
-        graphs = rings(40)
-        torch.save(graphs, tmp_path / "list.pt")
-        InMemoryDataset.save(graphs, str(tmp_path / "mine.pt"))
-        listed, saved = (read_graphs(str(tmp_path / f"{n}.pt"), tmp_path) for n in ("list", "mine"))
-        for name in ("x", "edge_index", "y", "nodes", "split"):
-            assert torch.equal(getattr(listed, name), getattr(saved, name))
-        (tmp_path / "set" / "processed").mkdir(parents=True)
-        for part, some in (("train", graphs[:20]), ("val", graphs[20:30]), ("test", graphs[30:])):
-            InMemoryDataset.save(some, str(tmp_path / f"set/processed/{part}.pt"))
-        parts = read_graphs(str(tmp_path / "set"), tmp_path)
-        assert parts.split.tolist() == [0] * 20 + [1] * 10 + [2] * 10
-        assert parts.own is not None
-        assert parts.own.split_by == "the parts that it names"
+    def test_a_list_of_pyg(self, tmp_path: Path) -> None:
+        torch.save(rings(40), tmp_path / "list.pt")
+        found = read_graphs(str(tmp_path / "list.pt"), tmp_path)
+        assert found.own is not None
+        assert found.own.splits == {"train": 32, "valid": 4, "test": 4}
+        assert found.nodes.tolist() == [ring.num_nodes for ring in rings(40)]
+        torch.save({"graphs": 1}, tmp_path / "other.pt")
+        with pytest.raises(ValueError, match="expected a list of PyG's Data, got a dict"):
+            read_graphs(str(tmp_path / "other.pt"), tmp_path)
 
     def test_one_hot_rows_are_kinds(self, tmp_path: Path) -> None:
         graphs = [ring(4, y=torch.tensor([i % 2])) for i in range(20)]

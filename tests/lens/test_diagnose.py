@@ -240,10 +240,6 @@ IDS = torch.arange(30).reshape(3, 10) % 17
 MASK = torch.arange(10) < torch.tensor([[10], [6], [8]])
 
 
-def cosines(states: list[Tensor], mask: Tensor | None) -> list[float]:
-    return [measure.cosine_similarity(x, mask).mean().item() for x in states]
-
-
 def transformers_model(kind: str, implementation: str = "sdpa") -> Any:
     import transformers as hf
 
@@ -278,7 +274,7 @@ def test_transformers(kind: str, implementation: str, plugged: bool) -> None:
     with torch.no_grad():
         states = model(**batch, output_hidden_states=True).hidden_states
     reading = only(diagnose(model, batch))
-    expected = cosines(list(states), batch["attention_mask"].bool())
+    expected = expected_cosines(list(states), batch["attention_mask"].bool())
     got = [feature.cosine for feature in reading.features]
     assert len(got) == 4
     # decoders report their last features after the final norm

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -279,40 +277,6 @@ def test_dropout_draws_the_same_numbers_with_a_filter_and_without(build: Build) 
     assert torch.equal(twin(*inputs), plain)
     torch.manual_seed(8)
     assert not torch.equal(twin(*inputs), plain)
-
-
-@every_model
-def test_even_layers(build: Build) -> None:
-    model, _ = build()
-    assert list(gfsa.plug(model, layers="even").plugged) == [
-        "blocks.1.attention",
-        "blocks.3.attention",
-    ]
-
-
-@every_model
-def test_saved_and_loaded(build: Build, tmp_path: Path) -> None:
-    model, inputs = build()
-    model.eval()
-    twin = copy.deepcopy(model)
-    gfsa.plug(model, K=4)
-    perturb(model)
-    gfsa.save(model, tmp_path)
-    gfsa.load(twin, tmp_path)
-    assert torch.equal(twin(*inputs), model(*inputs))
-
-
-@every_model
-def test_copied_and_pickled(build: Build) -> None:
-    model, inputs = build()
-    gfsa.plug(model.eval())
-    perturb(model)
-    expected = model(*inputs)
-    assert torch.equal(copy.deepcopy(model)(*inputs), expected)
-    stored = io.BytesIO()
-    torch.save(model, stored)
-    stored.seek(0)
-    assert torch.equal(torch.load(stored, weights_only=False)(*inputs), expected)
 
 
 @every_model

@@ -25,7 +25,7 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_overlay,
 )
 
-from gfsa.adapters.transformers import mask_hooks  # noqa: E402
+from gfsa.adapters.transformers import masks  # noqa: E402
 from gfsa.adapters.transformers.masks import DescribedMask, describe_mask  # noqa: E402
 
 N = 12
@@ -100,7 +100,7 @@ def written_by_transformers() -> Iterator[None]:
     """Masks as an unplugged model makes them."""
     with pytest.MonkeyPatch.context() as patch:
         real = property(lambda view: view.real._attn_implementation)
-        patch.setattr(mask_hooks.MaskConfigView, "_attn_implementation", real)
+        patch.setattr(masks.MaskConfigView, "_attn_implementation", real)
         yield
 
 
@@ -472,7 +472,7 @@ def test_a_call_may_say_whether_it_is_causal() -> None:
 
 def test_threads_may_leave_a_model_at_the_same_time() -> None:
     real = plugged("bert").config
-    reads = [mask_hooks.MaskConfigView(real, False)]
+    reads = [masks.MaskConfigView(real)]
 
     class LeftMeanwhile:
         """A model that another thread leaves after its config was read once."""
@@ -485,7 +485,7 @@ def test_threads_may_leave_a_model_at_the_same_time() -> None:
         def config(self, value: Any) -> None:
             assert value is real
 
-    mask_hooks._LeaveView()(LeftMeanwhile(), (), None)
+    masks._leave_view(LeftMeanwhile())
     assert not reads
 
 

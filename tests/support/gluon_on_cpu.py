@@ -4,6 +4,9 @@ For kernels whose warps hand tiles to each other, where a wrong phase or count d
 are delayed at random. A matrix product is computed as late as it may be, when its result is waited
 for, and a copy into shared memory as early, so a slot that is released too early gives wrong
 numbers. Layouts, rounding, registers and the order of memory accesses are not modelled.
+
+Triton's interpreter does not run Gluon: it has no barriers, copy engine or partitions of warps.
+Without this module only a Hopper GPU could run these kernels.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def decoder_sizes(shape: Shape) -> Sizes:
 
 
 def _decoder(sizes: Sizes, setting: Setting) -> Any:
-    model = build_decoder(sizes, PretrainConfig().variant())
+    model = build_decoder(sizes)
     model.loss_function = NextTokenLoss(compiled=setting.compiled is not None)
     return model.to(setting.device).train()
 

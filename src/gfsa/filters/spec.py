@@ -169,15 +169,13 @@ def build(
 
 def check_positive_int(name: str, value: Any) -> None:
     """Accept an integer from 1 to a limit that no model reaches."""
-    _check_integer(name, value, least=1, most=_MOST_HEADS)
+    check_order(name, value, least=1, most=_MOST_HEADS)
 
 
-def check_order(name: str, value: Any, least: int, otherwise: str = "") -> None:
+def check_order(
+    name: str, value: Any, least: int, otherwise: str = "", most: int = _MOST_POWERS
+) -> None:
     """Accept an integer that can be a power of A; ``otherwise`` tells what else is allowed."""
-    _check_integer(name, value, least, _MOST_POWERS, otherwise)
-
-
-def _check_integer(name: str, value: Any, least: int, most: int, otherwise: str = "") -> None:
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if not is_integer or not least <= value <= most:
         bound = f"at most {most}" if is_integer and value > most else f"at least {least}"

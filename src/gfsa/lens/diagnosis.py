@@ -288,21 +288,7 @@ Key = tuple[str, int]
 
 
 class Recorder:
-    """Hooks on a model whose attention modules are all plugged.
-
-    .. code-block:: python
-
-        with plugged_everywhere(model, "refuse") as (sites, bare, refusals):
-            with Recorder(model, sites, "all", options) as recorder, recorder.listening():
-                model(**batch)
-            recorder.features(), recorder.attention(bare)
-
-    Args:
-        model: as given to :func:`plugged_everywhere`.
-        sites: its attention modules, all plugged.
-        layers: which of them to measure, as in :func:`gfsa.plug`.
-        options: what to measure.
-    """
+    """Measures the layers of a model whose attention modules are all plugged (``sites``)."""
 
     def __init__(
         self, model: nn.Module, sites: dict[str, Site], layers: Layers, options: LensOptions

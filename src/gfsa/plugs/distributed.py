@@ -86,19 +86,12 @@ def _wrapper_around(model: nn.Module) -> str | None:
 
 
 def _wrapper_of(model: nn.Module) -> str | None:
-    # every wrapper is a module, and there are far fewer classes of modules than objects; by id of
-    # type(), because objects of other libraries may raise when their class is asked for or compared
-    kinds = {id(kind): _wrapper_kind(kind) for kind in _subclasses(nn.Module)}
-    wrappers = {kind: wrapper for kind, wrapper in kinds.items() if wrapper is not None}
-    for candidate in [found for found in gc.get_objects() if id(type(found)) in wrappers]:
-        if any(module is model for module in candidate.modules()):
-            return wrappers[id(type(candidate))]
+    # by type(), because objects of other libraries may raise when their class is asked for
+    for found in [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]:
+        wrapper = _wrapper_kind(type(found))
+        if wrapper is not None and any(module is model for module in found.modules()):
+            return wrapper
     return None
-
-
-def _subclasses(kind: type) -> set[type]:
-    direct: set[type] = set(type.__subclasses__(kind))
-    return direct.union(*(_subclasses(subclass) for subclass in direct))
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:

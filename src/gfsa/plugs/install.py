@@ -163,45 +163,28 @@ def detach(site: Site) -> None:
     forget_tokens(site.module)
 
 
-def refuse_changed_since(plugged: Sequence[Site]) -> None:
+def refuse_changed_since(plugged: Iterable[Site]) -> None:
     """Raise if a module was changed after it was plugged in a way that unplugging would break."""
-    _refuse_replaced_forward(plugged)
-    _refuse_parametrised(plugged)
-
-
-def _refuse_replaced_forward(plugged: Iterable[Site]) -> None:
-    """Raise if an instance has a forward that would call its filter after that is removed."""
     for site in plugged:
         module = site.module
         # only plugging that gives the module another class gives it another forward
-        if CLASS not in module.__dict__ or has_bound_forward(module):
+        if CLASS not in module.__dict__:
             continue
         own = module.__dict__.get("forward")
-        if own is not None and _calls(own, type(module).forward):
+        wrapped = None if own is None else getattr(inspect.unwrap(own), "__func__", None)
+        if wrapped is type(module).forward and not has_bound_forward(module):
             raise ValueError(
                 f"the forward of {site.name} was wrapped after it was plugged (accelerate's hooks "
                 "do that), and would still call the filter. Remove the wrapper first (for "
                 "accelerate: remove_hook_from_module(model, recurse=True))"
             )
-
-
-def _refuse_parametrised(plugged: Iterable[Site]) -> None:
-    """Raise if an instance would lose the class that torch's parametrisation gave it."""
-    for site in plugged:
-        module = site.module
-        tensors = getattr(module, "parametrizations", {})
         # each parametrised tensor is a property of the class that is on top
-        if CLASS in module.__dict__ and any(name in vars(type(module)) for name in tensors):
+        if any(name in vars(type(module)) for name in getattr(module, "parametrizations", {})):
             raise ValueError(
                 f"{site.name} was parametrised after it was plugged, which changed its class. Call "
                 "torch.nn.utils.parametrize.remove_parametrizations on it first, then "
                 "gfsa.unplug(model)"
             )
-
-
-def _calls(wrapper: Any, forward: Any) -> bool:
-    """Whether a wrapped function is the bound method of ``forward``."""
-    return getattr(inspect.unwrap(wrapper), "__func__", None) is forward
 
 
 def notify_adapters(model: nn.Module, changed: Iterable[Site]) -> None:

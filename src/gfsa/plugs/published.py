@@ -30,17 +30,7 @@ from gfsa.plugs.transaction import all_or_nothing
 
 # where the attention dropout of that code acts
 _DROPOUT: dict[str, DropoutPlace] = {"lamb": "filter", "beta": "filter", "w_K": "attention"}
-# K as it is written into the files that call the parameter lamb
-_HARD_CODED = {
-    "vit": 4,
-    "deit": 4,
-    "cait": 4,
-    "swin": 3,
-    "roberta": 4,
-    "t5": 3,
-    "bart": 2,
-    "plbart": 2,
-}
+_WITH_LAMB = {"vit", "deit", "cait", "swin", "roberta", "t5", "bart", "plbart"}
 # of the backbones whose parameter is w_K, these have no option w_0
 _WITHOUT_W0 = {"graphormer"}
 
@@ -126,7 +116,8 @@ def _settings(model: nn.Module, parameter: str, K: int | None, w0: float | None)
     config = getattr(model, "config", None)
     backbones = backbones_of(model)
     if K is None and parameter == "lamb":
-        known = {_HARD_CODED[backbone] for backbone in backbones if backbone in _HARD_CODED}
+        # K is written into the files that call the parameter lamb; RoBERTa's is of the code task
+        known = {4 if name == "roberta" else _PAPER[name]["K"] for name in backbones & _WITH_LAMB}
         if len(known) == 1:
             (K,) = known
     elif K is None:
@@ -411,15 +402,16 @@ _PAPER: dict[str, dict[str, Any]] = {
     "albert": _LANGUAGE,
     "roberta": _LANGUAGE,
     "gpt2": _LANGUAGE,
-    "vit": {"K": 4, "learn": ("wK",), "dropout_after": "filter"},
-    "deit": {"K": 4, "learn": ("wK",), "dropout_after": "filter"},
-    "cait": {"K": 4, "learn": ("wK",), "dropout_after": "filter"},
-    "swin": {"K": 3, "learn": ("wK",), "dropout_after": "filter"},
-    "graphormer": {"K": 2, "learn": ("wK",), "dropout_after": "attention"},
-    "speech": {"K": 2, "learn": ("wK",), "dropout_after": "filter"},
-    "t5": {"K": 3, "learn": ("wK",), "dropout_after": "filter"},
-    "bart": {"K": 2, "learn": ("wK",), "dropout_after": "filter"},
-    "plbart": {"K": 2, "learn": ("wK",), "dropout_after": "filter"},
+    "graphormer": {**_LANGUAGE, "K": 2},
+    **{
+        name: {"K": K, "learn": ("wK",), "dropout_after": "filter"}
+        for K, names in {
+            4: ("vit", "deit", "cait"),
+            3: ("swin", "t5"),
+            2: ("speech", "bart", "plbart"),
+        }.items()
+        for name in names
+    },
 }
 
 # classes of other libraries that are one of the paper's backbones

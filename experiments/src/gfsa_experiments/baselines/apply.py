@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.plugs.api import plan_filters
+from gfsa.plugs.api import plan_filters, plug
 from gfsa.plugs.distributed import refuse_distributed
 from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.sites import (
@@ -38,7 +37,6 @@ from gfsa_experiments.baselines.methods import (
     BaselineFilter,
     ContraNorm,
     FeatScale,
-    FirstValues,
     LayerScale,
     NeuTRENO,
     Scope,
@@ -180,48 +178,22 @@ def _is_applied(model: nn.Module) -> bool:
 
 
 def _apply_neutreno(model: nn.Module, layers: Layers, options: dict[str, Any]) -> BaselineReport:
-    """NeuTRENO; the model's first layer stores its values for the others."""
-    memory = FirstValues()
+    """NeuTRENO; the model's first layer is the source of v⁰ for the others."""
 
     def build(heads: int) -> NeuTRENO:
-        return NeuTRENO(heads, memory=memory, **options)
+        return NeuTRENO(heads, **options)
 
-    found = sites(model)
-    everywhere, _ = plan_filters(model, found, "all", build)
+    everywhere, _ = plan_filters(model, sites(model), "all", build)
     modules = {site.name: site.module for site, _ in everywhere}
-    _check_one_stack(model, modules, {method.num_heads for _, method in everywhere})
+    _refuse_windows("neutreno", modules.values())
     source = next(iter(modules))
     wanted = {source, *select_layers(modules, layers)}
-    planned, report = plan_filters(model, found, lambda name, module: name in wanted, build)
-    install(model, planned)
-    first = planned[0][1]
-    assert isinstance(first, NeuTRENO)
-    first.is_source = True
-    stack = model.get_submodule(_stack_of(model, source))
-    stack.register_forward_pre_hook(OpenFirstValues(memory))
-    # also after a forward that raised: its values are no other forward's
-    stack.register_forward_hook(Close(memory), always_call=True)
+    report = plug(model, filter=build, layers=lambda name, module: name in wanted, depth=True)
     where = {
-        name: "the source of v⁰" if name == source else "its attention's output"
-        for name in report.plugged
+        name: "its attention's output" if site.filter.has_depth else "the source of v⁰"
+        for name, site in plugged_sites(model).items()
     }
     return BaselineReport("neutreno", where, report.skipped, report.parameters)
-
-
-def _check_one_stack(model: nn.Module, modules: dict[str, nn.Module], heads: set[int]) -> None:
-    """Refuse models whose layers do not all have the same tokens and heads."""
-    _refuse_windows("neutreno", modules.values())
-    stacks = sorted({re.sub(r"\d+", "#", name) for name in modules})
-    reason = None
-    if len(stacks) > 1:
-        reason = f"its layers are of different stacks: {', '.join(stacks)}"
-    elif len(heads) > 1:
-        reason = f"its layers have different numbers of heads: {sorted(heads)}"
-    if reason is not None:
-        raise ValueError(
-            "NeuTRENO adds the first layer's values to those of every layer, token by token, which "
-            f"is not possible in {type(model).__name__}: {reason}. Apply it to one stack of layers"
-        )
 
 
 def _refuse_windows(name: str, modules: Iterable[nn.Module]) -> None:
@@ -231,17 +203,6 @@ def _refuse_windows(name: str, modules: Iterable[nn.Module]) -> None:
         raise ValueError(
             f"{name} cannot be applied to a {type(found).__name__}, which attends in windows"
         )
-
-
-def _stack_of(model: nn.Module, name: str) -> str:
-    """The name of the module that contains all layers and is called once per forward."""
-    path = name.split(".") if name else []
-    numbered = next((i for i, part in enumerate(path) if part.isdigit()), len(path) - 1)
-    path = path[: max(numbered, 0)]
-    containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    while path and isinstance(model.get_submodule(".".join(path)), containers):
-        path.pop()
-    return ".".join(path)
 
 
 @dataclass(frozen=True)
@@ -374,9 +335,9 @@ class OpenScope(Hook):
 
 
 class Close(Hook):
-    """After a block, or the model's stack of layers, ran: forgets the state of its forward."""
+    """After a block ran: forgets the state of its forward."""
 
-    def __init__(self, state: Scope | FirstValues) -> None:
+    def __init__(self, state: Scope) -> None:
         self.state = state
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -410,14 +371,6 @@ class AtOutput(AtPlace):
         if isinstance(output, Tensor):
             return self.change(output)
         return self.change(output[0]), *output[1:]
-
-
-class OpenFirstValues(Hook):
-    def __init__(self, memory: FirstValues) -> None:
-        self.memory = memory
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.memory.open()
 
 
 def over_tokens(x: Tensor, sequence_first: bool, change: Callable[[Tensor], Tensor]) -> Tensor:

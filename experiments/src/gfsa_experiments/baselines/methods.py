@@ -91,47 +91,6 @@ class Scope:
             )
 
 
-class FirstValues:
-    """The values of a model's first layer, for its later layers in the same forward."""
-
-    def __init__(self) -> None:
-        self._now = threading.local()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FirstValues, ()
-
-    def open(self) -> None:
-        self._now.open = True
-        self._now.values = None
-
-    def close(self) -> None:
-        self._now.open = False
-        self._now.values = None
-
-    def first(self, values: Tensor, is_source: bool) -> Tensor:
-        """The first layer's values; ``values`` themselves if the first layer calls."""
-        if not getattr(self._now, "open", False):
-            raise RuntimeError(
-                "a layer with NeuTRENO ran outside of its model's forward, where the first "
-                "layer's values are not known: gradient checkpointing that recomputes a layer "
-                "(call model.gradient_checkpointing_disable()), or a layer called on its own"
-            )
-        if self._now.values is None:
-            if not is_source:
-                raise RuntimeError(
-                    "the first layer of the model did not run before this one, so there are no "
-                    "first values for NeuTRENO (layers dropped in training?)"
-                )
-            self._now.values = values
-        found: Tensor = self._now.values
-        if found.shape != values.shape:
-            raise RuntimeError(
-                f"NeuTRENO adds the first layer's values {tuple(found.shape)} to a layer whose "
-                f"values are {tuple(values.shape)}: both must have the same tokens and heads"
-            )
-        return found
-
-
 class BaselineFilter(GraphFilter):
     """A method that is plugged like a filter but is not a polynomial of A."""
 
@@ -226,36 +185,43 @@ class NeuTRENO(BaselineFilter):
     Args:
         num_heads: heads of the layer.
         alpha: 0.6 in vision and 0.4 in language modelling, as published.
-        memory: holds the first layer's values; shared by the layers of one model.
-        is_source: whether this is the model's first layer.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        alpha: float = 0.6,
-        memory: FirstValues | None = None,
-        is_source: bool = False,
-    ) -> None:
+    def __init__(self, num_heads: int, alpha: float = 0.6) -> None:
         super().__init__(num_heads)
         self.alpha = check_number("alpha", alpha, least=0.0)
-        self.memory = memory
-        self.is_source = is_source
+
+    def add_depth(self) -> Self:
+        self.has_depth = True
+        return self
+
+    def depth(self) -> Tensor | None:
+        return self.base.new_full((len(self.base),), self.alpha) if self.has_depth else None
+
+    def mix_values(self, v: Tensor) -> Tensor:
+        # the map acts on the layer's own values; those of the first layer become v⁰
+        if not self.has_depth and self.first_values is not None:
+            self.first_values.keep(v)
+        return v
 
     def forward(self, operator: Operator, v: Tensor) -> Tensor:
         """``v`` of shape ``(B, H, N, D)`` to ``A·v + α(v⁰ − v)``."""
         self.check_dropout_place()
-        if self.memory is None:
+        if self.first_values is None:
             raise RuntimeError(
                 "NeuTRENO needs the first layer's values: gfsa.baselines.apply(model, 'neutreno') "
-                "gives the layers a common memory"
+                "connects the layers"
             )
+        if not operator.values_are_mixed:
+            v = self.mix_values(v)
         own, mixed = operator.powers(v, 1)
-        own = repeat_heads(own, mixed)
-        first = self.memory.first(own, self.is_source)
-        if first is own:
+        alpha = self.depth()
+        if alpha is None:
             return mixed
-        y = mixed + self.alpha * (first - own).to(at_least_float32(mixed.dtype))
+        pulled = self.first_values.add(own, alpha, self.place)
+        wide = at_least_float32(mixed.dtype)
+        pull = pulled.to(wide) - (1 + self.alpha) * own.to(wide)
+        y = mixed + repeat_heads(pull, mixed)
         return y.to(mixed.dtype)
 
     def map(self, operator: DenseOperator, v: Tensor | None = None) -> Tensor:

@@ -1,1 +1,1 @@
-"""What several tasks share: data files, the hub, tokenizers, pretrained models, token batches."""
+"""What several tasks share: own data, known files, tables, corpora, pretrained models."""

@@ -7,20 +7,15 @@ import os
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from gfsa_experiments.data.own import OPENERS
 from gfsa_experiments.engine.task import DataSource
-from gfsa_experiments.engine.whole_files import write_whole
-
-Tensors = dict[str, Tensor]
 
 _DAMAGED = (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error)
 # with a larger share of bad rows the file is probably not the expected one
@@ -96,29 +91,6 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
 def cache_folder(setting: str = "") -> Path:
     """Where prepared data is kept: the setting, ``GFSA_CACHE``, or ``~/.cache/gfsa``."""
     return Path(setting or os.environ.get("GFSA_CACHE") or "~/.cache/gfsa").expanduser()
-
-
-def cached_arrays(folder: str, name: str, compute: Callable[[], Tensors]) -> Tensors:
-    """The result of ``compute()``, from ``folder/name.npz`` if an earlier process saved it there.
-
-    Args:
-        folder: empty for no cache.
-        name: must contain everything that the result depends on.
-        compute: called if the file does not exist or cannot be read.
-    """
-    if not folder:
-        return compute()
-    path = Path(folder).expanduser() / f"{name}.npz"
-    if path.is_file():
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                return {key: torch.from_numpy(file[key]) for key in file.files}
-        except _DAMAGED as error:
-            warnings.warn(f"{path} is damaged ({error}); computing it again", stacklevel=2)
-    tensors = compute()
-    arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
-    write_whole(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
-    return tensors
 
 
 class BadRows:

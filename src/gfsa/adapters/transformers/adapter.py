@@ -3,7 +3,7 @@
 Such a model looks up ``config._attn_implementation``. A plugged attention module gets a view of its
 config that returns ``gfsa|sdpa`` where the config has ``sdpa``; the function registered under that
 name passes an operator for A to the module's filter. The model itself and its other layers see the
-real config, so the implementation can still be switched; for its masks see ``mask_hooks.py``.
+real config, so the implementation can still be switched; for its masks see ``masks.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gfsa.adapters.transformers.functions import (
     operator_maker,
     refusal_by_trial,
 )
-from gfsa.adapters.transformers.mask_hooks import PLUGGED, ConfigView, set_mask_hooks
+from gfsa.adapters.transformers.masks import PLUGGED, ConfigView, set_mask_hooks
 from gfsa.adapters.transformers.past import (
     HeldRows,
     LayerPast,

@@ -141,15 +141,16 @@ class LayerPast(Past):
 
     def _refuse_another(self, companions: Any) -> None:
         """Raise unless these companions belong to the tokens that the layer holds."""
-        held = self.length
-        if not _is_on_device(held):
-            for companion in companions:
-                known = companion.tokens()
-                if known is not None and known + self.new != held:
-                    raise ValueError(
-                        f"the cache holds {int(held) - self.new} earlier tokens, but the powers of "
-                        f"{int(known)}: {_CAUSES}"
-                    )
+        for companion in companions:
+            known = companion.tokens()
+            # only a companion that counts its tokens is compared by length
+            if known is None or _is_on_device(held := self.length):
+                continue
+            if known + self.new != held:
+                raise ValueError(
+                    f"the cache holds {int(held) - self.new} earlier tokens, but the powers of "
+                    f"{int(known)}: {_CAUSES}"
+                )
         name = _fillings_for(self.owner)
         fillings = getattr(self.layer, name, None)
         if fillings is None:
@@ -610,8 +611,8 @@ class _TracedUpdate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer
         for name in self.counted:
-            # a number that grows would be compiled again and again
-            setattr(layer, name, min(getattr(layer, name) + 1, 2))
+            # once or more often: a number that grows would be compiled again and again
+            setattr(layer, name, 2 if getattr(layer, name) else 1)
         return type(layer).update(layer, *args, **kwargs)
 
 

@@ -72,7 +72,8 @@ class _CallHook:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         # while a graph is traced nothing runs, so nothing can be concluded
-        if torch.compiler.is_compiling() or torch.fx._symbolic_trace.is_fx_tracing():
+        traced = isinstance(next(iter(tree_leaves(output)), None), torch.fx.Proxy)
+        if torch.compiler.is_compiling() or traced:
             return
         if self.on == "filter":
             self.check.called = True

@@ -90,9 +90,9 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
         if _same_whole_view(query, key):
             return
         if not torch.compiler.is_compiling() and _is_transformed():
-            query, key = untransformed(query, key)
-            if not (has_no_values(query) or has_no_values(key)):
-                if are_same_tokens(query, key):
+            same = _same_under_transforms(query, key)
+            if same is not None:
+                if same:
                     return
                 raise ValueError(_refusal(module, _OTHER_VALUES))
         if _GIVEN_COPIES in module.__dict__:
@@ -140,6 +140,8 @@ def are_same_tokens(first: Tensor, second: Tensor) -> bool:
         return True
     if first.shape != second.shape or first.device != second.device:
         return False
+    if _is_transformed():
+        return bool(_same_under_transforms(first, second))
     return _same_memory(first, second) or _same_values(first, second)
 
 
@@ -459,31 +461,14 @@ def without_transforms() -> Iterator[None]:
         yield
 
 
-def untransformed(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Tensors that torch.func has not transformed, equal if and only if the given ones are.
-
-    The samples that vmap maps are on their first axes.
-    """
-    functorch = torch._C._functorch
-    while wrapped := [x for x in (query, key) if functorch.is_functorch_wrapped_tensor(x)]:
-        # the transform that was entered last: of one of them, or of both
-        level = max(functorch.maybe_get_level(x) for x in wrapped)
-        (query, one), (key, other) = (_without_transform(x, level) for x in (query, key))
-        if one and not other:
-            key = key.expand(len(query), *key.shape)
-        if other and not one:
-            query = query.expand(len(key), *query.shape)
-    return query, key
-
-
-def _without_transform(x: Tensor, level: int) -> tuple[Tensor, bool]:
-    """A tensor without the transform of a level, if it has that one; whether it was vmap."""
-    functorch = torch._C._functorch
-    if not functorch.is_functorch_wrapped_tensor(x) or functorch.maybe_get_level(x) != level:
-        return x, False
-    axis = functorch.maybe_get_bdim(x)
-    x = functorch.get_unwrapped(x)
-    return (x, False) if axis < 0 else (x.movedim(axis, 0), True)
+def _same_under_transforms(query: Tensor, key: Tensor) -> bool | None:
+    """Whether tensors that torch.func transforms hold the same tokens; None if it is unknown."""
+    same = query == key
+    same = same | (query.isnan() & key.isnan())
+    while torch._C._functorch.is_functorch_wrapped_tensor(same):
+        # of vmap, the entries of every sample
+        same = torch._C._functorch.get_unwrapped(same)
+    return None if has_no_values(same) else bool(same.all())
 
 
 def _same_whole_view(query: Tensor, key: Tensor) -> bool:

@@ -164,11 +164,21 @@ def in_installed_names(
     accepting = {
         canonical_name(model, name): site for name, site in found.items() if not site.refusal
     }
-    misfits = _misfits(entries, accepting)
+    own = {name: fingerprint_of(site.module) for name, site in accepting.items()}
+    # saved under the name of no layer, or of one with another fingerprint
+    misfits = {
+        saved: entry
+        for saved, entry in entries.items()
+        if isinstance(entry, dict)
+        and (saved not in own or entry.get("backbone", own[saved]) != own[saved])
+    }
     if not misfits:
         return description, {}
     forms = list(_renamed_forms(model, accepting))
-    if _leaves_out_prefixes(model) and description.get("model") == type(model).__name__:
+    # wrappers (compiled, distributed, peft) have one class around any model, and the caller's own
+    # classes may share a name: there the same class does not say that the model is the same
+    is_of_transformers = hasattr(type(model), "base_model_prefix")
+    if is_of_transformers and description.get("model") == type(model).__name__:
         forms += _prefixed_forms(accepting)
     chosen = _chosen_layers(misfits, forms)
     names = [chosen.get(saved, saved) for saved in entries]
@@ -178,29 +188,10 @@ def in_installed_names(
     for layer in chosen.values():
         entry = translated["filters"][layer]
         if "backbone" in entry:
-            backbone = fingerprint_of(accepting[layer].module)
-            translated["filters"][layer] = {**entry, "backbone": backbone}
+            translated["filters"][layer] = {**entry, "backbone": own[layer]}
     if isinstance(description.get("layers"), dict):
         translated["layers"] = _renamed_stacks(description["layers"], forms, chosen)
     return translated, {layer: saved for saved, layer in chosen.items()}
-
-
-def _misfits(
-    entries: Mapping[str, Any], accepting: Mapping[str, Site]
-) -> dict[str, dict[str, Any]]:
-    """The filters whose saved name is that of no layer, or of one with another fingerprint."""
-    return {
-        saved: entry
-        for saved, entry in entries.items()
-        if isinstance(entry, dict) and not _fits(accepting.get(saved), entry)
-    }
-
-
-def _fits(site: Site | None, entry: Mapping[str, Any]) -> bool:
-    """Whether the layer that has the saved name takes the filter: no renaming is looked for."""
-    if site is None:
-        return False
-    return "backbone" not in entry or entry["backbone"] == fingerprint_of(site.module)
 
 
 def _chosen_layers(
@@ -232,15 +223,6 @@ def _renamed_forms(model: nn.Module, accepting: Mapping[str, Site]) -> Iterator[
                 backbone = fingerprint(renaming.other_kind, shapes)
                 for name in renaming.other_names(layer):
                     yield _OtherForm(layer, name, backbone)
-
-
-def _leaves_out_prefixes(model: nn.Module) -> bool:
-    """Whether the model's own class is one of transformers.
-
-    Wrappers (compiled, distributed, peft) have the same class around any model, and classes of the
-    caller's own may share a name: there the same class does not say that the model is the same.
-    """
-    return hasattr(type(model), "base_model_prefix")
 
 
 def _prefixed_forms(accepting: Mapping[str, Site]) -> Iterator[_OtherForm]:

@@ -25,7 +25,6 @@ from gfsa.plugs.checks.proof import (
     Evidence,
     are_same_tokens,
     noise_like,
-    untransformed,
     value_of_one,
     without_transforms,
 )
@@ -361,7 +360,7 @@ def _equal_pairs(inputs: Mapping[str, Tensor], names: Iterable[str]) -> tuple[tu
     firsts: list[str] = []
     pairs = []
     for name in sorted(names, key=list(inputs).index):
-        same = (n for n in firsts if are_same_tokens(*untransformed(inputs[n], inputs[name])))
+        same = (n for n in firsts if are_same_tokens(inputs[n], inputs[name]))
         first = next(same, None)
         if first is None:
             firsts.append(name)

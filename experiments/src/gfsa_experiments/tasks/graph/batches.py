@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from gfsa_experiments.data.files import Tensors
 from gfsa_experiments.models.graphs import Batch
-from gfsa_experiments.tasks.graph.features import unpack
-from gfsa_experiments.tasks.graph.graphs import GraphSet, spans, starts
+from gfsa_experiments.tasks.graph.graphs import GraphSet, Tensors, spans, starts
 
 
 class GraphItems(Dataset[Tensors], ABC):
@@ -85,8 +83,7 @@ class PairItems(GraphItems):
     """For Graphormer: the pairs of nodes that :func:`pair_features` computed."""
 
     def index(self) -> None:
-        graphs, features = self.graphs, self.features
-        self._pairs = features["pairs"]
+        graphs = self.graphs
         self._first_pair = starts(graphs.nodes**2)
         _, owner = spans(torch.zeros_like(graphs.edges), graphs.edges)
         source, target = graphs.edge_index.long() + graphs.first_node[owner]
@@ -101,23 +98,25 @@ class PairItems(GraphItems):
         row = self._first_pair[graphs][:, None] + slot * count
         pair = row[:, :, None] + slot
         # the last entry is the one for padding
-        pair.masked_fill_(padding[:, :, None] | padding[:, None, :], len(self._pairs) - 1)
+        pair.masked_fill_(
+            padding[:, :, None] | padding[:, None, :], len(self.features["paths"]) - 1
+        )
         return {
             "x": self.graphs.x[node].masked_fill_(padding[..., None], 0),
             "padding": padding,
             "in_degree": self._in_degree[node].masked_fill_(padding, 0),
             "out_degree": self._out_degree[node].masked_fill_(padding, 0),
             "edge_attr": self.features["kinds"],
-            "pairs": self._pairs.take(pair),
+            "distance": self.features["distance"][pair],
+            "paths": self.features["paths"][pair],
         }
 
     @staticmethod
     def inputs(batch: Tensors) -> Batch:
         from gfsa_experiments.models.graphormer import GraphormerBatch
 
-        wide = _wide(batch)
-        distance, paths = unpack(wide.pop("pairs"))
-        return GraphormerBatch(**wide, distance=distance, paths=paths, y=None)
+        pairs = {name: batch[name].int() for name in ("distance", "paths")}
+        return GraphormerBatch(**_wide(batch) | pairs, y=None)
 
 
 class DenseItems(GraphItems):

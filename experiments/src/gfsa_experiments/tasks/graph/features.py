@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gfsa_experiments.data.files import Tensors
 from gfsa_experiments.models.graph_vit import bisection, copies_in_patches, grown_patches
 from gfsa_experiments.models.graphs import (
     dense_adjacency,
@@ -22,7 +21,7 @@ from gfsa_experiments.models.graphs import (
     path_edges,
     random_walk_encoding,
 )
-from gfsa_experiments.tasks.graph.graphs import GraphSet, spans, starts
+from gfsa_experiments.tasks.graph.graphs import GraphSet, Tensors, spans, starts
 
 MAX_HOPS = 5
 """Edges of a path that count in the published Graphormers."""
@@ -72,10 +71,10 @@ def undirected_adjacency(graphs: GraphSet, chunk: Tensor) -> Tensor:
 def pair_features(graphs: GraphSet) -> Tensors:
     """Graphormer: distances and shortest paths between all pairs of nodes of each graph.
 
-    ``pairs``: ``(P + 1,)``, with P the number of pairs of all graphs, n² for a graph of n nodes,
-    row by row: distance and path of each pair as :func:`pack` stores them; the last entry is the
-    one for padding. ``kinds``: ``(U, F)``, the distinct rows of ``edge_attr``; paths are sequences
-    of their numbers.
+    ``distance``: ``(P + 1,)`` and ``paths``: ``(P + 1, MAX_HOPS)``, with P the number of pairs of
+    all graphs, n² for a graph of n nodes, row by row; the last entry is the one for padding.
+    ``kinds``: ``(U, F)``, the distinct rows of ``edge_attr``; paths are sequences of their numbers,
+    -1 where there is no path, or it has ended.
     """
     if isinstance(graphs.edge_features, int):
         raise ValueError(
@@ -94,7 +93,8 @@ def pair_features(graphs: GraphSet) -> Tensors:
         raise ValueError(
             f"{graphs.name} has {len(kinds)} kinds of edges; paths can name at most {_MOST_KINDS}"
         )
-    packed = torch.full((total + 1,), -1)
+    all_distances = torch.full((total + 1,), -1, dtype=torch.int16)
+    all_paths = torch.full((total + 1, MAX_HOPS), -1, dtype=torch.int8)
     first_pair = starts(pairs)
     for chunk in chunks_of_similar_size(graphs.nodes):
         edge_index, edge, size = padded_edges(graphs, chunk)
@@ -105,26 +105,9 @@ def pair_features(graphs: GraphSet) -> Tensors:
         node = torch.arange(size) < graphs.nodes[chunk][:, None]
         real = (node[:, :, None] & node[:, None, :]).view(-1, size)
         at, _ = spans(first_pair[chunk], pairs[chunk])
-        packed[at] = pack(distance, paths)[real]
-    return {"pairs": packed, "kinds": kinds}
-
-
-def pack(distance: Tensor, paths: Tensor) -> Tensor:
-    """Distance, ``(...)``, and kinds of edges, ``(..., MAX_HOPS)``, of a pair in one int64.
-
-    The host looks up a batch with one indexing operation, and the device unpacks it.
-    """
-    packed = torch.full((*distance.shape, 8), -1, dtype=torch.int8)
-    packed[..., :MAX_HOPS] = paths
-    packed.view(torch.int16)[..., 3] = distance
-    return packed.view(torch.int64)[..., 0]
-
-
-def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The arguments of :func:`pack` as int32; -1 where there is no path, or it has ended."""
-    fields = packed[..., None]
-    distance = fields.view(torch.int16)[..., 3]
-    return distance.int(), fields.view(torch.int8)[..., :MAX_HOPS].int()
+        all_distances[at] = distance[real].short()
+        all_paths[at] = paths[real].char()
+    return {"distance": all_distances, "paths": all_paths, "kinds": kinds}
 
 
 def walk_encoding(graphs: GraphSet, steps: int) -> Tensors:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gfsa_experiments.data.files import BadRows, check_count
 from gfsa_experiments.engine.task import OwnData
 
+Tensors = dict[str, Tensor]
 TRAIN, VALID, TEST = range(3)
 Kind = Literal["regression", "labels", "classes"]
 Metric = Literal["mae", "rmse", "ap", "rocauc", "accuracy"]
@@ -74,14 +73,6 @@ class GraphSet:
     def outputs(self) -> int:
         """How many numbers a model predicts for a graph."""
         return self.classes if self.kind == "classes" else self.y.shape[1]
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash of nodes and edges, part of the name of cached features."""
-        sha = hashlib.sha256()
-        for tensor in (self.nodes, self.edges, self.edge_index, self.edge_attr):
-            sha.update(np.ascontiguousarray(tensor.numpy()).tobytes())
-        return sha.hexdigest()[:16]
 
     def part(self, which: int) -> Tensor:
         """The numbers of the graphs of one split."""

@@ -2,7 +2,7 @@
 
 ``NAME_graphs.npz`` holds ``n_node``, ``n_edge``, ``edge`` with each edge once, ``y``, and perhaps
 ``node_feat``, ``edge_feat`` and ``split``; ``zinc12k_graphs.npz`` calls the features ``atom_type``
-and ``bond_type``. A ``.pt`` file is a list of PyG's ``Data``, or what ``InMemoryDataset`` writes.
+and ``bond_type``. A ``.pt`` file is a list of PyG's ``Data``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from gfsa_experiments.data.own import (
     Wanted,
     decide,
     digest_of,
-    entries_of,
     find_own,
     name_of,
     part_named,
@@ -35,7 +34,15 @@ from gfsa_experiments.data.own import (
     three_parts,
 )
 from gfsa_experiments.engine.task import OwnData
-from gfsa_experiments.tasks.graph.graphs import KINDS, TEST, Features, GraphSet, Metric, usable
+from gfsa_experiments.tasks.graph.graphs import (
+    KINDS,
+    TEST,
+    Features,
+    GraphSet,
+    Metric,
+    Tensors,
+    usable,
+)
 
 # OGB's vocabularies of atoms (element, chirality, degree, charge, hydrogens, radicals,
 # hybridisation, aromatic, in a ring) and bonds (type, stereo, conjugated)
@@ -59,16 +66,12 @@ _FACTS: dict[str, tuple[str, Metric, tuple[Features, Features]]] = {
     "molesol": ("molesol_graphs.npz", "rmse", _MOLECULES),
 }
 DATA_NAMES = tuple(_FACTS)
-EXPECTED = (
-    "a .npz or .pt file, a folder of train.pt, val.pt and test.pt, pyg:CLASS:NAME or "
-    "MODULE:CLASS:NAME"
-)
+EXPECTED = "a .npz or .pt file, pyg:CLASS:NAME or MODULE:CLASS:NAME"
 _IMPORTED = re.compile(r"[A-Za-z_][\w.]*(:[\w.-]+){1,2}")
 _SPLITS = ("train", "val", "test")
 _MOST_KINDS = 1 << 20
 
 Parts = dict[str, list[int]]
-Tensors = dict[str, Tensor]
 
 
 def is_own(data: str) -> bool:
@@ -94,12 +97,8 @@ def read_graphs(data: str, data_dir: Path, labels: Wanted = "auto") -> GraphSet:
     if path.suffix == ".npz":
         read = _from_npz(path)
         return _own(data, str(path), read, _named_parts(path, read), labels)
-    files = {"train": path} if path.is_file() else _processed_files(path)
-    graphs, parts = [], {}
-    for part, file in files.items():
-        found = _load(file)
-        parts[part] = list(range(len(graphs), len(graphs) + len(found)))
-        graphs += found
+    graphs = _load(path)
+    parts = {"train": list(range(len(graphs)))}
     return _own(data, str(path), _joined(str(path), graphs), parts, labels)
 
 
@@ -263,53 +262,25 @@ def _features(features: Tensor, where: str, of: str) -> tuple[Tensor, Features]:
     return kinds, tuple(sizes.tolist())
 
 
-def _processed_files(folder: Path) -> dict[str, Path]:
-    """The files that a PyG data set with parts leaves in its folder ``processed``."""
-    inside = folder / "processed" if (folder / "processed").is_dir() else folder
-    files = sorted(inside.glob("*.pt"))
-    found = {part: file for file in files if (part := part_named(file.stem)) is not None}
-    if found:
-        return {part: found[part] for part in PARTS if part in found}
-    # beside them PyG leaves pre_transform.pt and pre_filter.pt
-    data = [file for file in files if not file.stem.startswith("pre_")]
-    if len(data) == 1:
-        return {"train": data[0]}
-    raise FileNotFoundError(
-        f"expected train.pt, val.pt and test.pt, or one data.pt, in {inside}{entries_of(inside)}"
-    )
-
-
 def _load(path: Path) -> list[Any]:
-    """The graphs of a ``.pt`` file; nothing but tensors and PyG's own records is unpickled."""
+    """The list of graphs in a ``.pt`` file; nothing but tensors and PyG's records is unpickled."""
     from torch_geometric.data import Data
     from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
-    from torch_geometric.data.separate import separate
     from torch_geometric.data.storage import GlobalStorage
 
-    known = [Data, DataEdgeAttr, DataTensorAttr, GlobalStorage]
     try:
-        with torch.serialization.safe_globals(known):
+        with torch.serialization.safe_globals([Data, DataEdgeAttr, DataTensorAttr, GlobalStorage]):
             found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # a damaged file raises errors of many kinds
         reason = str(error).split(". ")[0]
         raise ValueError(
             f"{path} is damaged, or has more in it than tensors and PyG's Data ({reason}); "
-            "expected a list of Data, or what InMemoryDataset.save writes"
+            "expected a list of Data"
         ) from error
-    if isinstance(found, (list, tuple)) and all(isinstance(graph, Data) for graph in found):
-        return list(found)
-    if isinstance(found, tuple) and len(found) in (2, 3) and isinstance(found[0], (dict, Data)):
-        data, slices = found[0], found[1]
-        joined = Data.from_dict(data) if isinstance(data, dict) else data
-        if slices is None:
-            return [joined]
-        count = len(next(iter(slices.values()))) - 1
-        return [separate(Data, joined, i, slices, decrement=False) for i in range(count)]
-    raise ValueError(
-        f"{path}: expected a list of PyG's Data, or what InMemoryDataset.save writes, got "
-        f"{type(found).__name__}"
-    )
+    if not isinstance(found, (list, tuple)) or not all(isinstance(g, Data) for g in found):
+        raise ValueError(f"{path}: expected a list of PyG's Data, got a {type(found).__name__}")
+    return list(found)
 
 
 def _imported(data: str, data_dir: Path) -> tuple[list[Any], Parts]:

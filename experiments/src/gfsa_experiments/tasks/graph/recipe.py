@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.files import Tensors, cached_arrays, table
+from gfsa_experiments.data.files import table
 from gfsa_experiments.data.own import Wanted
 from gfsa_experiments.engine.config import (
     Count,
@@ -34,7 +33,7 @@ from gfsa_experiments.tasks.graph.features import (
     patch_features,
     walk_encoding,
 )
-from gfsa_experiments.tasks.graph.graphs import TEST, TRAIN, VALID, GraphSet
+from gfsa_experiments.tasks.graph.graphs import TEST, TRAIN, VALID, GraphSet, Tensors
 from gfsa_experiments.tasks.graph.readers import (
     DATA_NAMES,
     EXPECTED,
@@ -141,8 +140,6 @@ def build_model(config: GraphConfig, graphs: GraphSet) -> nn.Module:
 ModelName = Literal["graphormer-slim", "graphormer", "gps", "graph-vit"]
 Encoding = Literal["walk", "laplacian", "none"]
 
-# raise it when the features change: files of older versions are then ignored
-_CACHE_VERSION = 1
 _LENS_GRAPHS = 32
 
 
@@ -157,9 +154,8 @@ class GraphConfig(TrainConfig):
     in_label = ("data", "model")
 
     data: str = "zinc"
-    """A data set of ours, or graphs of the caller's own: a .npz or .pt file, a folder of train.pt,
-    val.pt and test.pt, ``pyg:CLASS:NAME`` or ``MODULE:CLASS:NAME`` (without ``:NAME`` if it takes
-    none)."""
+    """A data set of ours, or graphs of the caller's own: a .npz or .pt file, ``pyg:CLASS:NAME`` or
+    ``MODULE:CLASS:NAME`` (without ``:NAME`` if it takes none)."""
     labels: Wanted = "auto"
     """What the labels of own graphs are; ``auto``: decided by what they look like, and printed."""
     model: ModelName = "graphormer-slim"
@@ -231,8 +227,8 @@ class GraphConfig(TrainConfig):
         super().check()
         if self.data not in DATA_NAMES and not is_own(self.data):
             raise ValueError(
-                f"data must be one of {', '.join(DATA_NAMES)}, or graphs of your own ({EXPECTED}; "
-                f"a folder with a slash, ./{self.data}), got {self.data!r}"
+                f"data must be one of {', '.join(DATA_NAMES)}, or graphs of your own ({EXPECTED}), "
+                f"got {self.data!r}"
             )
         check_multiple(self, "width", "heads")
         if self.model == "gps" and self.encoding != "none":
@@ -374,22 +370,19 @@ def _features(config: GraphConfig, data_dir: Path) -> Tensors:
 def _cached_features(
     data: str, data_dir: Path, labels: Wanted, what: str, sizes: tuple[int, ...]
 ) -> Tensors:
-    """One kind of features; also cached in the folder that ``GFSA_CACHE`` names, if it is set."""
+    """One kind of features."""
     kinds: dict[str, Callable[..., Tensors]] = {
         "pairs": pair_features,
         "walk": walk_encoding,
         "laplacian": laplacian_encoding,
         "patches": patch_features,
     }
-    graphs = read_graphs(data, data_dir, labels)
-    words = ("graph", graphs.name, what, *map(str, sizes), graphs.digest, f"v{_CACHE_VERSION}")
-    folder = os.environ.get("GFSA_CACHE", "")
-    return cached_arrays(folder, "-".join(words), lambda: kinds[what](graphs, *sizes))
+    return kinds[what](read_graphs(data, data_dir, labels), *sizes)
 
 
 RECIPE = Recipe(
     name="graph",
-    title="Graphormer, GPS and Graph-ViT on molecules, peptides and superpixels",
+    title="Graphormer, GPS and Graph-ViT on molecules, peptides, or graphs of your own",
     config=GraphConfig,
     build=build,
     extra="graph",

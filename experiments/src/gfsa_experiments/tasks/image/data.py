@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gfsa_experiments.data.files import check_count, not_found, read_npz, source_of
-from gfsa_experiments.data.own import PARTS, entries_of, hold_out, part_named, three_parts
+from gfsa_experiments.data.own import (
+    Labels,
+    entries_of,
+    part_named,
+    refuse_unseen,
+    three_parts,
+)
 
 Cifar = Literal["cifar10", "cifar100"]
 SIDE = 32
@@ -98,8 +104,8 @@ class ImageFiles:
 def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
     """The images in ``train/CLASS``, ``val/CLASS`` and ``test/CLASS``, or in ``CLASS`` alone.
 
-    With ``val`` and no ``test`` it is ``val`` that is reported, and ``valid`` is held out of train.
-    Images without parts are split: 10 % test, ``holdout`` valid, the rest train.
+    Parts that are not named are split off: 10 % of all images for test, ``holdout`` for valid; with
+    ``val`` and no ``test`` it is ``val`` that is reported.
 
     Args:
         root: the folder.
@@ -112,28 +118,15 @@ def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
     if folders and ("train" not in folders or len(folders) == 1):
         raise _not_images(root)
     classes, files = _images_in(folders.get("train", root))
-    if not folders:
-        labels = [label for _, label in files]
-        rows, split_by = three_parts(
-            {"train": range(len(files))}, str(root), labels, holdout=holdout
-        )
-        listed = {part: [files[row] for row in chosen] for part, chosen in rows.items()}
-        return ImageFiles(listed, classes, split_by)
-    parts = {part: _images_in(folder, classes)[1] for part, folder in folders.items()}
-    if len(parts) == len(PARTS):
-        return ImageFiles({part: parts[part] for part in PARTS}, classes, "the parts that it names")
-    reported = "test" if "test" in parts else "valid"
-    parts = {"train": parts["train"], "test": parts[reported]}
-    split_by = f"{folders[reported].name} is reported as test"
-    if holdout:
-        train, valid = hold_out(len(files), holdout)
-        parts |= {"train": [files[row] for row in train], "valid": [files[row] for row in valid]}
-        if {label for _, label in parts["train"]} != set(range(len(classes))) or not valid:
-            raise ValueError(
-                f"holdout={holdout:g} leaves a class without images to train on, or none in valid; "
-                "add images or folders of both val and test, or set another holdout"
-            )
-        split_by += f", valid is {100 * holdout:g} % of train at random, the same in every run"
+    named = {"train": range(len(files))}
+    for part in folders.keys() - {"train"}:
+        found = _images_in(folders[part], classes)[1]
+        named[part] = range(len(files), len(files) + len(found))
+        files = files + found
+    labels = [label for _, label in files]
+    rows, split_by = three_parts(named, str(root), labels, holdout=holdout)
+    refuse_unseen(Labels(tuple(classes), [float(n) for n in labels], ""), rows, str(root))
+    parts = {part: [files[row] for row in chosen] for part, chosen in rows.items()}
     return ImageFiles(parts, classes, split_by)
 
 
@@ -168,15 +161,15 @@ def _not_images(root: Path, wanted: list[str] | None = None) -> FileNotFoundErro
 
 
 class FolderImages(Dataset[Any]):
-    """Pairs of an RGB image (PIL) and its label, read on demand."""
+    """Pairs of a transformed RGB image and its label, read on demand."""
 
-    def __init__(self, files: Sequence[File]) -> None:
-        self.files = files
+    def __init__(self, files: Sequence[File], transform: Any) -> None:
+        self.files, self.transform = files, transform
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         from PIL import Image
 
         path, label = self.files[index]
@@ -185,7 +178,7 @@ class FolderImages(Dataset[Any]):
                 if image.mode.startswith("I"):
                     # of 16 bits the upper 8: Pillow would clip them, everything above 255 white
                     image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-                return image.convert("RGB"), label
+                return self.transform(image.convert("RGB")), label
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise ValueError(
                 f"{path} is no readable image: {error}; replace or delete it"
@@ -206,13 +199,6 @@ class MemoryImages(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        """An image for timm's transforms (PIL) and its label."""
-        from PIL import Image
-
-        pixels, label = self.source(index)
-        return Image.fromarray(pixels.numpy()), label
-
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         at = self.indices[indices]
         return {
@@ -224,24 +210,6 @@ class MemoryImages(Dataset[Any]):
         """Pixels and label before any transform."""
         at = self.indices[index]
         return self.images.pixels[at], int(self.images.labels[at])
-
-
-class Transformed(Dataset[Any]):
-    """Pairs of image and label, with the image transformed."""
-
-    def __init__(self, dataset: FolderImages | MemoryImages, transform: Any) -> None:
-        self.dataset, self.transform = dataset, transform
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image, label = self.dataset[index]
-        return self.transform(image), label
-
-    def source(self, index: int) -> Any:
-        """The image before its transform."""
-        return self.dataset.source(index)
 
 
 def stack(items: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:

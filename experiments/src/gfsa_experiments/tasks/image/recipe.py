@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +10,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
-from gfsa_experiments.data.own import PARTS, digest_of, find_own, hold_out
+from gfsa_experiments.data.own import digest_of, find_own, hold_out, name_of, some
 from gfsa_experiments.engine.batches import SeededItems
 from gfsa_experiments.engine.config import (
     CountOrZero,
@@ -30,7 +27,6 @@ from gfsa_experiments.tasks.image.data import (
     FolderImages,
     ImageFiles,
     MemoryImages,
-    Transformed,
     list_images,
     stack,
 )
@@ -71,10 +67,8 @@ class ImageConfig(TrainConfig):
     """0: the model's own; for CIFAR 4 (2 for Swin, whose windows then have 4×4 tokens)."""
     holdout: Share = 0.1
     """Share of the training images held out for validation; unused with both val/ and test/."""
-    augment: Literal["auto", "device", "workers"] = "auto"
-    """CIFAR: crop, flip, erase and mix on the ``device``, or with timm in the ``workers``."""
     auto_augment: str = "rand-m9-mstd0.5-inc1"
-    """timm's RandAugment policy, applied in the workers; empty for none."""
+    """timm's RandAugment policy, for images in folders; empty for none."""
     erase: Share = 0.25
     """Probability of Random Erasing."""
     mixup: NotNegative = 0.8
@@ -100,39 +94,27 @@ class ImageConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        if self.augment == "device" and self.dataset == "folder":
-            raise ValueError(
-                "images in folders have different sizes and are augmented by the workers; "
-                "augment=device is for CIFAR"
-            )
-        if self.on_device and self.size != cifar.SIDE:
-            raise ValueError(
-                f"image_size={self.image_size} needs images to be resized, which only "
-                "augment=workers does"
-            )
+        if self.is_cifar and self.image_size not in (0, cifar.SIDE):
+            raise ValueError(f"images of CIFAR have image_size={cifar.SIDE}, got {self.image_size}")
         if self.depth and self._is_swin:
             raise ValueError("Swin has stages of 2, 2, 18 and 2 layers: depth cannot be set")
-        if not 0 < self.holdout < 1 and self.dataset != "folder":
+        if not 0 < self.holdout < 1 and self.is_cifar:
             raise ValueError(
                 f"{self.dataset} has no validation part: holdout must lie between 0 and 1, "
                 f"got {self.holdout}"
             )
 
-    def label(self, folder: str = "folder") -> str:
-        """``folder``: what to call images in folders, whose name is not among the settings."""
-        data = folder if self.dataset == "folder" else self.dataset
+    def label(self) -> str:
+        folder = f"folder={name_of(self.data)}" if self.data else "folder"
+        data = self.dataset if self.is_cifar else folder
         return f"{data} {self.model}" + (f"-d{self.depth}" if self.depth else "")
 
     def unused(self) -> dict[str, str]:
         unused = super().unused()
         unused["group_by_length"] = "every image has the same size"
-        if self.dataset == "folder":
-            unused["augment"] = "images in folders are always augmented by the workers"
-        else:
-            own = f"dataset={self.dataset} is ours; dataset=folder reads your own"
-            unused["data"] = own
-        if self.on_device:
-            unused["auto_augment"] = "only augment=workers applies timm's policies"
+        if self.is_cifar:
+            unused["data"] = f"dataset={self.dataset} is ours; dataset=folder reads your own"
+            unused["auto_augment"] = "images in folders alone take timm's policies"
         if not (self.mixup and self.cutmix):
             unused["switch"] = "it chooses between mixup and cutmix, one of which is 0"
         return unused
@@ -140,29 +122,23 @@ class ImageConfig(TrainConfig):
     def sketch(self) -> nn.Module | None:
         if find_spec("timm") is None:
             return None
-        built_from = (self.timm_name, self.size, *self.model_arguments().items())
-        if built_from not in _sketches:
-            try:
-                _sketches[built_from] = _checked_model(self, "meta")
-            except ValueError:
-                # some models cannot be built on meta; those that cannot be built at all raise again
-                return _checked_model(self, "cpu")
-        # a method changes the model that it is tried on
-        return copy.deepcopy(_sketches[built_from])
+        try:
+            return _checked_model(self, "meta")
+        except ValueError:
+            # some models cannot be built on meta; those that cannot be built at all raise again
+            return _checked_model(self, "cpu")
 
     @property
     def size(self) -> int:
-        if self.dataset != "folder":
-            return self.image_size or cifar.SIDE
-        return self.image_size or _own_size(self.timm_name)
+        return cifar.SIDE if self.is_cifar else self.image_size or _own_size(self.timm_name)
 
     @property
     def timm_name(self) -> str:
         return MODELS.get(self.model, self.model)
 
     @property
-    def on_device(self) -> bool:
-        return self.dataset != "folder" and self.augment != "workers"
+    def is_cifar(self) -> bool:
+        return self.dataset != "folder"
 
     @property
     def _is_swin(self) -> bool:
@@ -181,9 +157,9 @@ class ImageConfig(TrainConfig):
             arguments["depth"] = self.depth
         if self.patch_size:
             arguments["patch_size"] = self.patch_size
-        elif self.dataset != "folder":
+        elif self.is_cifar:
             arguments["patch_size"] = 2 if self._is_swin else 4
-        if self._is_swin and self.dataset != "folder":
+        if self._is_swin and self.is_cifar:
             arguments["window_size"] = 4
         return arguments
 
@@ -241,13 +217,24 @@ class ImageTask(Task):
 
 def build(config: ImageConfig, data_dir: Path) -> ImageTask:
     """Read the images and build the model."""
-    read = _folder_parts if config.dataset == "folder" else _cifar_parts
-    parts, num_classes = read(config, Path(data_dir))
-    model = make_model(config, num_classes)
-    splits = {part: _split(config, part, dataset) for part, dataset in parts.items()}
-    task = ImageTask(model, splits, num_classes, _augmentation(config, num_classes))
+    own, splits = None, {}
     if config.dataset == "folder":
-        task.own_data = _own_data(config, Path(data_dir))
+        root = find_own(config.data, data_dir, "a folder of images") if config.data else data_dir
+        files = list_images(Path(root).absolute(), config.holdout)
+        count, own = len(files.classes), _own_data(config, files, str(root))
+        for part, listed in files.parts.items():
+            read: Any = FolderImages(listed, _transform(config, training=part == "train"))
+            splits[part] = Split(SeededItems(read, config.seed) if part == "train" else read, stack)
+    else:
+        count = cifar.CLASSES[config.dataset]
+        both = cifar.read_cifar(Path(data_dir), config.dataset)
+        train, valid = hold_out(len(both["train"]), config.holdout)
+        for part, rows in (("train", train), ("valid", valid), ("test", range(len(both["test"])))):
+            images = both["test" if part == "test" else "train"]
+            splits[part] = Split(MemoryImages(images, rows), as_it_is)
+    model = make_model(config, count)
+    task = ImageTask(model, splits, count, _augmentation(config, count))
+    task.own_data = own
     return task
 
 
@@ -285,10 +272,6 @@ def _own_size(name: str) -> int:
     return 224 if found is None else int(found.input_size[-1])
 
 
-# a plan has many runs of few models, each of which takes half a second to build
-_sketches: dict[tuple[Any, ...], nn.Module] = {}
-
-
 def _checked_model(config: ImageConfig, device: str) -> nn.Module:
     """The model on a device, checked on one image; torch's generator is left unchanged."""
     with torch.random.fork_rng(devices=[]), torch.device(device), torch.no_grad():
@@ -303,73 +286,34 @@ def _checked_model(config: ImageConfig, device: str) -> nn.Module:
     return model
 
 
-def _folder_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Any], int]:
-    files = _image_files(config, data_dir)
-    return {name: FolderImages(part) for name, part in files.parts.items()}, len(files.classes)
-
-
-def _image_files(config: ImageConfig, data_dir: Path) -> ImageFiles:
-    return list_images(_root(config, data_dir), config.holdout)
-
-
-def _root(config: ImageConfig, data_dir: Path) -> Path:
-    root = find_own(config.data, data_dir, "a folder of images") if config.data else data_dir
-    return root.absolute()
-
-
-def _own_data(config: ImageConfig, data_dir: Path) -> OwnData:
-    files = _image_files(config, data_dir)
-    some = ", ".join(files.classes[:6]) + (", …" if len(files.classes) > 6 else "")
-    return OwnData(
-        name=_folder_name(config, data_dir),
-        source=config.data or str(data_dir),
-        splits={name: len(files.parts[name]) for name in PARTS if name in files.parts},
-        split_by=files.split_by,
-        labels=f"classification, {len(files.classes)} classes: {some}",
-        unit="images",
-        digest=_digest(files) if config.data else "",
-    )
-
-
-def _digest(files: ImageFiles) -> str:
-    """A hash of which files are in which part and class: one may have moved to another."""
-    return digest_of(
+def _own_data(config: ImageConfig, files: ImageFiles, root: str) -> OwnData:
+    # which files are in which part and class: one may have moved to another
+    pieces = (
         piece
         for part, listed in files.parts.items()
         for path, label in listed
         for piece in (part, files.classes[label], os.fsencode(os.path.basename(path)))
     )
-
-
-def _cifar_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Any], int]:
-    assert config.dataset != "folder"
-    both = cifar.read_cifar(data_dir, config.dataset)
-    train, valid = hold_out(len(both["train"]), config.holdout)
-    return {
-        "train": MemoryImages(both["train"], train),
-        "valid": MemoryImages(both["train"], valid),
-        "test": MemoryImages(both["test"], range(len(both["test"]))),
-    }, cifar.CLASSES[config.dataset]
-
-
-def _split(config: ImageConfig, part: str, dataset: Any) -> Split:
-    if config.on_device:
-        return Split(dataset, as_it_is)
-    changed: Dataset[Any] = Transformed(dataset, _transform(config, training=part == "train"))
-    return Split(SeededItems(changed, config.seed) if part == "train" else changed, stack)
+    return OwnData(
+        name=name_of(config.data or root),
+        source=config.data or root,
+        splits={part: len(listed) for part, listed in files.parts.items()},
+        split_by=files.split_by,
+        labels=f"classification, {len(files.classes)} classes: {some(files.classes)}",
+        unit="images",
+        digest=digest_of(pieces) if config.data else "",
+    )
 
 
 def _transform(config: ImageConfig, training: bool) -> Any:
     """timm's transform from an image to a normalised tensor."""
     from timm.data import create_transform
-    from torchvision.transforms import RandomCrop
 
-    mean, std = _IMAGENET if config.dataset == "folder" else _CIFAR[config.dataset]
-    small = config.dataset != "folder" and config.size == cifar.SIDE
+    mean, std = _IMAGENET
     shared = {"input_size": config.size, "interpolation": "bicubic", "mean": mean, "std": std}
     if not training:
-        return create_transform(**shared, crop_pct=1.0 if small else _CROP)
-    transform = create_transform(
+        return create_transform(**shared, crop_pct=_CROP)
+    return create_transform(
         **shared,
         is_training=True,
         color_jitter=0.0 if config.auto_augment else 0.3,
@@ -377,10 +321,6 @@ def _transform(config: ImageConfig, training: bool) -> Any:
         re_prob=config.erase,
         re_mode="pixel",
     )
-    if small:
-        # as DeiT does: a random part of a small image shows too little of it
-        transform.transforms[0] = RandomCrop(config.size, padding=4)
-    return transform
 
 
 def _augmentation(config: ImageConfig, num_classes: int) -> Any:
@@ -388,7 +328,7 @@ def _augmentation(config: ImageConfig, num_classes: int) -> Any:
 
     return Augmentation(
         num_classes,
-        Normalise(*_CIFAR[config.dataset]) if config.on_device else None,
+        Normalise(*_CIFAR[config.dataset]) if config.is_cifar else None,
         erase=config.erase,
         mixup=config.mixup,
         cutmix=config.cutmix,
@@ -397,22 +337,10 @@ def _augmentation(config: ImageConfig, num_classes: int) -> Any:
     )
 
 
-def label(config: ImageConfig, data_dir: Path) -> str:
-    """Data set and model; a folder of images is labelled by its name, ``folder=flowers``."""
-    return config.label(f"folder={_folder_name(config, data_dir)}")
-
-
-def _folder_name(config: ImageConfig, data_dir: Path) -> str:
-    # symbolic links are not resolved; a blank would end the name
-    folder = Path(os.path.expanduser(config.data)) if config.data else data_dir
-    return re.sub(r"\s+", "_", Path(os.path.abspath(folder)).name)
-
-
 RECIPE = Recipe(
     name="image",
     title="Image classification from scratch: DeiT, CaiT, Swin",
     config=ImageConfig,
     build=build,
     extra="image",
-    label=label,
 )

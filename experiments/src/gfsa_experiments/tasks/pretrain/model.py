@@ -42,24 +42,22 @@ class Sizes:
         return self.block * (6.0 * weights + 6.0 * self.depth * inner * self.block)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """How a plain decoder may differ from Qwen3: what filters are compared with."""
-
-    qk_norm: QKNorm = "learned"
-    """``learned``: normalised heads with a learned gain per channel, as Qwen3 has them; ``none``:
-    as Llama; ``fixed``: normalised, no gains; ``temperature``: normalised, and one learned factor
-    per head."""
-    gate: bool = False
-    """See :class:`GatedAttention`."""
-    init_std: float = 0.02
-
-
-def build_decoder(sizes: Sizes, variant: Variant, end: int | None = None) -> Any:
+def build_decoder(
+    sizes: Sizes,
+    end: int | None = None,
+    qk_norm: QKNorm = "learned",
+    gate: bool = False,
+    init_std: float = 0.02,
+) -> Any:
     """A new Qwen3: RMSNorm, RoPE, SwiGLU, no biases, no dropout.
 
     Args:
         end: the token that begins a document.
+        qk_norm: ``learned``: normalised heads with a learned gain per channel, as Qwen3 has them;
+            ``none``: as Llama; ``fixed``: normalised, no gains; ``temperature``: normalised, and
+            one learned factor per head.
+        gate: see :class:`GatedAttention`.
+        init_std: standard deviation of the random weights.
     """
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -74,25 +72,22 @@ def build_decoder(sizes: Sizes, variant: Variant, end: int | None = None) -> Any
         max_position_embeddings=sizes.block,
         tie_word_embeddings=sizes.tied,
         use_cache=False,
-        initializer_range=variant.init_std,
+        initializer_range=init_std,
         bos_token_id=end,
         eos_token_id=end,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     for layer in model.model.layers:
-        _change_norms(layer.self_attn, sizes, variant.qk_norm, config.rms_norm_eps)
-        if variant.gate:
-            layer.self_attn = GatedAttention(layer.self_attn, sizes, variant.init_std)
+        attention = layer.self_attn
+        if qk_norm != "learned":
+            attention.q_norm, attention.k_norm = nn.Identity(), nn.Identity()
+        if qk_norm in ("fixed", "temperature"):
+            attention.k_norm = HeadNorm(config.rms_norm_eps)
+            learned = sizes.heads if qk_norm == "temperature" else 0
+            attention.q_norm = HeadNorm(config.rms_norm_eps, learned)
+        if gate:
+            layer.self_attn = GatedAttention(attention, sizes, init_std)
     return model
-
-
-def _change_norms(attention: nn.Module, sizes: Sizes, qk_norm: QKNorm, eps: float) -> None:
-    if qk_norm == "learned":
-        return
-    attention.q_norm, attention.k_norm = nn.Identity(), nn.Identity()
-    if qk_norm != "none":
-        attention.k_norm = HeadNorm(eps)
-        attention.q_norm = HeadNorm(eps, sizes.heads if qk_norm == "temperature" else 0)
 
 
 class GatedAttention(nn.Module):

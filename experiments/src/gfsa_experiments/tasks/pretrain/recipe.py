@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,7 +34,7 @@ from gfsa_experiments.tasks.pretrain.data import (
     positions_in_documents,
     token_files,
 )
-from gfsa_experiments.tasks.pretrain.model import QKNorm, Sizes, Variant, build_decoder
+from gfsa_experiments.tasks.pretrain.model import QKNorm, Sizes, build_decoder
 from gfsa_experiments.tasks.pretrain.probes import probe
 
 # depth, width, heads and width of the MLP; with 16,384 tokens and a tied head 5.4, 15.4, 46.9 and
@@ -156,9 +156,10 @@ class PretrainConfig(TrainConfig):
             tied=self.tied,
         )
 
-    def variant(self) -> Variant:
-        """What is asked of the decoder beside its size."""
-        return Variant(**{field.name: getattr(self, field.name) for field in fields(Variant)})
+    def decoder(self, vocabulary: int, end: int | None = None) -> Any:
+        """A new decoder for so many different tokens."""
+        sizes = self.sizes(vocabulary)
+        return build_decoder(sizes, end, self.qk_norm, self.gate, self.init_std)
 
     def choice(self) -> TokenizerChoice:
         return TokenizerChoice("" if self.tokenizer == "bpe" else self.tokenizer, self.vocab_size)
@@ -169,7 +170,7 @@ class PretrainConfig(TrainConfig):
         except ModuleNotFoundError:
             return None
         with torch.device("meta"):
-            model: nn.Module = build_decoder(self.sizes(self.vocab_size), self.variant())
+            model: nn.Module = self.decoder(self.vocab_size)
             return model
 
     def label(self) -> str:
@@ -214,7 +215,7 @@ class PretrainTask(Task):
         self._probes, self._in_bf16 = config.probes, config.precision == "bf16"
         sizes = config.sizes(found.meta.vocabulary)
         self.work = Work(sizes.block, sizes.flops())
-        model = build_decoder(sizes, config.variant(), self._end)
+        model = config.decoder(found.meta.vocabulary, self._end)
         model.loss_function = NextTokenLoss(config.compile != "no")
         if config.residual == "bf16":
             model.get_input_embeddings().register_forward_hook(_in_bf16)

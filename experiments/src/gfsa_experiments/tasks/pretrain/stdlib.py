@@ -147,16 +147,12 @@ class ByteDecoder(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def tokens(self, ids: Tensor) -> list[Tensor]:
-        """The tokens ``(B, N, width)`` that enter the first block and leave each block."""
-        states = [self.embed(ids)]
-        for block in self.blocks:
-            states.append(block(states[-1]))
-        return states
-
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits ``(B, N, 256)``."""
-        return F.linear(self.norm(self.tokens(ids)[-1]), self.embed.weight)
+        """Logits ``(B, N, 256)`` for bytes ``(B, N)``."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embed.weight)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Utterances with their transcripts: AN4, LibriSpeech, or recordings of a caller's own.
+"""Utterances with their transcripts: AN4, or recordings of a caller's own, LibriSpeech's too.
 
 A folder of recordings has ``transcripts.tsv`` (or ``.csv``) with the columns ``path``, relative to
 it, and ``text``, and ``speaker`` and ``split`` if they are known; or LibriSpeech's layout, in which
@@ -26,14 +26,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from gfsa_experiments.data.files import (
-    BadRows,
-    check_count,
-    find_file,
-    not_found,
-    read_npz,
-    source_of,
-)
+from gfsa_experiments.data.files import BadRows, check_count, find_file, read_npz, source_of
 from gfsa_experiments.data.own import (
     PARTS,
     digest_of,
@@ -50,16 +43,6 @@ from gfsa_experiments.engine.task import OwnData, Split, as_it_is
 
 LETTERS = " 'ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """The characters of the transcripts of AN4 and LibriSpeech."""
-LIBRISPEECH = {
-    "train-clean-100": 28_539,
-    "train-clean-360": 104_014,
-    "train-other-500": 148_688,
-    "dev-clean": 2_703,
-    "dev-other": 2_864,
-    "test-clean": 2_620,
-    "test-other": 2_939,
-}
-"""Its sets, and how many utterances each has."""
 SAMPLE_RATE, HOP, _WINDOW, _MELS = 16_000, 160, 400, 80
 _TABLES = ("transcripts.tsv", "transcripts.csv")
 _AUDIO = (".flac", ".wav", ".ogg", ".mp3")
@@ -93,7 +76,7 @@ def normalised(features: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=2)
-def read_an4(data_dir: Path, holdout: float) -> Sets:
+def read_an4(data_dir: Path, holdout: float) -> tuple[Sets, None]:
     """CMU AN4's utterances as 13 cepstra per frame; ``valid`` are some speakers of ``train``.
 
     ``an4_mfcc.npz`` holds for ``train`` and ``test`` the concatenated frames ``feat_*``, the counts
@@ -106,7 +89,7 @@ def read_an4(data_dir: Path, holdout: float) -> Sets:
     parts = named
     if holdout:
         parts, _ = three_parts(named, str(path), groups=speakers, holdout=holdout)
-    return {part: [found[row] for row in rows] for part, rows in parts.items()}
+    return {part: [found[row] for row in rows] for part, rows in parts.items()}, None
 
 
 def _an4_part(path: Path, part: str) -> list[Utterance]:
@@ -142,19 +125,6 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-@lru_cache(maxsize=8)
-def read_librispeech(data_dir: Path, name: str) -> list[Utterance]:
-    """One of the sets, e.g. ``train-clean-100``; the audio stays on the disk."""
-    source = source_of("librispeech")
-    folders = [data_dir / folder / name for folder in source.folders]
-    folder = next((folder for folder in folders if folder.is_dir()), None)
-    if folder is None:
-        raise not_found(data_dir, f"LibriSpeech/{name}", source)
-    found = [dataclasses.replace(one, part=name) for one, _ in _utterances(folder, _lines(folder))]
-    check_count(f"LibriSpeech {name}", len(found), LIBRISPEECH[name], "utterances")
-    return found
-
-
 @dataclass(frozen=True)
 class _Line:
     """One line of a table or transcript."""
@@ -162,7 +132,8 @@ class _Line:
     path: Path
     text: str
     speaker: str
-    part: str | None
+    part: str
+    """``test`` or ``test-clean``; empty if nothing says it."""
 
 
 @lru_cache(maxsize=2)
@@ -172,8 +143,9 @@ def read_own(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnData]:
     lines = _lines(root)
     named: dict[str, list[int]] = {}
     found: list[Utterance] = []
-    for utterance, part in _utterances(root, lines):
-        named.setdefault(part or "train", []).append(len(found))
+    for utterance in _utterances(root, lines):
+        part = part_named(re.split(r"[-_.]", utterance.part)[0]) or "train"
+        named.setdefault(part, []).append(len(found))
         found.append(utterance)
     speakers = [utterance.speaker for utterance in found]
     to_split = {speakers[row] for row in named.get("train", ())}
@@ -187,9 +159,8 @@ def read_own(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnData]:
     if unused:
         split_by += f"; {unused} recordings without a transcript are not used"
     sets = {
-        part: [dataclasses.replace(found[row], part=part) for row in parts[part]]
-        for part in PARTS
-        if part in parts
+        part: [dataclasses.replace(found[row], part=found[row].part or part) for row in rows]
+        for part, rows in parts.items()
     }
     own = OwnData(
         name=name_of(data),
@@ -207,8 +178,8 @@ def read_own(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnData]:
     return sets, own
 
 
-def _utterances(root: Path, lines: Sequence[_Line]) -> list[tuple[Utterance, str | None]]:
-    """The recordings that can be used, each with the part that it is named after."""
+def _utterances(root: Path, lines: Sequence[_Line]) -> list[Utterance]:
+    """The recordings that can be used."""
     import soundfile
 
     bad, found = BadRows(root, "utterances", "utterance"), []
@@ -224,7 +195,7 @@ def _utterances(root: Path, lines: Sequence[_Line]) -> list[tuple[Utterance, str
         frames = -(-info.frames * SAMPLE_RATE // info.samplerate) // HOP + 1
         features = partial(_features, line.path)
         given = line.speaker, line.text, frames, features, line.path.read_bytes
-        found.append((Utterance("", line.path.stem, *given), line.part))
+        found.append(Utterance(line.part, line.path.stem, *given))
     bad.report(len(found))
     return found
 
@@ -271,14 +242,11 @@ def _of_table(table: Path, root: Path) -> Iterator[_Line]:
     # a speaker may be unknown
     for values in read_rows(str(table), root, wanted, wanted, "speaker").values:
         row = dict(zip(wanted, values, strict=True))
-        part = _part_of_folders(table.parent.relative_to(root).parts)
-        if "split" in row:
-            part = part_named(row["split"])
-            if part is None:
-                raise ValueError(
-                    f"{table}: expected train, valid or test in the column split, got "
-                    f"{row['split']!r}"
-                )
+        part = row.get("split", _part_of_folders(table.parent.relative_to(root)))
+        if "split" in row and part_named(part) is None:
+            raise ValueError(
+                f"{table}: expected train, valid or test in the column split, got {part!r}"
+            )
         text = " ".join(row["text"].upper().split())
         yield _Line(table.parent / row["path"], text, row.get("speaker", ""), part)
 
@@ -290,14 +258,13 @@ def _of_transcript(transcript: Path, root: Path) -> Iterator[_Line]:
         path = next((path for path in beside if path.is_file()), beside[0])
         # 19-198-0000: speaker, chapter, number
         speaker = name.split("-")[0] if "-" in name else ""
-        part = _part_of_folders(transcript.parent.relative_to(root).parts)
+        part = _part_of_folders(transcript.parent.relative_to(root))
         yield _Line(path, " ".join(text.upper().split()), speaker, part)
 
 
-def _part_of_folders(folders: tuple[str, ...]) -> str | None:
-    """The part that a folder is named after: ``train`` for ``train-clean-100``."""
-    words = (re.split(r"[-_.]", folder)[0] for folder in folders)
-    return next((part for word in words if (part := part_named(word)) is not None), None)
+def _part_of_folders(place: Path) -> str:
+    """The folder that is named after a part, such as ``train-clean-100``."""
+    return next((f for f in place.parts if part_named(re.split(r"[-_.]", f)[0])), "")
 
 
 def letters_of(sets: Sets) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,15 +26,12 @@ from gfsa_experiments.tasks.speech.data import (
     BLANK,
     END,
     LETTERS,
-    LIBRISPEECH,
-    Sets,
     SpeechBatches,
     Tokens,
     Vocabulary,
     learn_vocabulary,
     letters_of,
     read_an4,
-    read_librispeech,
     read_own,
 )
 
@@ -45,7 +42,9 @@ _SUBSAMPLING = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechConfig(TrainConfig):
-    """The paper's Transformer on LibriSpeech 100h; ``encoder=branchformer`` for the other."""
+    """The paper's Transformer for LibriSpeech 100h; ``encoder=branchformer`` for the other."""
+
+    in_label = ("data",)
 
     epochs: float = 100
     batch_size: int = 32
@@ -57,17 +56,11 @@ class SpeechConfig(TrainConfig):
     clip: float = 5.0
     group_by_length: bool = True
 
-    data: str = ""
-    """Recordings of the caller's own instead of ``dataset``: a folder with transcripts.tsv (or
-    .csv), or in LibriSpeech's layout."""
-    dataset: Literal["librispeech", "an4"] = "librispeech"
-    train_sets: tuple[str, ...] = ("train-clean-100",)
-    """Of LibriSpeech, as the next two; AN4 has sets of its own."""
-    valid_sets: tuple[str, ...] = ("dev-clean",)
-    test_sets: tuple[str, ...] = ("test-clean", "test-other")
-    """Tables show the first; the others are reported in addition."""
+    data: str = "an4"
+    """CMU's AN4, or recordings of the caller's own (``./an4`` for a folder of that name): a folder
+    with transcripts.tsv (or .csv), or in LibriSpeech's layout."""
     holdout: ShareBelowOne = 0.1
-    """Share of AN4's training utterances, or of those in ``data``, held out for validation, by
+    """Share of the training utterances held out for validation if there is no part for it, by
     speaker where speakers are known."""
     tokens: Tokens = "unigram"
     vocabulary: Count = 5000
@@ -112,10 +105,6 @@ class SpeechConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        for name in ("train_sets", "test_sets"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must name at least one set of LibriSpeech")
-        self._check_sets()
         if self.graphs:
             raise ValueError("CTC's loss reads lengths on the host: leave graphs=false")
         if self.width % self.head_count or self.width % 2:
@@ -133,45 +122,13 @@ class SpeechConfig(TrainConfig):
                 f"decoder_layers={self.decoder_layers} and ctc_weight={self.ctc_weight}"
             )
 
-    def _check_sets(self) -> None:
-        """Raise ValueError if a set is unknown or serves two purposes."""
-        uses: dict[str, list[str]] = {}
-        for role in ("train_sets", "valid_sets", "test_sets"):
-            for name in getattr(self, role):
-                uses.setdefault(name, []).append(role)
-        for name, roles in uses.items():
-            if name not in LIBRISPEECH:
-                raise ValueError(
-                    f"{roles[0]} takes sets of LibriSpeech, {', '.join(LIBRISPEECH)}; got {name!r}"
-                )
-            if len(roles) > 1:
-                raise ValueError(
-                    f"the set {name} is named {len(roles)} times, in {' and in '.join(roles)}; "
-                    "what is trained on, chosen on and reported must be different sets"
-                )
-
     def unused(self) -> dict[str, str]:
-        return super().unused() | self._unused_of_data() | self._unused_of_model()
-
-    def _unused_of_data(self) -> dict[str, str]:
-        unused: dict[str, str] = {}
-        if self.data:
-            own = "data= names the recordings"
-            unused |= dict.fromkeys(("dataset", "train_sets", "valid_sets", "test_sets"), own)
-        elif self.dataset == "an4":
-            own = "AN4 has sets of its own; dataset=librispeech has these"
-            unused |= dict.fromkeys(("train_sets", "valid_sets", "test_sets"), own)
-        else:
-            unused["holdout"] = "LibriSpeech has valid_sets; dataset=an4 holds some out"
+        unused = super().unused()
         if self.tokens == "char":
             unused["vocabulary"] = "tokens=char are the letters; unigram and bpe are learned"
         for kind in ("time", "feature"):
             if not getattr(self, f"{kind}_masks"):
                 unused[f"{kind}_width"] = f"{kind}_masks=0 masks nothing"
-        return unused
-
-    def _unused_of_model(self) -> dict[str, str]:
-        unused: dict[str, str] = {}
         if self.encoder == "transformer":
             unused["kernel"] = "encoder=branchformer alone has convolutions"
             unused["decoder_hidden"] = "encoder=transformer has one hidden for both; set hidden"
@@ -198,7 +155,7 @@ class SpeechConfig(TrainConfig):
         return self.hidden or (2048 if self.encoder == "transformer" else 3072)
 
     def label(self) -> str:
-        data = f"data={name_of(self.data)}" if self.data else self.dataset
+        data = self.data if self.data == "an4" else f"data={name_of(self.data)}"
         return f"{data} {self.encoder}-d{self.encoder_layers}"
 
 
@@ -449,11 +406,8 @@ class SpeechTask(Task):
 
 def build(config: SpeechConfig, data_dir: Path) -> SpeechTask:
     """Read the data and build the model."""
-    own = None
-    if config.data:
-        sets, own = read_own(config.data, Path(data_dir).absolute(), config.holdout)
-    else:
-        sets = _read(config, data_dir)
+    read = read_an4 if config.data == "an4" else partial(read_own, config.data)
+    sets, own = read(Path(data_dir).absolute(), config.holdout)
     texts = tuple(utterance.text for utterance in sets["train"])
     letters = LETTERS if own is None else letters_of(sets)
     vocabulary = learn_vocabulary(texts, config.tokens, config.vocabulary, letters)
@@ -474,20 +428,9 @@ def build(config: SpeechConfig, data_dir: Path) -> SpeechTask:
     return task
 
 
-def _read(config: SpeechConfig, data_dir: Path) -> Sets:
-    if config.dataset == "an4":
-        return read_an4(data_dir, config.holdout)
-    named = {"train": config.train_sets, "valid": config.valid_sets, "test": config.test_sets}
-    return {
-        part: [one for name in names for one in read_librispeech(data_dir, name)]
-        for part, names in named.items()
-        if names
-    }
-
-
 RECIPE = Recipe(
     name="speech",
-    title="Speech recognition: LibriSpeech or AN4, Transformer or Branchformer",
+    title="Speech recognition: AN4 or your own recordings, Transformer or Branchformer",
     config=SpeechConfig,
     build=build,
     extra="speech",

@@ -334,6 +334,8 @@ def answers(tables: Sequence[ResultTable]) -> list[str]:
             verdict = words.get(found.test.verdict or "", "shows no difference to plain")
             if found.test.low is None:
                 verdict = "differs from plain by this much, and no interval is known"
+                if not any(found.test.values):
+                    verdict = "ends exactly where plain does, as if it had no filter"
             seeds = len(found.test.seeds)
             more = "" if seeds > 4 else "; five seeds or more make the interval narrower"
             said.append(

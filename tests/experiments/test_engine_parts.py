@@ -17,7 +17,7 @@ import gfsa
 from gfsa_experiments.data.corpus import split_documents
 from gfsa_experiments.engine import step
 from gfsa_experiments.engine.batches import EpochBatches, SeededItems
-from gfsa_experiments.engine.checkpoints import CheckpointTimes
+from gfsa_experiments.engine.checkpoints import checkpoint_is_due
 from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.optimiser import build_optimiser, set_learning_rate, share_of_peak
 from gfsa_experiments.engine.step import (
@@ -139,13 +139,12 @@ def test_a_signature_tells_shapes_types_and_the_rest() -> None:
 
 def saved(per_epoch: int, total: int, evaluated_every: int, **settings: Any) -> list[int]:
     """The steps after which a run saves."""
-    times = CheckpointTimes(TrainConfig(**settings), per_epoch, total, last=0)
-    found = []
+    config, found = TrainConfig(**settings), [0]
     for number in range(1, total + 1):
-        if times.kept(number, evaluates=number % evaluated_every == 0):
-            times.last = number
+        evaluates = number % evaluated_every == 0
+        if checkpoint_is_due(config, number, per_epoch, total, found[-1], evaluates):
             found.append(number)
-    return found
+    return found[1:]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,9 @@ def test_markdown(folder):
 
 def test_constant_answers_are_noticed(tmp_path):
     append_rows(tmp_path / "glue.csv", rows("plain", [50.0, 50.0]) + rows("gfsa", [50.0, 50.0]))
-    assert "every run has matthews 50: the models may predict one" in text_of(tmp_path)
+    text = text_of(tmp_path)
+    assert "every run has matthews 50: the models may predict one" in text
+    assert "gfsa ends exactly where plain does" in text
 
 
 def test_two_lines_of_a_task_are_compared(folder):

@@ -118,7 +118,6 @@ def write_recordings(root: Path, count: int = 20, rate: int = 8_000) -> Path:
 
 def write_everything(root: Path) -> Path:
     """All that the commands of the pages name."""
-    from torch_geometric.data import InMemoryDataset
 
     write_table(root / "my.csv", reviews())
     (root / "notes.txt").write_text(corpus(400))
@@ -128,7 +127,7 @@ def write_everything(root: Path) -> Path:
     write_functions(root / "functions.jsonl")
     write_photos(root / "photos")
     write_npz(root / "my_graphs.npz")
-    InMemoryDataset.save(rings(), str(root / "my_graphs.pt"))
+    torch.save(rings(), root / "my_graphs.pt")
     (root / "my_module.py").write_text(MODULE)
     write_recordings(root / "recordings")
     for kind in ("bert", "roberta", "gpt2"):

@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from gfsa_experiments.engine.trainer import Trainer
+from gfsa_experiments.engine.checkpoints import LoopCheckpoints, LoopState
 from gfsa_experiments.runs import run as runs
 from support.tiny_pretraining import a_run
 
@@ -59,15 +59,15 @@ def main() -> None:
             runs.carry_out(a_run(data, out / "refused", "gfsa", ema=0.9))
 
     saved = []
-    save = Trainer._save
+    save = LoopCheckpoints.save
 
-    def save_once(trainer: Trainer, kept: int) -> None:
-        save(trainer, kept)
-        saved.append(trainer.position.step)
+    def save_once(checkpoints: LoopCheckpoints, state: LoopState) -> None:
+        save(checkpoints, state)
+        saved.append(state.step)
         if len(saved) == 1:
             raise KeyboardInterrupt
 
-    Trainer._save = save_once  # type: ignore[method-assign]
+    LoopCheckpoints.save = save_once  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         runs.carry_out(run)
     AcceleratorState._reset_state()

@@ -17,10 +17,9 @@ from torch import nn
 from gfsa.lens.trajectory import Trajectory
 from gfsa_experiments.engine.batches import StepBatches, evaluation_loader, in_order
 from gfsa_experiments.engine.checkpoints import (
-    CheckpointTimes,
     LoopCheckpoints,
     LoopState,
-    Position,
+    checkpoint_is_due,
     isolated_generators,
 )
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
@@ -188,10 +187,6 @@ class Trainer:
             warn_of_unknown_peak(accelerator.device)
         self._peak_flops = None if found is None else found * accelerator.num_processes
 
-    @property
-    def position(self) -> Position:
-        return self.state.position
-
     def _compile(self) -> bool:
         """Compile the model, or its blocks, as the settings want it; whether anything is."""
         compiled: str = self.config.compile
@@ -211,13 +206,13 @@ class Trainer:
             with sealed(self.task.splits["test"]):
                 valid = self._train_and_validate(resume, progress)
             test = self._evaluate("test")
-            self._add_to_log({"step": self.position.step} | _prefixed("test", test))
+            self._add_to_log({"step": self.state.step} | _prefixed("test", test))
             if self.state.rates:
                 test |= self._speed(median(self.state.rates))
         finally:
             self.log.close()
         self.log.write_metrics()
-        self.log.write_curve(self.position.curve)
+        self.log.write_curve(self.state.curve)
         self.log.write_coefficients(self.state.trajectory)
         if self.average is not None:
             self.bare_model.load_state_dict(self.average.module.state_dict())
@@ -237,7 +232,7 @@ class Trainer:
         self._peak_memory.stop()
         if self.movement.mean() == 0.0 and self.accelerator.is_main_process:
             warnings.warn(
-                f"{self.folder}: no filter has moved in {self.position.step} steps: their "
+                f"{self.folder}: no filter has moved in {self.state.step} steps: their "
                 "learning rate is 0, or no gradient reaches them; the row says nothing about "
                 "filters",
                 stacklevel=3,
@@ -252,7 +247,7 @@ class Trainer:
         """The metrics of the reported weights on ``valid``."""
         if "valid" not in self.task.splits:
             return None
-        at = self.position.best_step if self.state.best is not None else self.position.step
+        at = self.state.best_step if self.state.best is not None else self.state.step
         for line in self.log.history:
             if line["step"] == at and f"valid/{self.task.metric}" in line:
                 found = {k: v for k, v in line.items() if k.startswith("valid/")}
@@ -269,9 +264,9 @@ class Trainer:
             test=test,
             valid=valid,
             moved=self.movement.mean(),
-            epochs=round(self.position.step / self.steps_per_epoch, 3),
-            steps=self.position.step,
-            seconds=self.position.seconds,
+            epochs=round(self.state.step / self.steps_per_epoch, 3),
+            steps=self.state.step,
+            seconds=self.state.seconds,
             seconds_per_step=median(self.state.rates) if self.state.rates else 0.0,
             peak_memory_mib=self._peak_memory.mib,
         )
@@ -287,9 +282,9 @@ class Trainer:
         return self.bare_model if distributed else self.model
 
     def _train(self, progress: Progress | None) -> None:
-        config, at = self.config, self.position
+        config, at = self.config, self.state
         eval_steps = config.steps_between_evaluations(self.steps_per_epoch, self.total)
-        times = CheckpointTimes(config, self.steps_per_epoch, self.total, last=at.step)
+        last = at.step
         self.model.train()
         if at.stopped:
             # a resumed run whose patience had run out
@@ -306,16 +301,18 @@ class Trainer:
             done = at.step == self.total
             due = done or at.step % eval_steps == 0
             if due:
-                self.state.trajectory.record(self.bare_model, at.step)
+                at.trajectory.record(self.bare_model, at.step)
             evaluates = "valid" in self.task.splits and due
-            kept = times.kept(at.step, evaluates)
-            if not (evaluates or kept or done or at.step % config.log_every == 0):
+            saves = checkpoint_is_due(
+                config, at.step, self.steps_per_epoch, self.total, last, evaluates
+            )
+            if not (evaluates or saves or done or at.step % config.log_every == 0):
                 continue
             # only here the host waits for the device
             pace = self._of_all_processes(meter.read())
             at.seconds += pace.seconds
             if pace.seconds_per_step is not None:
-                self.state.rates.append(pace.seconds_per_step)
+                at.rates.append(pace.seconds_per_step)
             self._refuse_divergence(pace.loss)
             report = self._log_step(pace, rate, evaluates)
             if evaluates:
@@ -323,9 +320,9 @@ class Trainer:
                 self.log.write_metrics()
             if progress is not None:
                 progress(report)
-            if kept or (at.stopped and config.checkpoints):
-                self._save(kept or 1)
-                times.last = at.step
+            if saves or (at.stopped and config.checkpoints):
+                self.checkpoints.save(at)
+                last = at.step
             if at.stopped:
                 break
             meter.restart()
@@ -340,13 +337,10 @@ class Trainer:
         loss = torch.tensor(pace.loss, device=self.accelerator.device)
         return pace._replace(loss=float(self.accelerator.reduce(loss, "mean")))
 
-    def _save(self, kept: int) -> None:
-        self.checkpoints.save(self.state, kept)
-
     def _log_step(self, pace: Pace, rate: float, evaluates: bool) -> Report:
         """Add the last steps to the log, with a validation if one is due."""
         scores = None
-        line = {"step": self.position.step, "loss": pace.loss, "lr": rate}
+        line = {"step": self.state.step, "loss": pace.loss, "lr": rate}
         if evaluates:
             # the memory of evaluation does not count: its batches may be larger
             self._peak_memory.stop()
@@ -358,7 +352,7 @@ class Trainer:
         self._add_to_log(line, step_speed)
         metric = self.task.metric
         return Report(
-            self.position.step,
+            self.state.step,
             self.total,
             pace.loss,
             self._tokens(),
@@ -376,7 +370,7 @@ class Trainer:
         """Evaluate ``valid``, keep the best weights, and decide whether to stop."""
         config, scores = self.config, self._evaluate("valid")
         score = scores[self.task.metric]
-        is_best = self.position.judge(score, self.task.higher_is_better, config.patience)
+        is_best = self.state.judge(score, self.task.higher_is_better, config.patience)
         if is_best and (config.best or config.patience):
             weights = self.evaluated_model.state_dict()
             self.state.best = {name: tensor.detach().clone() for name, tensor in weights.items()}
@@ -385,27 +379,27 @@ class Trainer:
     def _refuse_divergence(self, loss: float) -> None:
         if not math.isfinite(loss):
             raise FloatingPointError(
-                f"the loss is {loss} at step {self.position.step}: training has diverged; "
+                f"the loss is {loss} at step {self.state.step}: training has diverged; "
                 "a smaller lr (or filter_lr), clip=1 or precision=fp32 may help"
             )
 
     def _measure_start(self) -> None:
         """Measure the task's falling metric before the first step; a resumed run has it already."""
         name = self.task.falling
-        if name is None or self.position.step or "valid" not in self.task.splits:
+        if name is None or self.state.step or "valid" not in self.task.splits:
             return
         # training draws the same numbers as without this
         with isolated_generators(0):
-            self.position.start = self._evaluate("valid")[name]
+            self.state.start = self._evaluate("valid")[name]
 
     def _refuse_breakdown(self, valid: dict[str, float] | None) -> None:
         """Raise FloatingPointError if the falling metric has not fallen."""
-        name, start = self.task.falling, self.position.start
+        name, start = self.task.falling, self.state.start
         # compared this way NaN has not fallen either
         if name is None or start is None or valid is None or valid[name] < start:
             return
         self.log.write_metrics()
-        self.log.write_curve(self.position.curve)
+        self.log.write_curve(self.state.curve)
         raise FloatingPointError(
             f"the {name} on valid is {valid[name]:.4g} at the end, and was {start:.4g} before the "
             "first step: training has diverged; a smaller lr (or filter_lr) or clip=1 may help"
@@ -424,11 +418,11 @@ class Trainer:
     def _tokens(self) -> int | None:
         """How many tokens were trained on so far, if the task declares its work per example."""
         work = self.task.work
-        return None if work is None else self.position.step * self.config.batch_size * work.tokens
+        return None if work is None else self.state.step * self.config.batch_size * work.tokens
 
     def _add_to_curve(self, scores: dict[str, float]) -> None:
         """Append a validation to the curve: step, tokens, seconds of training, metric."""
-        at, tokens = self.position, self._tokens()
+        at, tokens = self.state, self._tokens()
         point: dict[str, float] = {"step": at.step}
         if tokens is not None:
             point["tokens"] = tokens

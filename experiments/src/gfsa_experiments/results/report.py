@@ -334,6 +334,8 @@ def answers(tables: Sequence[ResultTable]) -> list[str]:
             verdict = words.get(found.test.verdict or "", "shows no difference to plain")
             if found.test.low is None:
                 verdict = "differs from plain by this much, and no interval is known"
+                if not any(found.test.values):
+                    verdict = "ends exactly where plain does, as if it had no filter"
             seeds = len(found.test.seeds)
             more = "" if seeds > 4 else "; five seeds or more make the interval narrower"
             said.append(
@@ -384,8 +386,12 @@ def notes_of(table: ResultTable) -> list[str]:
         )
     if table.plain is None:
         notes.append("no run of plain with these settings, so no difference.")
+    # lines of which the same is to be said share a note
+    alike: dict[str, list[str]] = {}
     for line in table.lines:
-        notes += _notes_of_line(line, table.plain)
+        for note in _notes_of_line(line, table.plain):
+            alike.setdefault(note, []).append(line.name)
+    notes += [f"{', '.join(names)}: {note}" for note, names in alike.items()]
     for (method, options), count in table.replaced.value_counts(["method", "options"]).items():
         rows = "row was" if count == 1 else "rows were"
         name = f"{method} {options}".strip()
@@ -397,24 +403,22 @@ def _notes_of_line(line: Line, plain: Line | None) -> list[str]:
     notes = []
     if line.failed:
         notes.append(
-            f"{line.name}: {_seeds(line.failed)} ended without a finite number; this counts in no "
-            "mean and no difference, and speaks against the method."
+            f"{_seeds(line.failed)} ended without a finite number; this counts in no mean and no "
+            "difference, and speaks against the method."
         )
     if plain is None or line is plain:
         return notes
     ours, theirs = set(line.rows.seed), set(plain.rows.seed)
     if not ours & theirs:
-        return [*notes, f"{line.name}: has no seed in common with plain, so no difference."]
+        return [*notes, "has no seed in common with plain, so no difference."]
     if ours != theirs:
         alone = [f"{_seeds(ours - theirs)} ran without plain"] if ours - theirs else []
         alone += [f"plain alone has {_seeds(theirs - ours)}"] if theirs - ours else []
-        notes.append(
-            f"{line.name}: {' and '.join(alone)}; the difference is over {_seeds(ours & theirs)}."
-        )
+        notes.append(f"{' and '.join(alone)}; the difference is over {_seeds(ours & theirs)}.")
     if line.to_plain is not None and line.to_plain.test.low is None:
         one = len(line.to_plain.test.seeds) == 1
         why = "one seed" if one else "the same difference on every seed"
-        notes.append(f"{line.name}: {why}, so no interval.")
+        notes.append(f"{why}, so no interval.")
     return notes
 
 

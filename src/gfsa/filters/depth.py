@@ -27,8 +27,9 @@ class _Current(threading.local):
 
     def __init__(self) -> None:
         self.values: Tensor | None = None
-        # how many of the modules around the stack are running
-        self.running = 0
+        # the modules around the stack that are running, by id. A set and not their number: torch
+        # calls no hook after a forward that Ctrl-C ended, and the next one must set it right
+        self.running: set[int] = set()
 
 
 class FirstValues:
@@ -67,7 +68,8 @@ class FirstValues:
     def __call__(self, module: nn.Module, args: Any, *output: Any) -> None:
         """Before and after a forward of a module around the stack."""
         if not _is_recomputed():
-            self.current.running += -1 if output else 1
+            running = self.current.running
+            (running.discard if output else running.add)(id(module))
             self.current.values = None
 
     def add(self, v: Tensor, r: Tensor, layer: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 import gfsa
+from gfsa_experiments.engine.optimiser import build_optimiser
 from gfsa_experiments.runs.methods import find_method
 from gfsa_experiments.runs.sweep import Request
-from support.tiny_pretraining import a_batch, built, write_corpus
+from gfsa_experiments.tasks.pretrain.model import ShiftedKeys
+from support.tiny_pretraining import SMALL, a_batch, built, write_corpus
 
 HEADS, DEPTH = 2, 4
 
@@ -46,7 +49,8 @@ class Control:
     @property
     def variant(self) -> dict[str, bool]:
         """How the decoder itself differs."""
-        return {"gate": self.is_gated}
+        names = ("gate", "tokenwise", "shift_keys", "fast_gates")
+        return {name: f"{name}=true" in self.words for name in names}
 
 
 CONTROLS = {
@@ -61,6 +65,9 @@ CONTROLS = {
     "value residual": Control("neutreno strength=0.4", begins_as_plain=False, alpha=0.4),
     "gated heads": Control("plain gate=true", layers=()),
     "degree 1, gated": Control("degree1 gate=true", learned=(0, 1), per_head=2),
+    "gated heads, fast": Control("plain gate=true fast_gates=true", layers=()),
+    "token-wise": Control("plain tokenwise=true", layers=()),
+    "shifted keys": Control("plain shift_keys=true", layers=()),
     "exclusive": Control("exclusive", fixed=(0.0, 1.0, 0.0), begins_as_plain=False),
     "exclusive, learned": Control("exclusive share=learned", fixed=(0.0, 1.0, 0.0), per_head=1),
     "depth": Control("depth", fixed=(0.0, 1.0, 0.0), per_head=1, fixed_by_layer=True),
@@ -141,6 +148,9 @@ def test_a_control_computes_its_formula(name: str, data: Path) -> None:
         if filter is not None and filter.share() is not None:
             p = (powers[1] * found.v).sum(-1, True) / found.v.square().sum(-1, True)
             heads = heads - filter.share()[:, None, None] * p * found.v
+        if control.variant["tokenwise"]:
+            of_v, of_map = place.self_attn.gate(found.x).transpose(1, 2)[..., None].chunk(2, 1)
+            heads = heads + of_v * found.v + of_map * powers[1]
         if control.is_gated:
             gates = 2 * torch.sigmoid(place.self_attn.gate(found.x))
             heads = heads * gates.transpose(1, 2)[..., None]
@@ -190,3 +200,21 @@ class Look:
         seen = torch.ones(q.shape[-2], q.shape[-2]).tril().bool()
         scores = (q @ k.mT * own.scaling).masked_fill(~seen, -math.inf)
         self.a = scores.softmax(-1)
+
+
+def test_shifted_keys_begin_as_keys_and_add_the_one_before() -> None:
+    shifted, k = ShiftedKeys(HEADS), torch.randn(1, 5, HEADS, 4)
+    assert torch.equal(shifted(k), k)
+    nn.init.constant_(shifted.kappa, 0.5)
+    torch.testing.assert_close(shifted(k)[:, 1:], k[:, 1:] + 0.5 * k[:, :-1])
+    assert torch.equal(shifted(k)[:, 0], k[:, 0])
+
+
+def test_fast_gates_are_trained_as_gains(data: Path) -> None:
+    _, model, _ = changed_model(CONTROLS["gated heads, fast"], data)
+    config = dataclasses.replace(SMALL, gain_lr=0.1)
+    groups = {g["name"]: g for g in build_optimiser(model, [], config, None).param_groups}
+    gate = model.model.layers[0].self_attn.gate.weight
+    assert any(p is gate for p in groups["biases"]["params"])
+    assert groups["biases"]["lr"] == 0.1
+    assert groups["biases"]["weight_decay"] == 0

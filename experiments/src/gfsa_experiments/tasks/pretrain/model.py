@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -46,8 +47,11 @@ def build_decoder(
     sizes: Sizes,
     end: int | None = None,
     qk_norm: QKNorm = "learned",
-    gate: bool = False,
     init_std: float = 0.02,
+    gate: bool = False,
+    tokenwise: bool = False,
+    shift_keys: bool = False,
+    fast_gates: bool = False,
 ) -> Any:
     """A new Qwen3: RMSNorm, RoPE, SwiGLU, no biases, no dropout.
 
@@ -56,8 +60,12 @@ def build_decoder(
         qk_norm: ``learned``: normalised heads with a learned gain per channel, as Qwen3 has them;
             ``none``: as Llama; ``fixed``: normalised, no gains; ``temperature``: normalised, and
             one learned factor per head.
-        gate: see :class:`GatedAttention`.
         init_std: standard deviation of the random weights.
+        gate: see :class:`GatedAttention`.
+        tokenwise: see :class:`TokenwiseCoefficients`.
+        shift_keys: see :class:`ShiftedKeys`.
+        fast_gates: weights of gates and token-wise coefficients are trained as gains, at their rate
+            and without decay.
     """
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -85,8 +93,17 @@ def build_decoder(
             attention.k_norm = HeadNorm(config.rms_norm_eps)
             learned = sizes.heads if qk_norm == "temperature" else 0
             attention.q_norm = HeadNorm(config.rms_norm_eps, learned)
+        if shift_keys:
+            keys = ShiftedKeys(sizes.kv_heads)
+            attention.k_norm = nn.Sequential(attention.k_norm, keys)
         if gate:
             layer.self_attn = GatedAttention(attention, sizes, init_std)
+        elif tokenwise:
+            layer.self_attn = TokenwiseCoefficients(attention, sizes)
+    if fast_gates:
+        names = [name for name, _ in model.named_parameters() if name.endswith(".gate.weight")]
+        # the optimiser asks a model for what it does not decay
+        model.no_weight_decay = partial(set, names)
     return model
 
 
@@ -115,6 +132,55 @@ class GatedAttention(nn.Module):
         factors = 2 * torch.sigmoid(self.gate(hidden_states).float())
         gated = heads.unflatten(-1, (factors.shape[-1], -1)) * factors[..., None].to(heads.dtype)
         return self.o_proj(gated.flatten(-2)), weights
+
+
+class TokenwiseCoefficients(nn.Module):
+    r"""Attention in which each token computes the coefficients of its heads.
+
+    .. math:: y = \operatorname{concat}_h\big(c_0\,V_h + (1 + c_1)\,A_h V_h\big)\, W_O,
+              \qquad (c_0, c_1) = x\,w_h
+
+    w starts at zero, which is ordinary attention.
+
+    Args:
+        attention: a decoder's attention; its output projection moves into this module.
+    """
+
+    def __init__(self, attention: Any, sizes: Sizes) -> None:
+        super().__init__()
+        self.o_proj: nn.Module = attention.o_proj
+        attention.o_proj = nn.Identity()
+        self.attention: Any = attention
+        self.groups = sizes.heads // sizes.kv_heads
+        self.gate = nn.Linear(sizes.width, 2 * sizes.heads, bias=False)
+        nn.init.zeros_(self.gate.weight)
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> tuple[Tensor, Any]:
+        """As the attention that it wraps."""
+        mixed, weights = self.attention(hidden_states=hidden_states, **others)
+        c0, c1 = self.gate(hidden_states).float()[..., None].chunk(2, -2)
+        mixed = mixed.unflatten(-1, (c0.shape[-2], -1))
+        v = self.attention.v_proj(hidden_states).unflatten(-1, (-1, mixed.shape[-1]))
+        v = v.repeat_interleave(self.groups, -2)
+        y = (mixed + c0 * v + c1 * mixed).to(mixed.dtype)
+        return self.o_proj(y.flatten(-2)), weights
+
+
+class ShiftedKeys(nn.Module):
+    r"""Keys with a share of the key before them, :math:`k_i + κ_h\,k_{i-1}`, before RoPE.
+
+    κ is learned for each head of keys and starts at zero. In a packed row the first token of a
+    document sees the last key of the document before it.
+    """
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.kappa = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, k: Tensor) -> Tensor:
+        """``(batch, tokens, heads, head_dim)`` to the same."""
+        before = nn.functional.pad(k, (0, 0, 0, 0, 1, 0))[:, :-1]
+        return (k + self.kappa[:, None] * before).to(k.dtype)
 
 
 class HeadNorm(nn.Module):

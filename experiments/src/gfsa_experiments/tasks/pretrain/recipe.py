@@ -82,6 +82,12 @@ class PretrainConfig(TrainConfig):
     normalised without gains, ``temperature``: that and one learned factor per head."""
     gate: bool = False
     """A factor for each head's output, computed from the layer's input (gated attention)."""
+    tokenwise: bool = False
+    """c0 and c1 of each head computed from the layer's input, by maps that start at zero."""
+    shift_keys: bool = False
+    """Add to each key the one before it, times a factor per head that starts at zero."""
+    fast_gates: bool = False
+    """Weights of ``gate`` or ``tokenwise`` learn at ``gain_lr``, without decay."""
     init_std: Positive = 0.02
     """Standard deviation of the random weights."""
     residual: Literal["fp32", "bf16"] = "fp32"
@@ -111,6 +117,8 @@ class PretrainConfig(TrainConfig):
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
         if self.residual == "bf16" and self.precision != "bf16":
             raise ValueError(f"residual=bf16 needs precision=bf16, got {self.precision}")
+        if self.gate and self.tokenwise:
+            raise ValueError("gate and tokenwise both scale a head's output: choose one of them")
         sizes = self.sizes(self.vocab_size)
         if sizes.heads % sizes.kv_heads:
             raise ValueError(
@@ -125,6 +133,8 @@ class PretrainConfig(TrainConfig):
             unused["vocab_size"] = f"{self.tokenizer} has its own; tokenizer=bpe is trained"
         if None not in (self.depth, self.width, self.heads, self.mlp):
             unused["size"] = "depth, width, heads and mlp are all given"
+        if not (self.gate or self.tokenwise):
+            unused["fast_gates"] = "there are no gates without gate or tokenwise"
         return unused
 
     def advice(self, filter_lr: float | None) -> str:
@@ -159,7 +169,8 @@ class PretrainConfig(TrainConfig):
     def decoder(self, vocabulary: int, end: int | None = None) -> Any:
         """A new decoder for so many different tokens."""
         sizes = self.sizes(vocabulary)
-        return build_decoder(sizes, end, self.qk_norm, self.gate, self.init_std)
+        controls = (self.gate, self.tokenwise, self.shift_keys, self.fast_gates)
+        return build_decoder(sizes, end, self.qk_norm, self.init_std, *controls)
 
     def choice(self) -> TokenizerChoice:
         return TokenizerChoice("" if self.tokenizer == "bpe" else self.tokenizer, self.vocab_size)

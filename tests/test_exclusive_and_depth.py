@@ -396,10 +396,13 @@ class TestDepthTerm:
         model, x = stack(), tokens()
         with_depth(model)
         expected = gradients(model, model(x))
-        for layer in model.layers:
+        other = copy.deepcopy(model)
+        for layer in (*model.layers, *other.layers):
             layer.compile(fullgraph=True, backend="aot_eager")
         for got, wanted in zip(gradients(model, model(x)), expected, strict=True):
             torch.testing.assert_close(got, wanted)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert torch.equal(other(x), model(x))
 
     def test_exports(self) -> None:
         model, x = stack(2), tokens()

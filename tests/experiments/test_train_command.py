@@ -73,6 +73,14 @@ def test_one_failure_does_not_take_the_others_along(tmp_path: Path) -> None:
     assert healthy.method == "gfsa"
 
 
+def test_a_failure_that_runs_share_is_printed_once(tmp_path: Path) -> None:
+    words = ("--method", "plain", "--seeds", "0-2", "--set", "explode_at=3")
+    code, output = train(tmp_path, TOY, *words)
+    assert code == 1
+    assert output.count("training has diverged") == 1
+    assert "2 more runs for the reason of" in " ".join(output.split())
+
+
 def test_a_killed_process_does_not_take_the_others_along(tmp_path: Path) -> None:
     plan = tmp_path / "plan.txt"
     plan.write_text(f"common --method plain\n{TOY} --set die=true\n{TOY} --set epochs=1\n")

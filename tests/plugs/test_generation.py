@@ -262,6 +262,30 @@ def test_a_cache_filled_by_an_unplugged_model_is_refused() -> None:
         model(ids[:, :1], past_key_values=cache)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("degree", [1, 2])
+def test_whisper_rebuilds_its_cache_from_keys_and_values(degree: int) -> None:
+    torch.manual_seed(0)
+    config = transformers.WhisperConfig(
+        vocab_size=64, d_model=32, num_mel_bins=8, max_source_positions=16, pad_token_id=0,
+        encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=48, decoder_layers=2,
+        decoder_attention_heads=4, decoder_ffn_dim=48, max_target_positions=40,
+        decoder_start_token_id=3, begin_suppress_tokens=None,
+    )  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    gfsa.plug(model, degree=degree)
+    randomise(model)
+    sounds = torch.randn(1, 8, 32)
+    done = generate(model, {"input_features": sounds})
+    step = {"decoder_input_ids": done.sequences[:, -1:], "past_key_values": done.past_key_values}
+    if degree == 2:
+        with pytest.raises(ValueError, match="rebuilt from its keys and values alone"):
+            model(sounds, **step)
+    else:
+        expected = model(sounds, decoder_input_ids=done.sequences, use_cache=False).logits
+        torch.testing.assert_close(model(sounds, **step).logits, expected[:, -1:])
+
+
 def test_degree_one_filters_exactly_on_a_cache_filled_by_an_unplugged_model() -> None:
     # one layer: keys and values of the past do not depend on filters
     model = ZOO["llama"].model("sdpa")

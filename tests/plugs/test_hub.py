@@ -216,6 +216,27 @@ class TestCard:
         assert text.startswith(f"# mine\n\n{BEGIN}")
         assert text.endswith(f"{END}\n")
 
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            (f"a {BEGIN} 1 {END} b {BEGIN} 2 {END} c", "a SECTION b  c"),
+            (f"a {END} b {BEGIN} c", f"a {END} b {BEGIN} c\n\nSECTION\n"),
+            (f"a {BEGIN} b {BEGIN} 1 {END} c", f"a {BEGIN} b SECTION c"),
+        ],
+        ids=["two sections", "reversed marks", "a mark alone"],
+    )
+    def test_text_outside_of_the_section_stays(self, server: HubServer, old: str, new: str) -> None:
+        model = plugged(encoder())
+        gfsa.push_to_hub(model, "user/filters")
+        repository = server.repositories["user/filters"]
+        _, begin, rest = repository.files()["README.md"].decode().partition(BEGIN)
+        section = begin + rest.rstrip()
+        repository.commit("main", {"README.md": old.encode()})
+        for _ in range(2):
+            gfsa.push_to_hub(model, "user/filters")
+            text = repository.files()["README.md"].decode()
+            assert text == new.replace("SECTION", section)
+
     def test_the_name_of_the_base_model(self, server: HubServer, tmp_path: Path) -> None:
         for known, expected in (("gpt/two", "gpt/two"), (str(tmp_path), None), ("", None)):
             model = plugged(gpt2())

@@ -124,6 +124,12 @@ def test_what_cannot_be_traced_is_listed_with_its_reason(kind: type, unknown: st
     assert "follows its softmax" not in found["0"].refusal
 
 
+def test_a_reason_that_many_layers_share_is_one_line() -> None:
+    with pytest.raises(ValueError, match=r"\n  0 … 47 \(48 layers\): Reduced has") as raised:
+        gfsa.plug(nn.Sequential(*(Reduced() for _ in range(48))))
+    assert len(str(raised.value).splitlines()) == 3
+
+
 def test_attention_without_a_number_of_heads_is_traced_once_it_is_set() -> None:
     model = nn.Sequential(OneHead())
     x = torch.randn(3, 5, 8)

@@ -18,6 +18,7 @@ from support.zoo import (
     gradients,
     learned,
     plugged,
+    randomise,
     same,
 )
 
@@ -158,6 +159,18 @@ def test_prefix_tuning_is_refused(name: str, task: str, training: bool) -> None:
     model = peft.get_peft_model(plugged(name), config).train(training)
     with pytest.raises(ValueError, match="prefix tuning"):
         model(**batch_for(name))
+
+
+def test_prefix_tuning_with_degree_one() -> None:
+    base = plugged("gpt2")
+    gfsa.unplug(base)
+    config = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, config).eval()
+    expected = model(**batch_for("gpt2")).logits
+    gfsa.plug(base, degree=1)
+    assert torch.equal(model(**batch_for("gpt2")).logits, expected)
+    randomise(base)
+    assert not torch.allclose(model(**batch_for("gpt2")).logits, expected)
 
 
 def test_lora_inside_torchs_attention_comes_before_the_filters(tmp_path: Path) -> None:

@@ -27,8 +27,11 @@ class _Current(threading.local):
 
     def __init__(self) -> None:
         self.values: Tensor | None = None
-        # how many of the modules around the stack are running
-        self.running = 0
+        # the modules around the stack that are running, by id. A set and not their number: torch
+        # calls no hook after a forward that Ctrl-C ended, and the next one must set it right
+        self.around: set[int] = set()
+        # whether any is; compiled layers read this alone, and are not compiled for each id
+        self.running = False
 
 
 class FirstValues:
@@ -67,8 +70,10 @@ class FirstValues:
     def __call__(self, module: nn.Module, args: Any, *output: Any) -> None:
         """Before and after a forward of a module around the stack."""
         if not _is_recomputed():
-            self.current.running += -1 if output else 1
-            self.current.values = None
+            current = self.current
+            (current.around.discard if output else current.around.add)(id(module))
+            current.running = bool(current.around)
+            current.values = None
 
     def add(self, v: Tensor, r: Tensor, layer: int) -> Tensor:
         """``v + r·V⁰``, called by the layers above.

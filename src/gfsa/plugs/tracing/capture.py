@@ -248,7 +248,7 @@ class Trace(Watch):
 
 NO_PRODUCT = (
     "its forward has no product of a softmax with values that torch dispatches (a softmax written "
-    "out, a softmax over another axis, or an extension of its own)"
+    "out, a softmax over another axis, flex_attention, or an extension of its own)"
 )
 
 

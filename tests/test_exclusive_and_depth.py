@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -642,3 +645,38 @@ class TestEverywhere:
         packed = model(torch.cat((first, second), 1), position_ids=places, use_cache=False).logits
         alone = [model(x, use_cache=False).logits for x in (first, second)]
         torch.testing.assert_close(packed, torch.cat(alone, 1))
+
+
+def test_vllm_serves_the_exclusive_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    # of vLLM only the attention layer is needed here: one that has all tokens at once
+    class Attention(nn.Module):
+        num_heads, num_kv_heads, has_sink = 4, 2, False
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.view(len(x), -1, 8).transpose(0, 1) for x in (q, k, v))
+            k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return y.transpose(0, 1).flatten(1)
+
+    name = "vllm.model_executor.layers.attention"
+    for part in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", name):
+        monkeypatch.setitem(sys.modules, part, ModuleType(part))
+    monkeypatch.setattr(sys.modules[name], "Attention", Attention, raising=False)
+    own = "gfsa.engines.vllm.attention"
+    monkeypatch.delitem(sys.modules, own, raising=False)
+    served = importlib.import_module(own)
+    monkeypatch.delitem(sys.modules, own)
+    filter = gfsa.GFSA(4, wK=0.2).exclude([0.1, 0.2, 0.3, 0.4], learn=True).double()
+    layer = served.FilteredAttention(
+        [Attention(), Attention()], served.ServedFilter(filter, (0, 4), "layer")
+    )
+    theta = torch.randn(4, 4, dtype=torch.float64)
+    layer.filter.load_weights([("theta", theta)])
+    q, k, v = (torch.randn(9, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    y = layer(q.flatten(1), k.flatten(1), v.flatten(1)).view(9, 4, 8)
+    share = filter.share()
+    assert share is not None
+    hidden = ~torch.ones(9, 9).tril().bool()
+    rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+    expected = by_hand(*rows, filter.coefficients(), share, hidden)
+    torch.testing.assert_close(y.transpose(0, 1)[None], expected)

@@ -110,7 +110,7 @@ def test_a_finished_run_is_of_its_tokenizer(data: Path, tmp_path: Path) -> None:
     again = dataclasses.replace(run, resume=True)
     assert carry_out(run) == carry_out(again)
     train_tokenizer(texts, 290).save(str(file))
-    with pytest.raises(ValueError, match="finished run on other data"):
+    with pytest.raises(ValueError, match="holds a run on other data"):
         carry_out(again)
 
 

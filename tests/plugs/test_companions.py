@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer, StaticSlidingWin
 from gfsa.adapters.transformers import past
 from gfsa.adapters.transformers.past import (
     GrowingPowers,
+    LayerPast,
     StaticPowers,
     TracedStaticPowers,
     empty_like,
@@ -201,6 +202,46 @@ def test_room_in_a_static_window_that_a_kernel_writes() -> None:
         assert rows is companion.keys
         rows[:, :, min(length, 4) - 1 : min(length, 4)] = new
         assert torch.equal(rows, layer.values)
+
+
+def test_counters_of_a_static_layer_without_powers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each static layer has its own, made where a graph neither is traced nor captured."""
+    gpu, layer = torch.device("cuda:0"), StaticLayer(8)
+    dynamic, window = DynamicLayer(), StaticSlidingWindowLayer(8, 4)
+    does: set[str] = set()
+    monkeypatch.setattr(past, "_new_counters", lambda heads, device: OnGPU(heads))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: "capture" in does)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: "trace" in does)
+    for what in ("capture", "trace"):
+        does.add(what)
+        assert LayerPast(layer, 0, 1).counters(6, gpu) is None
+        does.clear()
+    assert LayerPast(dynamic, 0, 1).counters(6, gpu) is None
+    assert not hasattr(layer, "gfsa_counters")
+    made: Any = LayerPast(layer, 0, 1).counters(6, gpu)
+    assert made.heads == 6
+    # those that are there serve a captured and a compiled step, and fewer sequences
+    for what in ("capture", "trace"):
+        does.add(what)
+        kept = LayerPast(layer, 0, 1)
+        assert kept.counters(6, gpu) is kept.counters(4, gpu) is made
+        does.clear()
+    more: Any = LayerPast(layer, 0, 1).counters(12, gpu)
+    assert more.heads == 12
+    assert LayerPast(layer, 0, 1).counters(6, gpu) is more is layer.gfsa_counters
+    assert LayerPast(window, 0, 1).counters(6, gpu) is not more
+
+
+class OnGPU:
+    """Counters, as far as they are asked."""
+
+    device = torch.device("cuda:0")
+
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
+
+    def __len__(self) -> int:
+        return self.heads
 
 
 def test_new_counters_are_zeros_with_one_address() -> None:

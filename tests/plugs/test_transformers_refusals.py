@@ -36,6 +36,9 @@ TEXT = {
 }
 
 
+CROSSING = "different tokens"
+
+
 def ids(length: int = 10) -> Tensor:
     return torch.randint(6, 61, (2, length), generator=torch.Generator().manual_seed(0))
 
@@ -45,6 +48,26 @@ def sam_attention() -> SamAttention:
     config = hf.SamMaskDecoderConfig(hidden_size=16, num_attention_heads=2)
     config._attn_implementation = "sdpa"
     return SamAttention(config, downsample_rate=1).eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "plugged", "skipped"),
+    [
+        # of its backbone, the layers between stages pool their queries
+        ("Sam2", 9 + 2, {"pooled": 3, CROSSING: 5}),
+        ("EdgeTamVideo", 9 + 2 + 2 + 2, {"pooled": 3, CROSSING: 9}),
+        ("EfficientLoFTR", 0, {"pooled in different ways": 4, CROSSING: 8}),
+        ("MuseGlimmerAssistant", 0, {CROSSING: 5}),
+    ],
+)
+def test_models_too_large_to_run_here(kind: str, plugged: int, skipped: dict[str, int]) -> None:
+    with torch.device("meta"):
+        model = getattr(hf, f"{kind}Model")(getattr(hf, f"{kind}Config")())
+    found = gfsa.plugs.sites(model)
+    reasons = [site.refusal for site in found.values() if site.refusal is not None]
+    assert len(found) - len(reasons) == plugged
+    for words, count in skipped.items():
+        assert sum(words in reason for reason in reasons) == count
 
 
 def test_an_older_transformers_is_refused_for_its_own_models_alone(

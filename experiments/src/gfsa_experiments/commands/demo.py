@@ -76,7 +76,8 @@ def demo(
     (out / "demo.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     console.print(
         f"{out / 'demo.png'} shows the curves. Next, on text of your own: gfsa train pretrain "
-        "--set data=FOLDER --method plain,exclusive --set first_values=true --seeds 0-4"
+        "--set data=FOLDER --method plain,exclusive --set first_values=true --set filter_lr=0.1 "
+        "--seeds 0-4"
     )
 
 
@@ -139,6 +140,8 @@ def _run(name: str, seed: int, steps: int, folder: Path, jobs: int, quick: bool)
     from gfsa_experiments.runs.run import Run
     from gfsa_experiments.tasks.pretrain.stdlib import StdlibConfig
 
+    # at the model's rate the depth term hardly moves in so few steps
+    options = MethodConfig(first_values=True, filter_lr=0.1) if filtered else MethodConfig()
     given: dict[str, Any] = {"checkpoints": False, "tensorboard": False, "eval_rows": 64}
     if quick:
         given |= {"depth": 2, "evaluations": 2, "test_rows": 64}
@@ -147,7 +150,7 @@ def _run(name: str, seed: int, steps: int, folder: Path, jobs: int, quick: bool)
         recipe="stdlib",
         config=StdlibConfig(seed=seed, max_steps=steps, **_RATES, **given),
         method="exclusive" if filtered else "plain",
-        options=MethodConfig(first_values=True) if filtered else MethodConfig(),
+        options=options,
         # plain for longer has as many steps as plain where the times are equal
         out=folder / name.replace(" ", "-"),
         device="cpu",

@@ -163,7 +163,7 @@ def test_quick_demo_compares_at_equal_steps_and_at_equal_time(tmp_path):
     text = " ".join(shown.output.split())
     # the first line says what is compared, the last one what to do next
     assert text.startswith("A decoder on the bytes of Python's own library: plain attention, filt")
-    assert text.endswith("--set first_values=true --seeds 0-4")
+    assert text.endswith("--set filter_lr=0.1 --seeds 0-4")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "demo.svg").read_text()
     numbers = json.loads((tmp_path / "demo.json").read_text())

@@ -140,12 +140,12 @@ def _run(name: str, seed: int, steps: int, folder: Path, jobs: int, quick: bool)
     from gfsa_experiments.runs.run import Run
     from gfsa_experiments.tasks.pretrain.stdlib import StdlibConfig
 
-    # at the model's rate the depth term hardly moves in so few steps
-    options = MethodConfig(first_values=True, filter_lr=0.1) if filtered else MethodConfig()
     given: dict[str, Any] = {"checkpoints": False, "tensorboard": False, "eval_rows": 64}
     if quick:
         given |= {"depth": 2, "evaluations": 2, "test_rows": 64}
     filtered = name == FILTERED
+    # at the model's rate the depth term hardly moves in so few steps
+    options = MethodConfig(first_values=True, filter_lr=0.1) if filtered else MethodConfig()
     return Run(
         recipe="stdlib",
         config=StdlibConfig(seed=seed, max_steps=steps, **_RATES, **given),

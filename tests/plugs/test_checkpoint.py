@@ -172,7 +172,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         "for 8 heads, .* has 4",
     ),
     "another backbone": (
-        damage_json(lambda d: d["filters"][FIRST]["backbone"].update(shapes="0")),
+        damage_json(lambda d: d["filters"][FIRST].update(backbone={"class": "X"}, weights=[1.0])),
         "belongs to another backbone",
     ),
 }

@@ -33,10 +33,10 @@ from gfsa.plugs.saving.identity import (
     depths_of,
     fingerprint_of,
     has_weights,
+    renamed_layers,
     some_of,
     weights_of,
 )
-from gfsa.plugs.saving.renames import in_installed_names, warn_of_other_names
 from gfsa.plugs.sites import (
     PlugReport,
     Site,
@@ -330,17 +330,16 @@ def _make_plans(
 ) -> list[_Plan]:
     """Find the site of every described filter and rebuild the filters."""
     refusing, tracing = sites(model), sites(model, unknown="trace")
+    entries = _entries_of(description, source)
     layers: dict[str, list[str]] = {}
     # attention comes first where several modules share a name without prefixes
     for name in (*tracing, *dict(model.named_modules())):
         layers.setdefault(canonical_name(model, name), []).append(name)
-    names_in_file: dict[str, str] = {}
-    if other_versions:
-        description, names_in_file = in_installed_names(model, refusing, description)
+    renamed = renamed_layers(model, refusing, entries) if other_versions else {}
     plans = []
     others = []
-    for saved, entry in _entries_of(description, source).items():
-        name = _layer_of(model, saved, layers, tracing, description, source)
+    for saved, entry in entries.items():
+        name = renamed.get(saved) or _layer_of(model, saved, layers, tracing, description, source)
         # the oldest versions, and checkpoints of whole models, do not say which layers were traced
         traced = entry.get(_TRACED, files.DIGEST not in description)
         site = (tracing if traced is True else refusing).get(name)
@@ -350,15 +349,23 @@ def _make_plans(
             raise ValueError(f"{name} ({kind}) cannot take the filter of {source}: {reason}")
         # the heads first: they are why shapes differ
         rebuilt = build(entry, site.num_heads, name, source, max_degree)
-        _check_backbone(site, entry, source)
+        if saved not in renamed:
+            _check_backbone(site, entry, source)
+            if not has_weights(site.module, entry.get("weights")):
+                others.append(name)
         if site.is_plugged:
             _check_same_filter(site, rebuilt, source)
-        if saved not in names_in_file and not has_weights(site.module, entry.get("weights")):
-            others.append(name)
-        plans.append(_Plan(site, names_in_file.get(saved, saved), rebuilt))
-    check_depths(model, description, description["filters"], source)
-    if names_in_file:
-        warn_of_other_names(model, names_in_file, source)
+        plans.append(_Plan(site, saved, rebuilt))
+    if renamed:
+        warnings.warn(
+            f"{source} was saved with another version of the library that {type(model).__name__} "
+            f"is from, in which {len(renamed)} of its layers have other names or parameters; "
+            f"their filters were loaded: {some_of(f'{a} is {b}' for a, b in renamed.items())}. "
+            "gfsa.save writes the names of the installed version",
+            stacklevel=4,
+        )
+    else:
+        check_depths(model, description, entries, source)
     if others:
         warnings.warn(
             f"the filters of {source} were saved with other weights than {some_of(others)} of "

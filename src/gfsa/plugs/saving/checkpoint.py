@@ -18,9 +18,11 @@ from gfsa.filters.spec import (
     KINDS,
     MOST_DEGREE,
     build,
+    is_same_filter,
     kind_of,
     numbers_of,
     read_description,
+    shown,
 )
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.distributed import gathered, refuse_distributed
@@ -44,6 +46,7 @@ from gfsa.plugs.sites import (
     is_sharded,
     plugged_sites,
     refuse_sharded,
+    report_of,
     sites,
 )
 from gfsa.plugs.tracing.adapter import TracerAdapter
@@ -200,24 +203,14 @@ def load(
     source = str(path)
     description, tensors = files.read(folder)
     restore(model, description, tensors, source, other_versions=True, max_degree=max_degree)
-    return _report_of(model)
-
-
-def _report_of(model: nn.Module) -> PlugReport:
     found = sites(model)
-    plugged = {name: site for name, site in found.items() if site.is_plugged}
-    accepting = [name for name, site in found.items() if site.refusal is None]
-    return PlugReport(
-        {name: site.filter.num_heads for name, site in plugged.items()},
-        {
-            name: site.refusal or "no filter was saved for it"
-            for name, site in found.items()
-            if not site.is_plugged
-        },
-        sum(p.numel() for site in plugged.values() for p in site.filter.parameters()),
-        {name: site.adapter.how for name, site in plugged.items()},
-        {name: number for number, name in enumerate(accepting, start=1)},
-    )
+    plugged = [(site, site.filter) for site in found.values() if site.is_plugged]
+    skipped = {
+        name: site.refusal or "no filter was saved for it"
+        for name, site in found.items()
+        if not site.is_plugged
+    }
+    return report_of(plugged, skipped, found)
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
@@ -354,7 +347,12 @@ def _make_plans(
             if not has_weights(site.module, entry.get("weights")):
                 others.append(name)
         if site.is_plugged:
-            _check_same_filter(site, rebuilt, source)
+            own, wanted = site.filter.describe(), rebuilt.describe()
+            if not is_same_filter(own, wanted):
+                raise ValueError(
+                    f"{name} is plugged with a {shown(own)}, {source} has a {shown(wanted)}; "
+                    "gfsa.unplug(model) first"
+                )
         plans.append(_Plan(site, saved, rebuilt))
     if renamed:
         warnings.warn(
@@ -449,21 +447,6 @@ def _check_backbone(site: Site, entry: Mapping[str, Any], source: str) -> None:
     raise ValueError(
         f"{source} belongs to another backbone: {site.name} {differs}; load it into that backbone"
     )
-
-
-def _check_same_filter(site: Site, rebuilt: GraphFilter, source: str) -> None:
-    """Refuse to load a filter into a plugged one of another kind or with other settings."""
-    current = site.filter
-    if type(current) is not type(rebuilt):
-        raise ValueError(
-            f"{site.name} is plugged with a {kind_of(type(current))}, {source} has a "
-            f"{kind_of(type(rebuilt))}; gfsa.unplug(model) first"
-        )
-    if current.config() != rebuilt.config():
-        raise ValueError(
-            f"{site.name} is plugged with {current}, {source} has {rebuilt}; "
-            "gfsa.unplug(model) first"
-        )
 
 
 def _check_tensors(plans: list[_Plan], tensors: Mapping[str, Tensor], source: str) -> None:

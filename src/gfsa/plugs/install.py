@@ -19,6 +19,7 @@ from gfsa.plugs.checks.called import (
     watch_forwards,
 )
 from gfsa.plugs.checks.proof import forget_tokens
+from gfsa.plugs.optim import watch_optimizers
 from gfsa.plugs.sites import Site, plugged_sites
 from gfsa.plugs.transaction import all_or_nothing
 
@@ -40,6 +41,7 @@ def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> No
         connect_depth(model)
         notify_adapters(model, [site for site, _ in planned])
         watch_forwards(model, {site.name: (site.module, filter) for site, filter in planned})
+    watch_optimizers(model)
 
 
 def stacks_of(names: Iterable[str]) -> dict[str, list[str]]:

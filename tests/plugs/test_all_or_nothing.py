@@ -141,7 +141,7 @@ def test_an_interrupted_load(plugged: bool, tmp_path: Path) -> None:
                 gfsa.unplug(model)
         assert state_of(model) == before
 
-    loading = ["plugs/saving/checkpoint.py", "filters/spec.py", "attach.py"]
+    loading = ["plugs/saving/checkpoint.py", "filters/spec.py", "plugs/install.py"]
     interrupted_everywhere(lambda: gfsa.load(model, tmp_path), check, inside=loading)
 
 
@@ -236,7 +236,9 @@ def test_the_check_for_uncalled_filters_survives_a_failed_unplug() -> None:
         gfsa.unplug(model)
         gfsa.plug(model)
 
-    interrupted_everywhere(lambda: gfsa.unplug(model), check, inside=["attach.py", "called.py"])
+    interrupted_everywhere(
+        lambda: gfsa.unplug(model), check, inside=["plugs/install.py", "called.py"]
+    )
 
 
 def test_threads_that_plug_and_unplug_one_model_leave_it_whole() -> None:

@@ -40,8 +40,8 @@ def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> No
             attach(site, filter)
         connect_depth(model)
         notify_adapters(model, [site for site, _ in planned])
+        watch_optimizers(model)
         watch_forwards(model, {site.name: (site.module, filter) for site, filter in planned})
-    watch_optimizers(model)
 
 
 def stacks_of(names: Iterable[str]) -> dict[str, list[str]]:

@@ -66,9 +66,9 @@ def _whole_shape(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple
     """The shape of a parameter before it was quantised: weights of four bits are packed bytes."""
     if not parameter.is_floating_point() and name.endswith("weight"):
         owner = module.get_submodule(name.rpartition(".")[0])
-        sides = [getattr(owner, f"{side}_features", None) for side in ("out", "in")]
-        if all(isinstance(side, int) for side in sides):
-            return tuple(sides)
+        rows, columns = (getattr(owner, f"{side}_features", None) for side in ("out", "in"))
+        if isinstance(rows, int) and isinstance(columns, int):
+            return rows, columns
     return shape_of(parameter)
 
 

@@ -62,6 +62,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+# the files that change a model
+CHANGING = ["plugs/install.py", "plugs/adapter.py", "plugs/checks/called.py", "adapters/"]
+
+
 def state_of(model: nn.Module) -> dict[str, Any]:
     """Whatever plugging could change: by identity, so that an equal copy would be noticed."""
     found: dict[str, Any] = {}
@@ -93,7 +97,7 @@ def test_an_interrupted_plug(name: str) -> None:
             gfsa.unplug(model)
         assert state_of(model) == before
 
-    interrupted_everywhere(lambda: plug(model), check, inside=["plugs/install.py", "plugs/adapter"])
+    interrupted_everywhere(lambda: plug(model), check, inside=CHANGING)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -112,9 +116,7 @@ def test_an_interrupted_unplug(name: str) -> None:
             plug(model)
             before = state_of(model)
 
-    interrupted_everywhere(
-        lambda: gfsa.unplug(model), check, inside=["plugs/install.py", "plugs/adapter"]
-    )
+    interrupted_everywhere(lambda: gfsa.unplug(model), check, inside=CHANGING)
 
 
 @pytest.mark.parametrize("plugged", [False, True], ids=["plain", "plugged"])

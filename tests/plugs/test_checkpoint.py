@@ -190,8 +190,8 @@ def test_a_deeper_model_is_another_backbone(tmp_path: Path) -> None:
     deeper = encoder(3)
     with pytest.raises(
         ValueError,
-        match=r"another backbone: TransformerEncoder has 3 layers layers\.\*\.self_attn, the "
-        r"filters were saved from a TransformerEncoder with 2 layers layers\.\*\.self_attn",
+        match=r"another backbone: TransformerEncoder has {'layers\.\*\.self_attn': 3} layers, the "
+        r"filters were saved from a TransformerEncoder with {'layers\.\*\.self_attn': 2}",
     ):
         gfsa.load(deeper, tmp_path)
     assert not gfsa.filters_of(deeper)

@@ -91,9 +91,10 @@ def push_to_hub(
         folder = Path(temporary)
         # what a file of an older version says does not belong to these filters
         stale = [OLD_DESCRIPTION]
-        what, use = "Filters for", _code(f"gfsa.load(model, {place})  # the backbone, unplugged")
         if not weights:
             save(model, folder)
+            what = "Filters for"
+            use = _code("", f"gfsa.load(model, {place})  # the backbone, unplugged")
         else:
             model.save_pretrained(folder)  # type: ignore[operator]
             write_filters(model, folder)

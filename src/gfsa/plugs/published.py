@@ -23,7 +23,7 @@ from gfsa.filters import GFSA, GraphFilter
 from gfsa.operators.call import DropoutPlace
 from gfsa.plugs.distributed import refuse_distributed
 from gfsa.plugs.install import install
-from gfsa.plugs.saving.identity import canonical_name, pattern_of, some_of
+from gfsa.plugs.saving.identity import canonical_name, numbers_in, pattern_of, some_of
 from gfsa.plugs.sites import (
     PlugReport,
     Site,
@@ -232,7 +232,7 @@ def _by_number(layers: Iterable[str]) -> list[str]:
     for layer in layers:
         stacks.setdefault(pattern_of(layer), []).append(layer)
     sorted_names = {
-        pattern: iter(sorted(names, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]))
+        pattern: iter(sorted(names, key=lambda name: [int(n) for n in numbers_in(name)]))
         for pattern, names in stacks.items()
     }
     return [next(sorted_names[pattern_of(layer)]) for layer in layers]

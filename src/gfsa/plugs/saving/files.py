@@ -150,9 +150,16 @@ def _description_in(content: bytes, file: Path) -> str | None:
 
 def _parse(text: str | bytes, file: Path) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise _damaged(file, error) from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return found
 
 
 def _damaged(file: Path, error: Exception) -> ValueError:

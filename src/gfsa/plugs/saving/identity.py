@@ -152,7 +152,7 @@ def renamed_layers(
     free = {n: s for n, s in accepting.items() if n in misfits or n not in entries}
     chosen: dict[str, str] = {}
     for saved, entry in misfits.items():
-        named = (site for name, site in free.items() if _numbers(name) == _numbers(saved))
+        named = (site for name, site in free.items() if numbers_in(name) == numbers_in(saved))
         may_be = [
             site.name
             for site in named
@@ -163,7 +163,8 @@ def renamed_layers(
     return chosen if len(set(chosen.values())) == len(chosen) else {}
 
 
-def _numbers(name: str) -> list[str]:
+def numbers_in(name: str) -> list[str]:
+    """The numbers in a layer's name, one for each stack that it is in."""
     return re.findall(r"\b\d+\b", name)
 
 
@@ -192,22 +193,10 @@ def check_depths(
     saved = description.get("layers", found)
     if saved != found:
         raise ValueError(
-            f"{source} belongs to another backbone: {type(model).__name__} has "
-            f"{_counted(found, saved)}, the filters were saved from a "
-            f"{description.get('model')!s:.80} "
-            f"with {_counted(saved, found)}; load them into that backbone"
+            f"{source} belongs to another backbone: {type(model).__name__} has {found!s:.200} "
+            f"layers, the filters were saved from a {description.get('model')!s:.80} with "
+            f"{saved!s:.200}; load them into that backbone"
         )
-
-
-def _counted(stacks: Any, others: Any) -> str:
-    """The stacks whose depth differs from ``others``, with their depth."""
-    if not (isinstance(stacks, dict) and isinstance(others, dict)):
-        return repr(stacks)[:80]
-    differing = [stack for stack in stacks if stacks[stack] != others.get(stack)]
-    return some_of(
-        f"{stacks[stack]!s:.20} layer{'' if stacks[stack] == 1 else 's'} {stack:.80}"
-        for stack in differing
-    )
 
 
 def some_of(names: Iterable[str]) -> str:

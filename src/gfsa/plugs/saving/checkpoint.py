@@ -320,7 +320,7 @@ def _plan(
     # attention comes first where several modules share a name without prefixes
     for name in (*tracing, *dict(model.named_modules())):
         layers.setdefault(canonical_name(model, name), []).append(name)
-    renamed = renamed_layers(model, refusing, entries) if other_versions else {}
+    renamed = renamed_layers(model, refusing, tracing, entries) if other_versions else {}
     planned: _Plan = []
     others = []
     for saved, entry in entries.items():

@@ -126,37 +126,50 @@ def _are_close(saved: Any, own: list[float]) -> bool:
 
 
 def renamed_layers(
-    model: nn.Module, found: Mapping[str, Site], entries: Mapping[str, Mapping[str, Any]]
+    model: nn.Module,
+    refusing: Mapping[str, Site],
+    tracing: Mapping[str, Site],
+    entries: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, str]:
     """The layers that another version of the model's library named, or built, in another way.
 
     A saved layer without a layer of its name, class and shapes is the one layer with the same
     numbers in its name and with some of the same weights. The file of a whole model does not
-    describe weights: the model was loaded from the same file, so the numbers alone decide there.
+    describe weights: the model was loaded from the same file, so the numbers and the last part of
+    the name (``attention``, ``self_attn`` …) decide there.
+
+    Args:
+        model: the model that the filters are for.
+        refusing, tracing: its sites, without and with the tracer.
+        entries: what a file says of its filters.
 
     Returns:
         The name in the file → the name in the model, of those that are certain.
     """
-    accepting = {
-        canonical_name(model, name): site for name, site in found.items() if not site.refusal
-    }
+
+    def accepting(found: Mapping[str, Site]) -> dict[str, Site]:
+        return {canonical_name(model, n): site for n, site in found.items() if not site.refusal}
+
+    known, traceable = accepting(refusing), accepting(tracing)
 
     def fits(saved: str, entry: Mapping[str, Any]) -> bool:
-        if saved not in accepting:
-            return False
-        return "backbone" not in entry or entry["backbone"] == fingerprint_of(
-            accepting[saved].module
-        )
+        if "backbone" not in entry:
+            return saved in traceable
+        return saved in known and entry["backbone"] == fingerprint_of(known[saved].module)
 
     misfits = {saved: entry for saved, entry in entries.items() if not fits(saved, entry)}
-    free = {n: s for n, s in accepting.items() if n in misfits or n not in entries}
+    free = {name: site for name, site in known.items() if name in misfits or name not in entries}
     chosen: dict[str, str] = {}
     for saved, entry in misfits.items():
         named = (site for name, site in free.items() if numbers_in(name) == numbers_in(saved))
         may_be = [
             site.name
             for site in named
-            if "backbone" not in entry or _shares_weights(site.module, entry.get("weights"))
+            if (
+                _shares_weights(site.module, entry.get("weights"))
+                if "backbone" in entry
+                else site.name.rpartition(".")[2] == saved.rpartition(".")[2]
+            )
         ]
         if len(may_be) == 1:
             chosen[saved] = may_be[0]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gfsa.filters import GraphFilter
 from gfsa.filters.spec import check_number
 from gfsa.plugs.saving.identity import some_of
 from gfsa.plugs.sites import filters_of
@@ -258,12 +259,12 @@ def _warn_of_muon(optimizer: Any, args: Any, kwargs: Any) -> None:
     names = [
         name
         for model in _WATCHED
-        for name, filter in filters_of(model).items()
-        if any(id(parameter) in held for parameter in filter.parameters())
+        for name, module in model.named_modules()
+        if isinstance(module, GraphFilter) and any(id(p) in held for p in module.parameters())
     ]
     if names:
         warnings.warn(
-            f"{kind} has the filters of {some_of(names)}, and orthogonalises their numbers, "
+            f"{kind} has the filters {some_of(names)}, and orthogonalises their numbers, "
             "(heads, learned numbers), as if they were a matrix: give it the other weights, and "
             "the filters to AdamW (gfsa.parameter_groups(model, ...) has a group of each)",
             stacklevel=3,

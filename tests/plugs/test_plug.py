@@ -408,6 +408,16 @@ def test_parameter_groups() -> None:
     torch.optim.AdamW(list(groups.values()))
 
 
+@pytest.mark.parametrize(("filter", "rate"), [(gfsa.Exclusive, 0.1), (gfsa.GFSA, 0.01)])
+def test_the_rate_of_depth_terms(filter: Any, rate: float) -> None:
+    """r learns from 0: what is right for coefficients beside 1 would hardly move it."""
+    model = bert()
+    gfsa.plug(model, filter=filter, depth=True)
+    for lr in (1e-4, torch.tensor(1e-4), 0.3):
+        (group,) = (g for g in gfsa.parameter_groups(model, lr) if g["name"] == "filters")
+        assert float(group["lr"]) == pytest.approx(max(rate, float(lr)))
+
+
 @pytest.mark.parametrize("value", [-1e-3, float("nan"), float("inf"), "1e-3", True])
 @pytest.mark.parametrize("name", ["lr", "filter_lr", "weight_decay", "gain_lr"])
 def test_rates_of_parameter_groups_are_checked(name: str, value: Any) -> None:

@@ -20,6 +20,8 @@ FILTERS = "filters"
 """The ``"name"`` of the filters' group among an optimiser's parameter groups."""
 
 _FILTER_LR = 1e-2
+# of depth terms alone: at the other rate r hardly moves in a few hundred steps
+_DEPTH_LR = 1e-1
 
 
 def parameter_groups(
@@ -40,8 +42,8 @@ def parameter_groups(
     Args:
         model: a plugged model.
         lr: for all parameters but the filters'.
-        filter_lr: for the filters; default: 0.01, or ``lr`` if that is higher or the filters were
-            plugged with an ``lr_multiplier``.
+        filter_lr: for the filters; default: 0.01 (0.1 where they learn depth terms alone), or
+            ``lr`` if that is higher or the filters were plugged with an ``lr_multiplier``.
         weight_decay: for weights of two or more dimensions; biases, norms and filters get none.
         gain_lr: for what is not decayed, filters excepted: biases, gains of norms, temperatures;
             default: as ``lr``.
@@ -89,11 +91,13 @@ def parameter_groups(
 
 def _default_rate(model: nn.Module, lr: Any) -> Any:
     """The filters' rate if none is given: at that of a fine-tuned model they would hardly move."""
-    multiplied = any(filter.lr_multiplier != 1 for filter in filters_of(model).values())
-    if multiplied or lr >= _FILTER_LR:
+    learning = [filter for filter in filters_of(model).values() if list(filter.parameters())]
+    alone = [f.has_depth and f.theta is not None and f.theta.shape[-1] == 1 for f in learning]
+    rate = _DEPTH_LR if alone and all(alone) else _FILTER_LR
+    if lr >= rate or any(filter.lr_multiplier != 1 for filter in learning):
         return lr
     # captured steps read a rate from a tensor
-    return torch.full_like(lr, _FILTER_LR) if isinstance(lr, Tensor) else _FILTER_LR
+    return torch.full_like(lr, rate) if isinstance(lr, Tensor) else rate
 
 
 def filter_group(of_filters: list[nn.Parameter], lr: float) -> dict[str, Any]:

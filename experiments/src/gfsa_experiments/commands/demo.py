@@ -60,8 +60,9 @@ def demo(
         raise typer.BadParameter(f"--out {out}: {error}") from error
     console = Console()
     console.print(
-        "What this shows: with filters a small decoder learns more in each step, but on a CPU its "
-        "steps take longer. Does anything remain at equal time? Bytes of Python's own library, "
+        "What this shows: with filters a small decoder learns more in each step. On a CPU its "
+        "steps take longer, so at equal time little may remain (results/pretraining.md has longer "
+        "runs on a GPU). Bytes of Python's own library, "
         f"{seeds} seeds each: plain, plug(model, filter=gfsa.Exclusive, depth=True), and plain for "
         "the same time."
     )

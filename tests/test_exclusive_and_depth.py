@@ -606,30 +606,6 @@ class TestEverywhere:
         with pytest.raises(ValueError, match="not a polynomial"):
             gfsa.plug(stack(), filter=lambda h: Other(h, torch.tensor([0.0, 1.0])), depth=True)
 
-    def test_forward_after_one_that_failed(self) -> None:
-        model, x = stack(), tokens()
-        with_depth(model)
-        expected = model(tokens(5))
-
-        def fail(*_: object) -> None:
-            raise RuntimeError("no memory")
-
-        handle = model.layers[2].register_forward_pre_hook(fail)
-        with pytest.raises(RuntimeError, match="no memory"):
-            model(x)
-        handle.remove()
-        assert torch.equal(model(tokens(5)), expected)
-
-    def test_evaluation_between_forward_and_backward(self) -> None:
-        model, x = stack(), tokens()
-        with_depth(model)
-        expected = gradients(model, model(x))
-        y = model(x)
-        with torch.no_grad():
-            model(tokens(5))
-        for got, wanted in zip(gradients(model, y), expected, strict=True):
-            assert torch.equal(got, wanted)
-
     def test_a_model_compiles_without_a_break(self) -> None:
         model, x = decoder("grouped"), torch.randint(1, 64, (2, 9))
         gfsa.plug(model, filter=gfsa.Exclusive, depth=True)

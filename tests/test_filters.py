@@ -76,15 +76,11 @@ class TestCoefficients:
         expected = [0.1, 0.9, *[0.0] * (K - 2), -0.3]
         check(filter, *expected)
 
-    def test_polynomial(self) -> None:
+    def test_other_polynomials(self) -> None:
         check(Polynomial(3), 0.0, 1.0, 0.0)
         check(Polynomial(3, degree=1), 0.0, 1.0)
         check(Polynomial(3, degree=4), 0.0, 1.0, 0.0, 0.0, 0.0)
-
-    def test_twicing(self) -> None:
         check(Twicing(3), 0.0, 2.0, -1.0)
-
-    def test_laplacian(self) -> None:
         check(Laplacian(3), 1.0, -1.0)
 
     @pytest.mark.parametrize("alpha", [0.0, 0.15, 1.0])
@@ -283,18 +279,9 @@ class TestMoving:
         assert torch.equal(filter.coefficients(), make().coefficients())
 
     @every_filter
-    def test_meta_and_assign(self, make) -> None:
-        """How large models are loaded: no data at first, then the tensors of a checkpoint."""
-        trained = shift(make())
-        with torch.device("meta"):
-            filter = make()
-        filter = filter.to_empty(device="cpu")
-        filter.load_state_dict(trained.state_dict(), assign=True)
-        assert torch.equal(filter.coefficients(), trained.coefficients())
-
-    @every_filter
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-    def test_meta_and_assign_alone(self, make, dtype: torch.dtype) -> None:
+    def test_meta_and_assign(self, make, dtype: torch.dtype) -> None:
+        """How large models are loaded: no data at first, then the tensors of a checkpoint."""
         trained = shift(make()).to(dtype)
         with torch.device("meta"):
             filter = make().to(dtype)
@@ -322,37 +309,23 @@ def _garbage_in_new_memory() -> Iterator[None]:
 
 class TestCopies:
     @every_filter
-    def test_deepcopy(self, make) -> None:
+    def test_copies(self, make) -> None:
         filter = shift(make())
-        twin = copy.deepcopy(filter)
-        assert torch.equal(twin.coefficients(), filter.coefficients())
         before = filter.coefficients().detach().clone()
-        shift(twin)
+        for twin in (copy.deepcopy(filter), pickle.loads(pickle.dumps(filter))):
+            assert torch.equal(twin.coefficients(), before)
+            assert torch.equal(shift(twin).half().base, filter.base)
         assert torch.equal(filter.coefficients(), before)
-
-    @every_filter
-    def test_pickle(self, make) -> None:
-        filter = shift(make())
-        twin = pickle.loads(pickle.dumps(filter))
-        assert torch.equal(twin.coefficients(), filter.coefficients())
-        assert torch.equal(twin.half().base, filter.base)
-
-    @every_filter
-    def test_state_dict(self, make) -> None:
-        filter = shift(make())
-        file = io.BytesIO()
-        torch.save(filter.state_dict(), file)
-        file.seek(0)
-        twin = make()
-        twin.load_state_dict(torch.load(file, weights_only=True), strict=True)
-        assert torch.equal(twin.coefficients(), filter.coefficients())
 
     @every_filter
     def test_config_and_state_are_the_whole_filter(self, make) -> None:
         filter = shift(make())
+        file = io.BytesIO()
+        torch.save(filter.state_dict(), file)
+        file.seek(0)
         config = json.loads(json.dumps(filter.config()))
         twin = type(filter)(**config)
-        twin.load_state_dict(filter.state_dict(), strict=True)
+        twin.load_state_dict(torch.load(file, weights_only=True), strict=True)
         assert torch.equal(twin.coefficients(), filter.coefficients())
         assert twin.config() == filter.config()
         assert repr(twin) == repr(filter)
@@ -448,11 +421,9 @@ def test_compiles_into_one_graph(name: str) -> None:
 
 REFUSED = {
     "no heads": (lambda: GFSA(0), "num_heads must be an integer of at least 1, got 0"),
-    "half a head": (lambda: Polynomial(1.5), "num_heads must be an integer.*got 1.5"),
     "a bool of heads": (lambda: Twicing(True), "num_heads must be an integer.*got True"),
     "K too small": (lambda: GFSA(2, K=1), "K must be an integer of at least 2, or None.*got 1"),
     "K not whole": (lambda: GFSA(2, K=2.0), "K must be an integer of at least 2.*got 2.0"),
-    "K a bool": (lambda: GFSA(2, K=True), "K must be an integer.*got True"),
     "power": (lambda: GFSA(2, power="true"), "'extrapolated' or 'exact', got 'true'"),
     "learn an unknown name": (
         lambda: GFSA(2, learn=("w0", "w2")),
@@ -475,20 +446,18 @@ REFUSED = {
     "values not finite": (lambda: GFSA(2, wK=float("nan")), "wK must be finite, got nan"),
     "coefficients not finite": (
         lambda: GFSA(2, wK=3e38, K=100),
-        r"base \+ θ·basis, must be finite in float32, got 2\.97e\+40",
+        r"base \+ θ·basis.* must be finite in float32, got 2\.97e\+40",
     ),
     "coefficients of one head not finite": (
         lambda: GFSA(2, wK=[0.0, -3e38], K=100),
-        r"base \+ θ·basis, must be finite in float32",
+        r"base \+ θ·basis.* must be finite in float32",
     ),
     "learning rate": (
         lambda: GFSA(2, lr_multiplier=0.0),
-        "lr_multiplier must be a positive number, got 0.0",
+        "lr_multiplier must be a positive number.*got 0.0",
     ),
-    "negative learning rate": (lambda: Polynomial(2, lr_multiplier=-1.0), "positive number"),
     "infinite learning rate": (lambda: Polynomial(2, lr_multiplier=float("inf")), "got inf"),
     "degree": (lambda: Polynomial(2, degree=-1), "degree must be an integer of at least 0, got -1"),
-    "degree not whole": (lambda: Polynomial(2, degree=2.0), "got 2.0"),
     "degree a bool": (lambda: Polynomial(2, degree=True), "got True"),
     "alpha": (lambda: PageRank(2, alpha=1.5), "expected 0 ≤ alpha ≤ 1, got 1.5"),
     "hops": (lambda: PageRank(2, hops=0), "hops must be an integer of at least 1, got 0"),

@@ -115,12 +115,6 @@ class TestIdentityAtInit:
 
 
 class TestAttentionOperator:
-    def test_a_filter_applied_to_it_is_the_function(self) -> None:
-        q, k, v = draw(torch.float64)
-        filter = gfsa.PageRank(4)
-        expected = graph_filter_attention(q, k, v, filter.coefficients(), is_causal=True)
-        assert torch.equal(filter(AttentionOperator(q, k, is_causal=True), v), expected)
-
     @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
     def test_powers_and_matrix(self, backend: str) -> None:
         q, k, v = draw(torch.float64)

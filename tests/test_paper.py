@@ -7,11 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from gfsa import GFSA, Polynomial, graph_filter_attention
+from gfsa import GFSA, Polynomial
 from gfsa.operators import DenseOperator
-from support.attention import relative_error, tokens
+from support.attention import relative_error
 
 SIGMA = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
 POWERS = ("extrapolated", "exact")
@@ -125,15 +124,6 @@ def test_the_second_power_is_exact(A: Tensor) -> None:
     assert error(A, 2) <= 1e-12 * len(A)
 
 
-@pytest.mark.parametrize("K", [3, 6])
-def test_the_exact_power_is_there_for_those_who_want_it(K: int) -> None:
-    A = random_attention(24)
-    filter = GFSA(1, K=K, learn=(), w0=0.0, w1=0.0, wK=1.0, power="exact").double()
-    torch.testing.assert_close(
-        DenseOperator(A[None]).filter(filter.coefficients())[0], torch.linalg.matrix_power(A, K)
-    )
-
-
 HEADS = 2
 
 
@@ -147,14 +137,6 @@ def graph() -> tuple[Tensor, Tensor]:
 def filtered(filter, graph: tuple[Tensor, Tensor]) -> Tensor:
     A, X = graph
     return filter.double()(DenseOperator(A), X)
-
-
-def test_ordinary_attention() -> None:
-    """w0 = wK = 0 and w1 = 1: softmax(QKᵀ/√d)·V, to the bit."""
-    q, k, v = (tokens(2, HEADS, 9, 4, dtype=torch.float32) for _ in range(3))
-    for filter in (GFSA(HEADS), GFSA(HEADS, K=None), GFSA(HEADS, power="exact"), Polynomial(HEADS)):
-        y = graph_filter_attention(q, k, v, filter.coefficients())
-        assert torch.equal(y, F.scaled_dot_product_attention(q, k, v))
 
 
 def test_gcn(graph) -> None:

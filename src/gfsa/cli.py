@@ -8,7 +8,6 @@ its top, torch included: ``gfsa --help`` imports every command. The library's ow
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -103,15 +102,9 @@ def build() -> typer.Typer:
 
 def _add_missing(app: typer.Typer, name: str, distribution: str) -> None:
     """A command that says which distribution has it, whatever its arguments."""
-    anything = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-    help = f"(in {distribution}, which is not installed)"
-    app.command(name, context_settings=anything, help=help)(_says_where(name, distribution))
-
-
-def _says_where(name: str, distribution: str) -> Callable[[Any], None]:
     import typer
 
-    def missing(context: typer.Context) -> None:
+    def missing(context: Any) -> None:
         folder = distribution.removeprefix("gfsa-")
         typer.echo(
             f"gfsa {name} is a command of {distribution}, which is not installed. "
@@ -122,4 +115,6 @@ def _says_where(name: str, distribution: str) -> Callable[[Any], None]:
 
     # typer reads the annotation, which is not a global name here
     missing.__annotations__["context"] = typer.Context
-    return missing
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    help = f"(in {distribution}, which is not installed)"
+    app.command(name, context_settings=anything, help=help)(missing)

@@ -62,6 +62,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+# the files that change a model
+CHANGING = ["plugs/install.py", "plugs/adapter.py", "plugs/checks/called.py", "adapters/"]
+
+
 def state_of(model: nn.Module) -> dict[str, Any]:
     """Whatever plugging could change: by identity, so that an equal copy would be noticed."""
     found: dict[str, Any] = {}
@@ -93,7 +97,7 @@ def test_an_interrupted_plug(name: str) -> None:
             gfsa.unplug(model)
         assert state_of(model) == before
 
-    interrupted_everywhere(lambda: plug(model), check, inside=["plugs/install.py", "plugs/adapter"])
+    interrupted_everywhere(lambda: plug(model), check, inside=CHANGING)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -112,9 +116,7 @@ def test_an_interrupted_unplug(name: str) -> None:
             plug(model)
             before = state_of(model)
 
-    interrupted_everywhere(
-        lambda: gfsa.unplug(model), check, inside=["plugs/install.py", "plugs/adapter"]
-    )
+    interrupted_everywhere(lambda: gfsa.unplug(model), check, inside=CHANGING)
 
 
 @pytest.mark.parametrize("plugged", [False, True], ids=["plain", "plugged"])
@@ -141,7 +143,7 @@ def test_an_interrupted_load(plugged: bool, tmp_path: Path) -> None:
                 gfsa.unplug(model)
         assert state_of(model) == before
 
-    loading = ["plugs/saving/checkpoint.py", "filters/spec.py", "attach.py"]
+    loading = ["plugs/saving/checkpoint.py", "filters/spec.py", "plugs/install.py"]
     interrupted_everywhere(lambda: gfsa.load(model, tmp_path), check, inside=loading)
 
 
@@ -236,7 +238,9 @@ def test_the_check_for_uncalled_filters_survives_a_failed_unplug() -> None:
         gfsa.unplug(model)
         gfsa.plug(model)
 
-    interrupted_everywhere(lambda: gfsa.unplug(model), check, inside=["attach.py", "called.py"])
+    interrupted_everywhere(
+        lambda: gfsa.unplug(model), check, inside=["plugs/install.py", "called.py"]
+    )
 
 
 def test_threads_that_plug_and_unplug_one_model_leave_it_whole() -> None:

@@ -127,18 +127,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         damage_tensors(lambda t: t.update(more=torch.zeros(1))),
         "missing nothing, not expected more",
     ),
-    "not finite": (
-        damage_tensors(lambda t: t[f"{FIRST}.theta"].fill_(float("nan"))),
-        f"{FIRST}.theta has values that are not finite",
-    ),
-    "wrong shape": (
-        damage_tensors(lambda t: t.update({f"{FIRST}.theta": torch.zeros(4, 2)})),
-        r"floating point of shape \(4, 3\), got torch.float32 of shape \(4, 2\)",
-    ),
-    "wrong dtype": (
-        damage_tensors(lambda t: t.update({f"{FIRST}.theta": torch.zeros(4, 3).long()})),
-        "got torch.int64",
-    ),
     "truncated": (truncate, "filters.safetensors is damaged"),
     "no description": (
         lambda p: save_file(load_file(p / files.FILE), p / files.FILE),
@@ -172,7 +160,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         "for 8 heads, .* has 4",
     ),
     "another backbone": (
-        damage_json(lambda d: d["filters"][FIRST]["backbone"].update(shapes="0")),
+        damage_json(lambda d: d["filters"][FIRST].update(backbone={"class": "X"}, weights=[1.0])),
         "belongs to another backbone",
     ),
 }
@@ -202,8 +190,8 @@ def test_a_deeper_model_is_another_backbone(tmp_path: Path) -> None:
     deeper = encoder(3)
     with pytest.raises(
         ValueError,
-        match=r"another backbone: TransformerEncoder has 3 layers layers\.\*\.self_attn, the "
-        r"filters were saved from a TransformerEncoder with 2 layers layers\.\*\.self_attn",
+        match=r"another backbone: TransformerEncoder has {'layers\.\*\.self_attn': 3} layers, the "
+        r"filters were saved from a TransformerEncoder with {'layers\.\*\.self_attn': 2}",
     ):
         gfsa.load(deeper, tmp_path)
     assert not gfsa.filters_of(deeper)
@@ -213,21 +201,14 @@ def test_a_deeper_model_is_another_backbone(tmp_path: Path) -> None:
     assert list(gfsa.filters_of(deeper)) == ["layers.0.self_attn"]
 
 
-def test_a_huge_file_is_not_read(saved: Path) -> None:
-    with (saved / "filters.safetensors").open("r+b") as file:
-        file.truncate(100 * 2**20)
-    with pytest.raises(ValueError, match=r"has 104857600 bytes; .* more than \d+ is refused"):
-        gfsa.load(model_of(), saved)
-
-
 def test_a_model_plugged_otherwise_is_left_alone(saved: Path) -> None:
     model = model_of()
     gfsa.plug(model, filter=gfsa.Twicing)
-    with pytest.raises(ValueError, match=r"plugged with a Twicing, .* has a GFSA"):
+    with pytest.raises(ValueError, match=r"plugged with a Twicing .* has a GFSA"):
         gfsa.load(model, saved)
     gfsa.unplug(model)
     gfsa.plug(model, K=4)
-    with pytest.raises(ValueError, match=r"K=4.* has .*K=3"):
+    with pytest.raises(ValueError, match=r"'K': 4.* has .*'K': 3"):
         gfsa.load(model, saved)
     gfsa.unplug(model)
     gfsa.plug(model, K=3, layers=[1])
@@ -336,6 +317,7 @@ def test_weights_of_other_files_than_the_filters_are_refused(tmp_path: Path) -> 
         ({"use_safetensors": False}, "use_safetensors=False"),
         ({"gguf_file": "model.gguf"}, "a GGUF file has none"),
         ({"state_dict": model.state_dict()}, "those in state_dict would be ignored"),
+        ({"output_loading_info": True}, "output_loading_info is not supported"),
     ):
         with pytest.raises(ValueError, match=message):
             gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path, **options)
@@ -366,11 +348,6 @@ def test_transformers_alone_says_that_it_drops_the_filters(
     finally:
         transformers.logging.set_verbosity_error()
         logger.removeHandler(caplog.handler)
-
-
-def test_loading_info_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="output_loading_info is not supported"):
-        gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path, output_loading_info=True)
 
 
 def test_weights_of_four_bits_are_the_same_backbone(saved: Path) -> None:

@@ -102,14 +102,6 @@ def test_a_compiled_token_sees_what_changes() -> None:
         torch.testing.assert_close(after, exact)
 
 
-def test_a_checkpoint_has_the_filters_numbers_alone() -> None:
-    plain, plugged = model(1, 0), model(1, 2)
-    added = set(plugged.state_dict()) - set(plain.state_dict())
-    prefix = "transformer.h.0.attn.gfsa."
-    assert added == {f"{prefix}theta", f"{prefix}_extra_state"}
-    assert plugged.to(torch.bfloat16).state_dict()[f"{prefix}theta"].dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copied_static_cache_counts_for_itself(how: str) -> None:
     made = model(2, 2)

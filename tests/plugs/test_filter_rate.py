@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +120,18 @@ class TestRefusals:
             run.create_optimizer()
 
     def test_filters_are_no_matrix_for_muon(self) -> None:
+        """A split by hand takes the numbers of filters, which have two dimensions, for matrices."""
         model = gpt2()
-        muon = torch.optim.Muon([f.theta for f in gfsa.filters_of(model).values()], lr=MODEL_LR)
-        with pytest.warns(UserWarning, match="the filters to AdamW"):
-            give_rate(muon, model, FILTER_LR)
+        model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+        muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=MODEL_LR)
+        with pytest.warns(UserWarning, match=r"Muon has the filters .*attn.*the filters to AdamW"):
+            muon.step()
+        groups = {g["name"]: g for g in gfsa.parameter_groups(model, lr=MODEL_LR)}
+        right = torch.optim.Muon([p for p in groups["weights"]["params"] if p.ndim == 2])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for optimizer in (muon, right, torch.optim.AdamW(groups.values())):
+                optimizer.step()
 
     def test_two_rates(self, tmp_path: Path) -> None:
         model = gpt2()

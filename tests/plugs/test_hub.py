@@ -25,6 +25,7 @@ from gfsa.plugs.saving.pretrained import check_loaded
 from support.hub_server import HubServer, Repository, hub_server
 from support.saved_filters import FOLDER
 from support.saved_filters import encoder as saved_encoder
+from support.zoo import randomise
 
 X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.arange(6)[None]
@@ -48,18 +49,11 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(config).eval()
 
 
-def train(model: nn.Module) -> nn.Module:
-    """Filters with numbers of their own."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for filter in gfsa.filters_of(model).values():
-            filter.theta.copy_(torch.randn(filter.theta.shape, generator=generator) / 10)
-    return model
-
-
 def plugged(model: Any, **arguments: Any) -> Any:
+    """Filters with numbers of their own."""
     gfsa.plug(model, **arguments)
-    return train(model)
+    randomise(model, scale=0.1)
+    return model
 
 
 def logits(model: Any) -> Tensor:
@@ -297,10 +291,11 @@ class TestWholeModel:
         assert not gfsa.filters_of(load_source("user/pickles", untrained=False).model)
 
 
-def lora(model: Any) -> Any:
+def lora(model: Any, modules_to_save: list[str] | None = None) -> Any:
+    torch.manual_seed(3)
     config = peft.LoraConfig(
         target_modules=["c_attn"],
-        modules_to_save=["gfsa"],
+        modules_to_save=modules_to_save,
         fan_in_fan_out=True,
         init_lora_weights=False,
     )
@@ -309,7 +304,7 @@ def lora(model: Any) -> Any:
 
 class TestPeft:
     def adapter(self) -> Any:
-        return train(lora(plugged(gpt2(), K=4)))
+        return lora(plugged(gpt2(), K=4), ["gfsa"])
 
     def test_a_base_without_filters_gets_those_of_the_adapter(self, tmp_path: Path) -> None:
         model = self.adapter()
@@ -382,16 +377,14 @@ class TestPeft:
             check_loaded(model, numbers, "adapter")
 
     def test_an_adapter_without_filters(self, tmp_path: Path) -> None:
-        config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
-        peft.get_peft_model(gpt2(), config).save_pretrained(tmp_path)
+        lora(gpt2()).save_pretrained(tmp_path)
         with pytest.raises(ValueError, match="has no filters: its adapter was saved without"):
             gfsa.load_peft(gpt2(), tmp_path)
 
     def test_filters_in_the_working_folder_are_not_those_of_an_adapter(
         self, server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
-        peft.get_peft_model(gpt2(), config).save_pretrained(tmp_path / "adapter")
+        lora(gpt2()).save_pretrained(tmp_path / "adapter")
         api = huggingface_hub.HfApi()
         api.create_repo("user/bare")
         api.upload_folder(repo_id="user/bare", folder_path=tmp_path / "adapter")
@@ -405,11 +398,7 @@ class TestPeft:
 
     def test_filters_beside_an_adapter(self, server: HubServer, tmp_path: Path) -> None:
         """Of a model that was plugged after get_peft_model: peft does not know its filters."""
-        config = peft.LoraConfig(
-            target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
-        )
-        torch.manual_seed(3)
-        model = plugged(peft.get_peft_model(gpt2(), config).eval())
+        model = plugged(lora(gpt2()))
         model.save_pretrained(tmp_path / "adapter")
         gfsa.save(model, tmp_path / "adapter")
         gfsa.push_to_hub(model, "user/adapter", weights=True)
@@ -420,11 +409,7 @@ class TestPeft:
     def test_filters_beside_an_adapter_in_a_subfolder(
         self, server: HubServer, tmp_path: Path
     ) -> None:
-        config = peft.LoraConfig(
-            target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
-        )
-        torch.manual_seed(3)
-        model = plugged(peft.get_peft_model(gpt2(), config).eval())
+        model = plugged(lora(gpt2()))
         folder = tmp_path / "repository" / "adapters" / "best"
         model.save_pretrained(folder)
         gfsa.save(model, folder)

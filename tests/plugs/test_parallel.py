@@ -157,16 +157,6 @@ def test_a_distributed_model_is_not_given_its_old_filters_back() -> None:
     assert all(type(filter) is gfsa.GFSA for filter in gfsa.filters_of(model).values())
 
 
-@pytest.mark.parametrize("method", ["layerscale", "featscale"])
-def test_comparison_methods_with_parameters_come_first(method: str) -> None:
-    layer = nn.TransformerEncoderLayer(16, 4, 16, batch_first=True)
-    model = DistributedDataParallel(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
-    keys = list(model.state_dict())
-    with pytest.raises(ValueError, match="Plug first, then wrap"):
-        gfsa.baselines.apply(model, method)
-    assert list(model.state_dict()) == keys
-
-
 def test_plugged_models_are_wrapped_and_loaded_into(tmp_path: Path) -> None:
     model = TinyEncoder()
     gfsa.plug(model, w0=0.3)

@@ -284,15 +284,6 @@ def test_parts_can_be_plugged_and_unplugged_on_their_own() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_the_check_goes_away_after_the_first_forward() -> None:
-    model = bert(2)
-    gfsa.plug(model)
-    assert checks_of(model)
-    model(torch.zeros(1, 3, dtype=torch.long))
-    assert not checks_of(model)
-    assert not any(f._forward_hooks for f in gfsa.filters_of(model).values())
-
-
 def test_an_attention_that_is_replaced_is_not_checked() -> None:
     model, other = bert(2), bert(2)
     gfsa.plug(model)
@@ -534,10 +525,6 @@ def test_a_transformers_type_or_folder(tmp_path):
     assert len(describe("bert").plugged) == 12
     hf.BertConfig(num_hidden_layers=3).save_pretrained(tmp_path)
     assert len(describe(str(tmp_path)).plugged) == 3
-
-
-def test_nothing_is_allocated():
-    assert all(p.is_meta for p in build("vit_base_patch16_224").parameters())
     assert all(p.is_meta for p in build("gpt2").parameters())
 
 
@@ -562,6 +549,9 @@ def test_on_the_command_line():
     assert "would plug 24 layers" in shown.output
     assert "blocks.0.attn: 4 heads, tracer, known class" in shown.output
     assert "class attention has one query" in shown.output
+    assert (
+        "tracer" in CliRunner().invoke(build_cli(), ["info", "tiny_vit_5m_224", "--trace"]).output
+    )
     for arguments in (["xcit_nano_12_p8_224"], ["no_such_model"]):
         refused = CliRunner().invoke(build_cli(), ["info", *arguments])
         assert refused.exit_code != 0
@@ -586,13 +576,6 @@ def test_a_folder_that_has_filters_already_says_so(tmp_path):
         assert shown.exit_code == 0
         assert "would plug 1 layer," in shown.output
         assert ("has filters already" in shown.output) == bool(plugged)
-
-
-def test_tracing_on_the_command_line():
-    for options in ([], ["--trace"]):
-        shown = CliRunner().invoke(build_cli(), ["info", "tiny_vit_5m_224", *options])
-        assert shown.exit_code == 0
-        assert "tracer" in shown.output
 
 
 def test_degree_one_leaves_the_second_pass_out() -> None:

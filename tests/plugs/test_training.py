@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import accelerate
 import pytest
@@ -91,45 +90,6 @@ def examples(count: int = 16) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(2)
     rows = torch.randint(3, VOCABULARY, (count, 8), generator=generator)
     return [{"input_ids": row, "labels": row} for row in rows]
-
-
-@pytest.mark.usefixtures("accelerate_alone")
-class TestTrainer:
-    def trainer(self, model: Any, folder: Path, **options: Any) -> transformers.Trainer:
-        arguments = transformers.TrainingArguments(
-            output_dir=str(folder),
-            max_steps=4,
-            per_device_train_batch_size=2,
-            learning_rate=1e-3,
-            save_steps=2,
-            logging_steps=100,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            seed=1,
-        )
-        return transformers.Trainer(model, arguments, train_dataset=examples(), **options)
-
-    def fresh(self) -> Any:
-        model = plugged("gpt2", dropout=0.1)
-        return model.train()
-
-    def test_filters_learn(self, tmp_path: Path) -> None:
-        model = self.fresh()
-        before = learned(model)
-        self.trainer(model, tmp_path).train()
-        for name, theta in learned(model).items():
-            assert (theta != before[name]).all(), name
-            assert theta.isfinite().all(), name
-
-    def test_a_run_that_is_resumed_ends_where_it_would_have(self, tmp_path: Path) -> None:
-        whole = self.fresh()
-        self.trainer(whole, tmp_path / "whole").train()
-
-        resumed = self.fresh()
-        halfway = tmp_path / "whole" / "checkpoint-2"
-        self.trainer(resumed, tmp_path / "resumed").train(resume_from_checkpoint=str(halfway))
-        assert same(learned(resumed), learned(whole))
 
 
 @pytest.mark.usefixtures("accelerate_alone")

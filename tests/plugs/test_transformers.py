@@ -339,23 +339,6 @@ def test_a_copy_is_a_model_of_its_own() -> None:
     assert torch.equal(output(model, batch), expected)
 
 
-def test_cross_attention_is_recognised_by_its_module_not_its_shape() -> None:
-    case = ZOO["bart"]
-    report = gfsa.plug(case.model("sdpa"), dry_run=True)
-    assert sorted(report.skipped) == [
-        "model.decoder.layers.0.encoder_attn",
-        "model.decoder.layers.1.encoder_attn",
-    ]
-
-
-def test_a_state_space_mixer_is_no_attention() -> None:
-    config = transformers.Mamba2Config(
-        hidden_size=32, num_hidden_layers=1, num_heads=8, head_dim=8, n_groups=1, vocab_size=50
-    )
-    with pytest.raises(ValueError, match="found no self-attention in Mamba2Model"):
-        gfsa.plug(transformers.Mamba2Model(config))
-
-
 def test_a_pooling_head_has_queries_of_its_own() -> None:
     config = transformers.SiglipVisionConfig(
         hidden_size=32,

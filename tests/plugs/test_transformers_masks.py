@@ -327,24 +327,6 @@ def test_no_tensor_of_all_queries_and_keys(layers: Any, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_a_padded_prompt_in_a_static_cache_is_described(
-    name: str, side: str, seen: list[tuple[Any, Any]]
-) -> None:
-    model, batch = plugged(name), batches()[side]
-    with torch.no_grad(), written_by_transformers():
-        expected = result(model(**batch, use_cache=False))
-    seen.clear()
-    cache = transformers.StaticCache(config=model.config, max_cache_len=N + 4)
-    with torch.no_grad():
-        torch.testing.assert_close(result(model(**batch, past_key_values=cache)), expected)
-    assert len(seen) == 2
-    for mask, visible in seen:
-        assert mask is None
-        assert visible.keys.shape == (3, 1, N)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_padded_prompt_in_a_static_cache_generates_the_same(
     name: str, side: str, seen: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""plug, forward, save, load, unplug, copies, .to, compile, wrap and Ctrl-C, in any order.
+"""plug, forward, save, load, unplug, copies, .to, compile and wrap, in any order.
 
 Hypothesis runs sequences of them on small models. After every step the model is plugged and
 computes ``Σ c_k·A^k·v``, by a dense formula in the tests, or it is as it was before it was plugged.
@@ -6,7 +6,6 @@ computes ``Σ c_k·A^k·v``, by a dense formula in the tests, or it is as it was
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import pickle
@@ -35,7 +34,6 @@ from torch import Tensor, nn
 import gfsa
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.plugs import sites
-from support.interrupting import InterruptAt
 from support.plugging import filtered_softmax, slow_path
 from support.tiny import TinyEncoder
 
@@ -165,9 +163,6 @@ def short(name: str) -> str:
 
 kinds = st.sampled_from(sorted(FILTERS))
 choices = st.sampled_from(["all", "odd", "even"])
-# the files that change a model
-CHANGING = ["plugs/install.py", "plugs/checks/called.py", "plugs/adapter.py", "adapters/"]
-LOADING = ["plugs/saving/", "filters/spec.py"]
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -186,7 +181,6 @@ class AnyOrder(RuleBasedStateMachine):
         self.expected: dict[str, Fact] = {}
         self.x = torch.randn(2, 4, DIM)
         self.folder = Path(tempfile.mkdtemp(prefix="gfsa-any-order-"))
-        self.last_saved: dict[str, Fact] = {}
         self.steps = 0
         self.may_compile = seed == 0
         if kind is not None:
@@ -202,19 +196,6 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(kind=kinds, layers=choices, dropout=st.sampled_from(["attention", "filter"]))
     @precondition(lambda self: len(self.expected) < 2)
     def plug(self, kind: str, layers: str, dropout: str) -> None:
-        self._plug(kind, layers, dropout, None)
-
-    @rule(kind=kinds, layers=choices, line=st.integers(0, 70))
-    @precondition(lambda self: len(self.expected) < 2)
-    def plug_interrupted(self, kind: str, layers: str, line: int) -> None:
-        self._plug(kind, layers, "attention", line)
-
-    @rule()
-    @precondition(lambda self: self.expected)
-    def plug_twice(self) -> None:
-        self._plug("gfsa", "all", "attention", None)
-
-    def _plug(self, kind: str, layers: str, dropout: str, line: int | None) -> None:
         plugged = set(self.expected)
         names = layer_names(self.model)
         start, step = {"all": (0, 1), "odd": (0, 2), "even": (1, 2)}[layers]
@@ -227,7 +208,6 @@ class AnyOrder(RuleBasedStateMachine):
                 dropout_after=dropout,
                 unknown="trace",
             ),
-            InterruptAt(line, CHANGING),
             # a layer that is plugged already is refused, and with it the others
             allowed=not plugged & selected,
             done=lambda found: found.keys() == plugged | selected,
@@ -235,65 +215,28 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     @precondition(lambda self: self.expected)
-    def unplug(self) -> None:
-        self._unplug(None)
+    def plug_twice(self) -> None:
+        self.plug("gfsa", "all", "attention")
 
-    @rule(line=st.integers(0, 70))
+    @rule()
     @precondition(lambda self: self.expected)
-    def unplug_interrupted(self, line: int) -> None:
-        self._unplug(line)
-
-    def _unplug(self, line: int | None) -> None:
-        self._attempt(
-            lambda: gfsa.unplug(self.model),
-            InterruptAt(line, CHANGING),
-            allowed=True,
-            done=lambda found: not found,
-        )
+    def unplug(self) -> None:
+        self._attempt(lambda: gfsa.unplug(self.model), allowed=True, done=lambda found: not found)
 
     @rule(target=saves)
     @precondition(lambda self: self.expected)
     def save(self) -> Saved:
-        gfsa.save(self.model, self.folder / "filters")
-        return self._copy_of_save(self.expected)
-
-    @rule(target=saves, line=st.integers(0, 130))
-    @precondition(lambda self: self.expected)
-    def save_interrupted(self, line: int) -> Saved:
-        """The folder has the last save, or this one."""
-        folder = self.folder / "filters"
-        with contextlib.suppress(KeyboardInterrupt), InterruptAt(line, ["plugs/saving/files.py"]):
-            gfsa.save(self.model, folder)
-        if not (folder / "filters.safetensors").exists():
-            assert not self.last_saved
-            return self.save()
-        found = copy.deepcopy(self.plain)
-        gfsa.load(found, folder)
-        facts = facts_of(found)
-        assert equal_facts(facts, self.last_saved) or equal_facts(facts, self.expected)
-        return self._copy_of_save(facts)
-
-    def _copy_of_save(self, facts: dict[str, Fact]) -> Saved:
-        self.last_saved = dict(facts)
-        copied = Path(tempfile.mkdtemp(dir=self.folder))
-        shutil.copytree(self.folder / "filters", copied, dirs_exist_ok=True)
-        return Saved(copied, dict(facts))
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        gfsa.save(self.model, folder)
+        return Saved(folder, dict(self.expected))
 
     @rule(saved=saves)
     def load(self, saved: Saved) -> None:
-        self._load(saved, None)
-
-    @rule(saved=saves, line=st.integers(0, 150))
-    def load_interrupted(self, saved: Saved, line: int) -> None:
-        self._load(saved, line)
-
-    def _load(self, saved: Saved, line: int | None) -> None:
         fits = self.expected.keys() == saved.filters.keys() and all(
             self.expected[name].settings == saved.filters[name].settings for name in saved.filters
         )
         self._attempt(
             lambda: gfsa.load(self.model, saved.folder),
-            InterruptAt(line, [*CHANGING, *LOADING]),
             allowed=fits or not self.expected,
             done=lambda found: equal_facts(found, saved.filters),
         )
@@ -311,30 +254,18 @@ class AnyOrder(RuleBasedStateMachine):
         self.expected = facts_of(self.model)
 
     def _attempt(
-        self,
-        action: Callable[[], Any],
-        interrupt: InterruptAt,
-        allowed: bool,
-        done: Callable[[dict[str, Fact]], bool],
+        self, action: Callable[[], Any], allowed: bool, done: Callable[[dict[str, Fact]], bool]
     ) -> None:
-        """Done, or refused or interrupted and everything as it was."""
-        refused = False
+        """Done, or refused and everything as it was."""
         try:
-            with interrupt:
-                action()
-        except KeyboardInterrupt:
-            assert interrupt.came
+            action()
         except ValueError:
-            refused = True
-        found = facts_of(self.model)
-        if equal_facts(found, self.expected) and (interrupt.came or refused):
-            assert interrupt.came or not allowed
+            assert not allowed
+            assert equal_facts(facts_of(self.model), self.expected)
             return
-        # an interrupt that comes after the last change does not undo it
         assert allowed
-        assert not refused
-        assert done(found)
-        self.expected = found
+        self.expected = facts_of(self.model)
+        assert done(self.expected)
 
     # what leaves filters alone
 

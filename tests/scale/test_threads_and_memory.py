@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import gfsa
 from gfsa.functional import which_backend
-from gfsa.operators import call
+from gfsa.operators import AttentionOperator, call
 from support.subjects import SUBJECTS, first
 
 THREADS, CALLS = 6, 5
@@ -141,12 +141,16 @@ def test_every_pass_goes_there(elsewhere: list[int]) -> None:
     y = gfsa.graph_filter_attention(Q, K, V, COEFFS)
     assert elsewhere == [2]
     assert torch.isfinite(y).all()
-
-
-def test_it_says_so(elsewhere: list[int]) -> None:
     found = which_backend(Q, K, V, COEFFS)
     assert found.backend == "sdpa"
     assert "replaced" in found.reason
+    # what needs another implementation is refused
+    for backend in ("dense", "fused"):
+        with pytest.raises(ValueError, match="torch's attention is replaced"):
+            gfsa.graph_filter_attention(Q, K, V, COEFFS, backend=backend)  # type: ignore[arg-type]
+    operator = AttentionOperator(Q, K, dropout_p=0.1, dropout_after="filter")
+    with pytest.raises(ValueError, match="and sdpa cannot serve it"):
+        operator.polynomial(COEFFS, V)
 
 
 def test_it_is_noticed_by_whoever_imports_gfsa_afterwards(elsewhere: list[int]) -> None:
@@ -157,17 +161,3 @@ def test_it_is_noticed_by_whoever_imports_gfsa_afterwards(elsewhere: list[int]) 
     with mock.patch.dict(sys.modules, {spec.name: again}):
         spec.loader.exec_module(again)
     assert "replaced" in again.AttentionCall(Q, K).reason_for_torch_alone()
-
-
-@pytest.mark.parametrize("backend", ["dense", "fused"])
-def test_others_are_refused(backend: Any, elsewhere: list[int]) -> None:
-    with pytest.raises(ValueError, match="torch's attention is replaced"):
-        gfsa.graph_filter_attention(Q, K, V, COEFFS, backend=backend)
-
-
-def test_dropout_of_the_filter_needs_the_whole_map(elsewhere: list[int]) -> None:
-    from gfsa.operators import AttentionOperator
-
-    operator = AttentionOperator(Q, K, dropout_p=0.1, dropout_after="filter")
-    with pytest.raises(ValueError, match="and sdpa cannot serve it"):
-        operator.polynomial(COEFFS, V)

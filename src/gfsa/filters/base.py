@@ -292,11 +292,9 @@ class GraphFilter(nn.Module):
         count = self.num_heads // processes
         heads = slice(rank * count, (rank + 1) * count)
         self._exact_base = self._exact_base[heads].clone()
-        self.base = self.base[heads].clone()
         if self._exact_share is not None:
-            assert self.base_share is not None
             self._exact_share = self._exact_share[heads].clone()
-            self.base_share = self.base_share[heads].clone()
+        self._place_constants(self.base.device, self.base.dtype)
         if theta_is_cut:
             self._start = self._start[heads].clone()
         self.heads_are_sharded = True

@@ -30,9 +30,6 @@ KINDS: dict[str, type[GraphFilter]] = {}
 MOST_DEGREE = 16
 """Degree of a rebuilt filter, unless the caller allows more: every power is an attention pass."""
 
-# names of all filter classes of the library, comparison methods among them
-_LIBRARY_KINDS: set[str] = set()
-
 # limits far above any use: a file must not be able to allocate all memory
 _MOST_DESCRIPTION = 2**22
 _MOST_HEADS = 65536
@@ -44,22 +41,16 @@ _ROUNDING = 0.05
 
 
 def note_kind(cls: type[GraphFilter]) -> None:
-    """Reserve the name of a filter class for it, if the class is one of the library."""
-    if _is_of_library(cls):
-        _LIBRARY_KINDS.add(cls.__name__)
+    """List a filter class that is one of ``gfsa.filters``."""
     if cls.__module__.startswith("gfsa.filters."):
         KINDS[cls.__name__] = cls
 
 
 def kind_of(cls: type) -> str:
     """The name of a filter class in files; a user's class never has the name of one of ours."""
-    if _is_of_library(cls) or cls.__name__ not in _LIBRARY_KINDS:
+    if KINDS.get(cls.__name__, cls) is cls:
         return cls.__name__
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _is_of_library(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "gfsa"
 
 
 def kind_named(name: str) -> type[GraphFilter]:
@@ -193,12 +184,11 @@ def check_size(num_heads: int, learned: int, powers: int) -> None:
 
 
 def check_multiplier(value: Any) -> None:
-    if not isinstance(value, (int, float)) or not 0 < value <= _LARGEST:
-        raise ValueError(f"lr_multiplier must be a positive number, got {value!r:.40}")
-    if value < _SMALLEST:
+    """Accept a positive number whose steps float32 does not round to zero."""
+    if not isinstance(value, (int, float)) or not _SMALLEST <= value <= _LARGEST:
         raise ValueError(
-            f"lr_multiplier must be at least {_SMALLEST}, because float32 rounds smaller steps to "
-            f"zero; got {value!r:.40}"
+            f"lr_multiplier must be a positive number, at least {_SMALLEST} because float32 rounds "
+            f"smaller steps to zero; got {value!r:.40}"
         )
 
 
@@ -248,20 +238,14 @@ def check_shapes(num_heads: int, base: Any, basis: Any, theta: Any) -> None:
 
 def check_finite(base: Tensor, basis: Tensor, theta: Tensor) -> None:
     """Refuse float64 numbers that are not finite in float32, in which a filter computes."""
-    # each of them first: a sum of infinite numbers would not tell which of them was wrong
-    for name, tensor in {"coefficients": base, "learned polynomials": basis, "θ": theta}.items():
-        if not bool(tensor.float().isfinite().all()):
-            largest = tensor.abs().max().item()
+    # of absolute values, because no part of the sum may overflow, and with a θ that has moved
+    total = base.abs() + theta.abs().clamp(min=1.0) @ basis.abs()
+    for name, numbers in {"θ": theta, "coefficients (base + θ·basis)": total}.items():
+        if not bool(numbers.float().isfinite().all()):
             raise ValueError(
-                f"the initial {name} of a filter must be finite in float32, got {largest:g}"
+                f"the initial {name} of a filter must be finite in float32, got "
+                f"{numbers.abs().max().item():g}; choose smaller initial values, or a smaller K"
             )
-    # of absolute values, because no part of the sum may overflow in float32 either
-    largest = (base.abs() + theta.abs() @ basis.abs()).max().item()
-    if largest > torch.finfo(torch.float32).max:
-        raise ValueError(
-            "the initial coefficients of a filter, base + θ·basis, must be finite in float32, got "
-            f"{largest:g}; choose smaller initial values, or a smaller K"
-        )
 
 
 def per_head(name: str, value: float | Sequence[float] | Tensor, num_heads: int) -> Tensor:

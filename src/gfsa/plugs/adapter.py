@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -16,7 +16,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 if TYPE_CHECKING:
     from gfsa.plugs.checks.proof import Owners
-    from gfsa.plugs.saving.renames import Renaming
 
 CHILD = "gfsa"
 """The name under which a filter becomes a child of its attention module."""
@@ -78,10 +77,6 @@ class Adapter(ABC):
     def refusal_inside(self, owners: Owners) -> str | None:
         """The same, decided by the modules that contain this one, innermost first."""
         return None
-
-    def renamings(self, module: nn.Module) -> Sequence[Renaming]:
-        """What other versions of the library call this kind of module, for filters saved there."""
-        return ()
 
     @abstractmethod
     def install(self, module: nn.Module) -> None:

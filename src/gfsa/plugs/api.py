@@ -28,6 +28,7 @@ from gfsa.plugs.sites import (
     listed_reasons,
     plugged_sites,
     refuse_wrapped,
+    report_of,
     select_layers,
     sites,
 )
@@ -235,15 +236,11 @@ def plan_filters(
     """The selected sites, each with a new filter, and the report; the model does not change."""
     accepting = accepting_sites(model, found)
     selected = select_layers({name: site.module for name, site in accepting.items()}, layers)
-    report = PlugReport(
-        skipped={name: site.refusal for name, site in found.items() if site.refusal is not None},
-        numbers={name: number for number, name in enumerate(accepting, start=1)},
-    )
+    skipped = {n: site.refusal or NOT_SELECTED for n, site in found.items() if n not in selected}
     planned: list[tuple[Site, GraphFilter]] = []
     taken = {id(site.filter): other for other, site in accepting.items() if site.is_plugged}
     for name, site in accepting.items():
         if name not in selected:
-            report.skipped[name] = NOT_SELECTED
             continue
         if site.is_plugged:
             raise ValueError(
@@ -261,9 +258,7 @@ def plan_filters(
             )
         taken[id(new_filter)] = name
         planned.append((site, new_filter))
-        report.plugged[name] = new_filter.num_heads
-        report.how[name] = site.adapter.how
-        report.parameters += sum(p.numel() for p in new_filter.parameters())
+    report = report_of(planned, skipped, found)
     if report.parameters:
         refuse_distributed(model, [site.module for site, _ in planned])
     return planned, report

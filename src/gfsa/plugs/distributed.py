@@ -75,22 +75,13 @@ def _wrapper_around(model: nn.Module) -> str | None:
     """A wrapper that contains ``model``, which itself has no reference to it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
-    if _wrapper_of(model) is None:
-        return None
     # a wrapper that is no longer in use may still wait for the garbage collector
     gc.collect()
-    wrapper = _wrapper_of(model)
-    return wrapper and (
-        f"{type(model).__name__} is part of a model that is wrapped by {wrapper} already"
-    )
-
-
-def _wrapper_of(model: nn.Module) -> str | None:
     # by type(), because objects of other libraries may raise when their class is asked for
     for found in [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]:
         wrapper = _wrapper_kind(type(found))
         if wrapper is not None and any(module is model for module in found.modules()):
-            return wrapper
+            return f"{type(model).__name__} is part of a model that is wrapped by {wrapper} already"
     return None
 
 

@@ -6,21 +6,22 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gfsa._version import __version__
-from gfsa.plugs.saving.checkpoint import describe, save, write_filters
+from gfsa.plugs.saving.checkpoint import save, write_filters
 from gfsa.plugs.saving.files import OLD_DESCRIPTION, hub_library, is_hub_name
 from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.saving.pretrained import CONFIG_ENTRY, PEFT_ENTRY, is_of_diffusers
 from gfsa.plugs.sites import check_model, counted, filters_of, is_sharded, plugged_sites
 
 CARD = "README.md"
-_OLD_FILES = (OLD_DESCRIPTION, "coefficients.svg")
+BEGIN, END = "<!-- gfsa: begin -->", "<!-- gfsa: end -->"
+# a marker without its partner belongs to no section
+_SECTION = re.compile(f"{BEGIN}(?:(?!{BEGIN}).)*?{END}", re.DOTALL)
 # the weights of a transformers model, in one file or in several
 _WEIGHTS = (
     "model.safetensors",
@@ -48,7 +49,7 @@ def push_to_hub(
         gfsa.push_to_hub(model, "user/name", results={"CoLA, Matthews correlation": 0.61})
         gfsa.load(another_model, "user/name")
 
-    The card has the settings, the backbone, every layer's coefficients, the results, and the lines
+    The card has the backbone, every filter with its coefficients, the results, and the lines
     that load the upload. A card that the repository has already stays as it is, except for the
     section between gfsa's two comments, which is replaced or appended.
 
@@ -79,46 +80,53 @@ def push_to_hub(
             valid, or ``weights=True`` cannot save the model's weights.
     """
     check_model(model)
-    _check_arguments(repository, base_model, results)
-    _refuse_model(model, weights)
+    _refuse(model, repository, weights, base_model, results)
     hub = hub_library("gfsa.push_to_hub")
+    backbone = base_model or base_model_of(model)
+    place = json.dumps(repository)
+    if revision is not None:
+        # without it, what the main branch has would be loaded
+        place += f", revision={json.dumps(revision)}"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        kind: Weights = _save_weights(model, folder) if weights else "none"
-        # the weights, if they are uploaded, are in the folder already
-        (write_filters if weights else save)(model, folder)
-        card = Card(
-            repository,
-            describe(model),
-            coefficients_of(model),
-            base_model=base_model or base_model_of(model),
-            results=results,
-            weights=kind,
-            model_class=_class_for(model),
-            revision=revision,
-        )
+        # what a file of an older version says does not belong to these filters
+        stale = [OLD_DESCRIPTION]
+        if not weights:
+            save(model, folder)
+            what = "Filters for"
+            use = _code("", f"gfsa.load(model, {place})  # the backbone, unplugged")
+        else:
+            model.save_pretrained(folder)  # type: ignore[operator]
+            write_filters(model, folder)
+            is_adapter = (folder / "adapter_config.json").is_file()
+            what = "An adapter with" if is_adapter else "A model with"
+            use = (_use_of_adapter if is_adapter else _use_of_model)(model, folder, place)
+            stale += () if is_adapter else _WEIGHTS
+        section = _section(model, what, use, backbone, results)
         api = hub.HfApi(token=token)
         api.create_repo(repository, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repository, branch=revision, exist_ok=True)
-        old = _card_on_hub(hub, api, repository, revision)
-        text = card.new() if old is None else card.update(old)
+        try:
+            old = Path(api.hf_hub_download(repository, CARD, revision=revision))
+            text = _updated(old.read_text(encoding="utf-8"), section)
+        except (hub.errors.EntryNotFoundError, hub.errors.RevisionNotFoundError):
+            text = _new_card(repository, backbone, section)
         (folder / CARD).write_text(text, encoding="utf-8")
         commit = api.upload_folder(
             repo_id=repository,
             folder_path=folder,
             revision=revision,
             commit_message=commit_message or "Filters, by gfsa",
-            # the other files of older versions do not belong to these filters
-            delete_patterns=[*_OLD_FILES, *(_WEIGHTS if kind == "model" else ())],
+            delete_patterns=stale,
         )
     return str(commit.commit_url)
 
 
-def _check_arguments(
-    repository: Any, base_model: str | None, results: Mapping[str, float | str] | None
+def _refuse(
+    model: nn.Module, repository: Any, weights: bool, base_model: str | None, results: Any
 ) -> None:
-    """Refuse names that the Hub does not have, and results that a card cannot show."""
+    """Raise for what the Hub does not take, a card cannot show, or nobody could load again."""
     if not isinstance(repository, str) or not is_hub_name(repository):
         raise ValueError(f"repository must be 'user/name', got {repository!r:.80}")
     if base_model is not None and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base_model):
@@ -134,12 +142,9 @@ def _check_arguments(
             "results must be a dict of metric → number or text, such as {'CoLA, Matthews': 0.61}; "
             f"got {results!r:.120}"
         )
-
-
-def _refuse_model(model: nn.Module, weights: bool) -> None:
-    """Raise if the model has no whole filters to upload, or no weights that can be loaded again."""
+    kind = type(model).__name__
     if not filters_of(model):
-        raise ValueError(f"{type(model).__name__} has no filters to upload; gfsa.plug(model) first")
+        raise ValueError(f"{kind} has no filters to upload; gfsa.plug(model) first")
     if any(is_sharded(site) for site in plugged_sites(model).values()):
         raise ValueError(
             "the filters are sharded over processes: gfsa.save(model, folder) on every process, "
@@ -147,195 +152,110 @@ def _refuse_model(model: nn.Module, weights: bool) -> None:
         )
     if weights and not callable(getattr(model, "save_pretrained", None)):
         raise ValueError(
-            f"{type(model).__name__} has no save_pretrained, so its weights cannot be uploaded "
-            "with the filters; pass weights=False and upload them by their own library"
+            f"{kind} has no save_pretrained, so its weights cannot be uploaded with the filters; "
+            "pass weights=False and upload them by their own library"
         )
     if weights and is_of_diffusers(type(model)):
         raise ValueError(
-            f"{type(model).__name__} is a model of diffusers, whose weights gfsa.from_pretrained "
-            "does not load: pass weights=False, and upload them with model.push_to_hub after "
-            "gfsa.unplug"
+            f"{kind} is a model of diffusers, whose weights gfsa.from_pretrained does not load: "
+            "pass weights=False, and upload them with model.push_to_hub after gfsa.unplug"
         )
 
 
-def _class_for(model: nn.Module) -> str:
-    """The class of transformers that loads the model, for the card."""
+def _use_of_model(model: nn.Module, folder: Path, place: str) -> str:
+    """Mark a whole model as one with filters; returns how to load it."""
+    _mark(folder / "config.json", CONFIG_ENTRY, model)
     cls = type(model)
-    return cls.__name__ if cls.__module__.startswith("transformers.") else "AutoModel"
+    name = cls.__name__ if cls.__module__.startswith("transformers.") else "AutoModel"
+    load = f"model = gfsa.from_pretrained({name}, {place})"
+    return _code(f"from transformers import {name}", "", load) + (
+        f"\n\n`{name}.from_pretrained` alone loads the weights **without the filters**: it lists "
+        "them as UNEXPECTED in its load report."
+    )
 
 
-def _save_weights(model: Any, folder: Path) -> Weights:
-    """Write the model with its filters, and mark it; returns what it is."""
-    model.save_pretrained(folder)
-    count = len(filters_of(model))
-    if (folder / "adapter_config.json").is_file():
-        # peft warns about entries that it does not know, by their name
-        _add_entry(folder / "adapter_config.json", PEFT_ENTRY, count)
-        return "adapter"
-    _add_entry(folder / "config.json", CONFIG_ENTRY, count)
-    return "model"
+def _use_of_adapter(model: nn.Module, folder: Path, place: str) -> str:
+    """Mark an adapter as one with filters, which peft warns about; returns how to load it."""
+    _mark(folder / "adapter_config.json", PEFT_ENTRY, model)
+    return _code("", f"model = gfsa.load_peft(base_model, {place})") + (
+        "\n\n`PeftModel.from_pretrained` alone loads the adapter **without the filters** if the "
+        "base model is not plugged."
+    )
 
 
-def _add_entry(file: Path, key: str, count: int) -> None:
+def _mark(file: Path, key: str, model: nn.Module) -> None:
     content = json.loads(file.read_text(encoding="utf-8"))
-    content[key] = {"layers": count, "gfsa": __version__}
+    content[key] = {"layers": len(filters_of(model)), "gfsa": __version__}
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _card_on_hub(hub: Any, api: Any, repository: str, revision: str | None) -> str | None:
-    """The card that the repository has already, or None."""
-    try:
-        file = api.hf_hub_download(repository, CARD, revision=revision)
-    except (hub.errors.EntryNotFoundError, hub.errors.RevisionNotFoundError):
-        return None
-    return Path(file).read_text(encoding="utf-8")
-
-
-BEGIN, END = "<!-- gfsa: begin -->", "<!-- gfsa: end -->"
-# a marker without its partner belongs to no section
-_SECTION = re.compile(f"{BEGIN}(?:(?!{BEGIN}).)*?{END}", re.DOTALL)
-
-Weights = Literal["none", "model", "adapter"]
-
-
-@dataclass(frozen=True)
-class Card:
-    """What the card of one upload says."""
-
-    repository: str
-    description: Mapping[str, Any]
-    """As :func:`gfsa.plugs.saving.checkpoint.describe` gives it."""
-    coefficients: Sequence[tuple[str, Sequence[Sequence[float]]]]
-    """Layer names with ``coefficients[head][k]``; empty if a filter is not a polynomial."""
-    base_model: str | None = None
-    results: Mapping[str, float | str] | None = None
-    weights: Weights = "none"
-    """What was uploaded beside the filters."""
-    model_class: str = "AutoModel"
-    """The class of transformers that loads a whole model."""
-    revision: str | None = None
-    """The branch, if it is not the main one."""
-
-    def new(self) -> str:
-        """The whole file."""
-        name = self.repository.rpartition("/")[2]
-        return f"{self._metadata()}\n# {name}\n\n{self.section()}\n"
-
-    def update(self, old: str) -> str:
-        """An existing file with a new section; everything else in it stays as it is."""
-        text, *others = _SECTION.split(old)
-        if not others:
-            return f"{old.rstrip()}\n\n{self.section()}\n"
-        return text + self.section() + "".join(others)
-
-    def section(self) -> str:
-        parts = [BEGIN, self._introduction(), "## Use", self._use(), "## Settings"]
-        parts += [self._settings()]
-        if self.coefficients:
-            parts += ["## Coefficients", self._table()]
-        if self.results:
-            parts += ["## Results", _table(("metric", "value"), self.results.items())]
-        return "\n\n".join([*parts, END])
-
-    def _metadata(self) -> str:
-        lines = ["---", "library_name: gfsa", "tags:", "- gfsa", "- graph-filter-self-attention"]
-        if self.base_model is not None:
-            lines += [f"base_model: {self.base_model}"]
-        return "\n".join([*lines, "---"])
-
-    def _introduction(self) -> str:
-        filters = self.description["filters"]
-        what = {"none": "Filters for", "model": "A model with", "adapter": "An adapter with"}
-        of = "" if self.base_model is None else f" (backbone: `{self.base_model}`)"
-        return (
-            f"{what[self.weights]} graph-filter self-attention in "
-            f"{counted(len(filters), 'layer')} of `{self.description['model']}`{of}: "
-            "each head applies a polynomial of its attention map, H = c0·I + c1·A + c2·A² + …, "
-            f"with learned coefficients. Written by gfsa {__version__}."
-        )
-
-    def _use(self) -> str:
-        place = json.dumps(self.repository)
-        if self.revision is not None:
-            # without it, what the main branch has would be loaded
-            place += f", revision={json.dumps(self.revision)}"
-        if self.weights == "model":
-            return _code(
-                "import gfsa",
-                f"from transformers import {self.model_class}",
-                "",
-                f"model = gfsa.from_pretrained({self.model_class}, {place})",
-            ) + (
-                f"\n\n`{self.model_class}.from_pretrained` alone loads the weights **without the "
-                "filters**: it lists them as UNEXPECTED in its load report."
-            )
-        if self.weights == "adapter":
-            return _code("import gfsa", "", f"model = gfsa.load_peft(base_model, {place})") + (
-                "\n\n`PeftModel.from_pretrained` alone loads the adapter **without the filters** "
-                "if the base model is not plugged."
-            )
-        return _code("import gfsa", "", f"gfsa.load(model, {place})  # the backbone, unplugged")
-
-    def _settings(self) -> str:
-        groups: dict[str, list[str]] = {}
-        for layer, entry in self.description["filters"].items():
-            settings = {**entry["arguments"], "dropout_after": entry["dropout_after"]}
-            settings |= {term: entry[term] for term in ("exclusive", "depth") if term in entry}
-            shown = ", ".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
-            groups.setdefault(f"`{entry['kind']}` {shown}", []).append(f"`{layer}`")
-        rows = [
-            (text, len(names), ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]}")
-            for text, names in groups.items()
-        ]
-        return _table(("filter", "layers", "which"), rows)
-
-    def _table(self) -> str:
-        powers = max(len(head) for _, heads in self.coefficients for head in heads)
-        head = ("layer", *(f"c{k}: mean (least … largest)" for k in range(powers)))
-        rows = []
-        for name, heads in self.coefficients:
-            columns = [[h[k] for h in heads if k < len(h)] for k in range(powers)]
-            rows.append((f"`{name}`", *(_range(column) for column in columns)))
-        return _table(head, rows)
-
-
-def coefficients_of(model: nn.Module) -> list[tuple[str, list[list[float]]]]:
-    """Layer names with their heads' coefficients; empty if a filter is not a polynomial."""
-    filters = filters_of(model)
-    if not all(filter.is_polynomial for filter in filters.values()):
-        return []
-    return [
-        (canonical_name(model, name), filter.coefficients().detach().cpu().tolist())
-        for name, filter in filters.items()
-    ]
 
 
 def base_model_of(model: nn.Module) -> str | None:
     """The name on the Hub that a model was loaded from, as far as it knows."""
-    config = getattr(model, "config", None)
-    pretrained = getattr(model, "pretrained_cfg", None) or {}
-    known = [getattr(config, "_name_or_path", None)]
-    if isinstance(pretrained, Mapping):
-        known.append(pretrained.get("hf_hub_id"))
-    for name in known:
-        if isinstance(name, str) and is_hub_name(name) and not Path(name).exists():
-            return name
-    return None
+    pretrained = getattr(model, "pretrained_cfg", None)
+    known = [getattr(getattr(model, "config", None), "_name_or_path", None)]
+    known += [pretrained.get("hf_hub_id")] if isinstance(pretrained, Mapping) else []
+    names = (name for name in known if isinstance(name, str) and is_hub_name(name))
+    return next((name for name in names if not Path(name).exists()), None)
 
 
-def _range(column: Sequence[float]) -> str:
-    if not column:
-        return ""
-    mean = sum(column) / len(column)
-    return f"{mean:.4g} ({min(column):.4g} … {max(column):.4g})"
+def _new_card(repository: str, backbone: str | None, section: str) -> str:
+    lines = ["---", "library_name: gfsa", "tags:", "- gfsa", "- graph-filter-self-attention"]
+    lines += [] if backbone is None else [f"base_model: {backbone}"]
+    return "\n".join([*lines, "---", "", f"# {repository.rpartition('/')[2]}", "", section, ""])
+
+
+def _updated(old: str, section: str) -> str:
+    """A card with a new section; everything else in it stays as it is."""
+    text, *others = _SECTION.split(old)
+    if not others:
+        return f"{old.rstrip()}\n\n{section}\n"
+    return text + section + "".join(others)
+
+
+def _section(
+    model: nn.Module,
+    what: str,
+    use: str,
+    backbone: str | None,
+    results: Mapping[str, float | str] | None,
+) -> str:
+    filters = {canonical_name(model, name): f for name, f in filters_of(model).items()}
+    of = "" if backbone is None else f" (backbone: `{backbone}`)"
+    polynomials = [f for f in filters.values() if f.is_polynomial]
+    powers = range(1 + max((f.degree for f in polynomials), default=-1))
+    rows: list[Sequence[Any]] = [
+        ("layer", "filter", *(f"c{k}: mean (least … largest)" for k in powers))
+    ]
+    for name, filter in filters.items():
+        entry = filter.describe()
+        settings = {**entry["arguments"], "dropout_after": entry["dropout_after"]}
+        settings |= {term: entry[term] for term in ("exclusive", "depth") if term in entry}
+        shown = ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
+        c = filter.coefficients().detach().T if filter.is_polynomial else ()
+        ranges = [_range(c[k]) if k < len(c) else "" for k in powers]
+        rows.append((f"`{name}`", f"`{entry['kind']}` {shown}", *ranges))
+    parts = [
+        BEGIN,
+        f"{what} graph-filter self-attention in {counted(len(filters), 'layer')} of "
+        f"`{type(model).__name__}`{of}: each head applies a polynomial of its attention map, "
+        f"H = c0·I + c1·A + c2·A² + …, with learned coefficients. Written by gfsa {__version__}.",
+        *("## Use", use, "## Filters", _table(rows)),
+        *(("## Results", _table([("metric", "value"), *results.items()])) if results else ()),
+        END,
+    ]
+    return "\n\n".join(parts)
+
+
+def _range(column: Tensor) -> str:
+    return f"{column.mean():.4g} ({column.min():.4g} … {column.max():.4g})"
 
 
 def _code(*lines: str) -> str:
-    return "\n".join(["```python", *lines, "```"])
+    return "\n".join(["```python", "import gfsa", *lines, "```"])
 
 
-def _table(head: Sequence[str], rows: Any) -> str:
-    lines = [head, ["---"] * len(head), *rows]
+def _table(rows: Sequence[Sequence[Any]]) -> str:
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     # a line break or a bar in a cell would end it
     shown = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in shown)

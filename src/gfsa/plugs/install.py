@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +18,8 @@ from gfsa.plugs.checks.called import (
     watch_forwards,
 )
 from gfsa.plugs.checks.proof import forget_tokens
+from gfsa.plugs.optim import watch_optimizers
+from gfsa.plugs.saving.identity import numbers_in, pattern_of
 from gfsa.plugs.sites import Site, plugged_sites
 from gfsa.plugs.transaction import all_or_nothing
 
@@ -39,6 +40,7 @@ def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> No
             attach(site, filter)
         connect_depth(model)
         notify_adapters(model, [site for site, _ in planned])
+        watch_optimizers(model)
         watch_forwards(model, {site.name: (site.module, filter) for site, filter in planned})
 
 
@@ -50,9 +52,9 @@ def stacks_of(names: Iterable[str]) -> dict[str, list[str]]:
     """
     stacks: dict[str, list[str]] = {}
     for name in names:
-        stacks.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+        stacks.setdefault(pattern_of(name), []).append(name)
     for pattern, members in stacks.items():
-        numbers = zip(*(re.findall(r"\b\d+\b", name) for name in members), strict=True)
+        numbers = zip(*map(numbers_in, members), strict=True)
         if sum(len(set(column)) > 1 for column in numbers) > 1:
             raise ValueError(
                 f"the depth term needs layers in one order, but {pattern} counts them by more than "

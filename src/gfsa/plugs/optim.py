@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gfsa.filters import GraphFilter
 from gfsa.filters.spec import check_number
+from gfsa.plugs.saving.identity import some_of
 from gfsa.plugs.sites import filters_of
 
 FILTERS = "filters"
@@ -43,7 +48,8 @@ def parameter_groups(
 
     An optimizer for matrices alone (Muon) takes ``"weights"``, without embeddings, and another one
     the rest. Do not choose parameters by ``p.ndim == 2``: the numbers of a filter have two
-    dimensions, ``(heads, learned numbers)``, and are not a matrix.
+    dimensions, ``(heads, learned numbers)``, and are not a matrix. The first step of a Muon that
+    has them warns.
 
     Returns:
         Up to three groups, named ``"weights"``, ``"biases"`` and ``"filters"``; empty ones are
@@ -217,18 +223,52 @@ def give_rate(optimizer: Any, model: nn.Module, filter_lr: float) -> None:
             f"filter_lr={filter_lr}: {type(optimizer).__name__} does not hold the filters' "
             f"parameters in its groups, so they cannot have a rate of their own there. {_INSTEAD}"
         )
-    if type(optimizer).__name__ == "Muon":
-        warnings.warn(
-            "Muon has the filters' parameters and would orthogonalise them as if (heads, learned "
-            "numbers) were a matrix: give it the other weights, and the filters to AdamW",
-            stacklevel=3,
-        )
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in wanted]
     if stands_for_config:
         optimizer.params = [*groups, filter_group(of_filters, filter_lr)]
     else:
         optimizer.add_param_group(filter_group(of_filters, filter_lr))
+
+
+# plugged models, and the optimizers that were looked at
+_WATCHED: WeakSet[nn.Module] = WeakSet()
+_SEEN: WeakSet[Any] = WeakSet()
+
+
+def watch_optimizers(model: nn.Module) -> None:
+    """Warn at the first step of an optimizer for matrices alone that has filters of ``model``."""
+    _listen()
+    _WATCHED.add(model)
+
+
+@functools.cache
+def _listen() -> None:
+    # torch's hook for all optimizers: a parameter does not know its own
+    register_optimizer_step_pre_hook(_warn_of_muon)
+
+
+def _warn_of_muon(optimizer: Any, args: Any, kwargs: Any) -> None:
+    kind = type(optimizer).__name__
+    if "Muon" not in kind or optimizer in _SEEN:
+        return
+    _SEEN.add(optimizer)
+    # some implementations have groups for AdamW, too
+    groups = (group for group in optimizer.param_groups if group.get("use_muon", True))
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    names = [
+        name
+        for model in _WATCHED
+        for name, module in model.named_modules()
+        if isinstance(module, GraphFilter) and any(id(p) in held for p in module.parameters())
+    ]
+    if names:
+        warnings.warn(
+            f"{kind} has the filters {some_of(names)}, and orthogonalises their numbers, "
+            "(heads, learned numbers), as if they were a matrix: give it the other weights, and "
+            "the filters to AdamW (gfsa.parameter_groups(model, ...) has a group of each)",
+            stacklevel=3,
+        )
 
 
 def rate_in(optimizer: Any) -> float | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from gfsa.filters import GraphFilter, Polynomial
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.filters.spec import check_number
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.checks.called import stop_checking, watch_forwards
+from gfsa.plugs.checks.called import watch_forwards
 from gfsa.plugs.distributed import refuse_distributed
 from gfsa.plugs.install import attach, detach, notify_adapters, refuse_changed_since
 from gfsa.plugs.running import call, evaluating
-from gfsa.plugs.sites import Site, filters_of, plugged_sites, refuse_sharded, refuse_wrapped
+from gfsa.plugs.sites import Site, plugged_sites, refuse_sharded, refuse_wrapped
 from gfsa.plugs.transaction import all_or_nothing
 
 
@@ -35,12 +35,12 @@ class PruneReport:
     """Layers whose filter had become ordinary attention and was removed."""
     largest_change: float | None = None
     """Largest absolute change of any output on ``inputs``; None without inputs."""
-    _model: nn.Module | None = field(default=None, repr=False)
+    _model: nn.Module = field(default_factory=nn.Module, repr=False)
     _sites: dict[str, Site] = field(default_factory=dict, repr=False)
-    _pruned: dict[str, nn.Module] = field(default_factory=dict, repr=False)
-    """The filters that pruning left in the model."""
+    """The sites with their filters of before."""
+    _pruned: dict[str, GraphFilter | None] = field(default_factory=dict, repr=False)
+    """The filters of after, and what they had learned then."""
     _numbers: list[Tensor] = field(default_factory=list, repr=False)
-    """What these had learned then."""
 
     @property
     def passes_before(self) -> int:
@@ -57,27 +57,21 @@ class PruneReport:
         Raises:
             ValueError: if filters were added, removed, replaced or trained since.
         """
-        assert self._model is not None
-        pruned, sites = plugged_sites(self._model), self._sites.values()
-        returning = [site for site in sites if getattr(site.module, CHILD, None) is not site.filter]
-        _refuse_distributed(self._model, [(site.module, site.filter) for site in returning])
-        now = {name: site.child for name, site in pruned.items()}
+        before = {name: site.filter for name, site in self._sites.items()}
+        _refuse_distributed(self._model, self._sites, before)
+        now = {name: getattr(site.module, CHILD, None) for name, site in self._sites.items()}
+        numbers = zip(_numbers_of(self._pruned), self._numbers, strict=True)
         if (
-            now.keys() != self._pruned.keys()
+            plugged_sites(self._model).keys() != {name for name in now if now[name] is not None}
             or any(now[name] is not filter for name, filter in self._pruned.items())
-            or not all(map(_is_unchanged, _numbers_of(self._pruned.values()), self._numbers))
+            # wherever and in whatever dtype they are now
+            or not all(torch.equal(p, old.to(p)) for p, old in numbers)
         ):
             raise ValueError(
                 "the filters of the model were changed since gfsa.prune, so undo would overwrite "
                 "that change; gfsa.load an earlier save instead"
             )
-        with all_or_nothing(self._model):
-            for site in returning:
-                if site.name in pruned:
-                    detach(pruned[site.name])
-                # to where the model is now
-                attach(site, site.filter)
-            _finish(self._model, self._sites.values(), before=pruned)
+        _exchange(self._model, self._sites, before)
 
     def __str__(self) -> str:
         total, left = self.passes_before, self.passes_after
@@ -136,43 +130,62 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
     # filters that are created in inference mode could never be trained
     with torch.inference_mode(False):
         pruned = {name: _pruned(site.filter, tolerance) for name, site in plugged.items()}
-    changed = {name: new for name, new in pruned.items() if new is not plugged[name].filter}
-    _refuse_distributed(model, [(plugged[name].module, new) for name, new in changed.items()])
+    _refuse_distributed(model, plugged, pruned)
     expected = None if inputs is None else _outputs(model, inputs)
-    report = PruneReport(float(tolerance), _model=model, _sites=plugged)
+    report = PruneReport(
+        float(tolerance),
+        before={name: _degrees(site.filter) for name, site in plugged.items()},
+        after={
+            name: [1] * plugged[name].filter.num_heads if new is None else _degrees(new)
+            for name, new in pruned.items()
+        },
+        unplugged=[name for name, new in pruned.items() if new is None],
+        _model=model,
+        _sites=plugged,
+        _pruned=pruned,
+        _numbers=[p.detach().clone() for p in _numbers_of(pruned)],
+    )
     with all_or_nothing(model):
-        with torch.inference_mode(False):
-            for name, site in plugged.items():
-                old, new = site.filter, pruned[name]
-                report.before[name] = _degrees(old)
-                report.after[name] = [1] * old.num_heads if new is None else _degrees(new)
-                if new is None:
-                    report.unplugged.append(name)
-                    detach(site)
-                elif new is not old:
-                    site.module.add_module(CHILD, new)
-            _finish(model, plugged.values(), before=plugged)
-        report._pruned = dict(filters_of(model))
-        report._numbers = [p.detach().clone() for p in _numbers_of(report._pruned.values())]
+        _exchange(model, plugged, pruned)
         if expected is not None:
             report.largest_change = _largest_difference(expected, _outputs(model, inputs))
     return report
 
 
-def _numbers_of(filters: Iterable[nn.Module]) -> list[Tensor]:
-    return [p for filter in filters for p in filter.parameters()]
+def _exchange(
+    model: nn.Module, sites: Mapping[str, Site], wanted: Mapping[str, GraphFilter | None]
+) -> None:
+    """Give each of these sites the wanted filter, or none, if it has another one."""
+    fresh = {}
+    with all_or_nothing(model), torch.inference_mode(False):
+        for name, site in sites.items():
+            now, new = getattr(site.module, CHILD, None), wanted[name]
+            if now is new:
+                continue
+            if now is not None:
+                detach(replace(site, child=now))
+            if new is not None:
+                attach(site, new)
+                fresh[name] = site.module, new
+        notify_adapters(model, sites.values())
+        watch_forwards(model, fresh)
 
 
-def _is_unchanged(now: Tensor, before: Tensor) -> bool:
-    """Whether a parameter has its earlier numbers, wherever and in whatever dtype it is now."""
-    return torch.equal(now, before.to(now))
+def _numbers_of(filters: Mapping[str, GraphFilter | None]) -> list[Tensor]:
+    return [p for filter in filters.values() if filter is not None for p in filter.parameters()]
 
 
 def _refuse_distributed(
-    model: nn.Module, coming: Iterable[tuple[nn.Module, GraphFilter | None]]
+    model: nn.Module, sites: Mapping[str, Site], wanted: Mapping[str, GraphFilter | None]
 ) -> None:
-    """Raise if ``model`` is distributed and would get filters with parameters in these modules."""
-    changed = [module for module, new in coming if new is not None and new.theta is not None]
+    """Raise if ``model`` is distributed and would get other filters with parameters."""
+    changed = [
+        site.module
+        for name, site in sites.items()
+        if (new := wanted[name]) is not None
+        and new is not getattr(site.module, CHILD, None)
+        and new.theta is not None
+    ]
     if changed:
         refuse_distributed(model, changed)
 
@@ -213,19 +226,6 @@ def _is_plain(coefficients: Tensor, tolerance: float) -> bool:
 def _degrees(filter: GraphFilter) -> list[int]:
     high = set(filter.high if isinstance(filter, PartialPolynomial) else range(filter.num_heads))
     return [filter.degree if head in high else 1 for head in range(filter.num_heads)]
-
-
-def _finish(model: nn.Module, changed: Iterable[Site], before: Mapping[str, Site]) -> None:
-    """Notify adapters, and move the check for uncalled filters from those before to new ones."""
-    notify_adapters(model, changed)
-    now = plugged_sites(model)
-    kept = {id(site.filter) for site in now.values()}
-    for site in before.values():
-        if id(site.filter) not in kept:
-            stop_checking(site.filter)
-    known = {id(site.filter) for site in before.values()}
-    fresh = {name: (s.module, s.filter) for name, s in now.items() if id(s.filter) not in known}
-    watch_forwards(model, fresh)
 
 
 def _outputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:

@@ -14,18 +14,25 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gfsa.filters import GFSA
+from gfsa.filters import GFSA, GraphFilter
 from gfsa.operators.call import DropoutPlace
 from gfsa.plugs.distributed import refuse_distributed
 from gfsa.plugs.install import install
-from gfsa.plugs.saving.identity import canonical_name, pattern_of, some_of
-from gfsa.plugs.sites import PlugReport, Site, check_model, plugged_sites, sites
+from gfsa.plugs.saving.identity import canonical_name, numbers_in, pattern_of, some_of
+from gfsa.plugs.sites import (
+    PlugReport,
+    Site,
+    check_model,
+    listed_reasons,
+    plugged_sites,
+    report_of,
+    sites,
+)
 from gfsa.plugs.transaction import all_or_nothing
 
 # where the attention dropout of that code acts
@@ -33,15 +40,6 @@ _DROPOUT: dict[str, DropoutPlace] = {"lamb": "filter", "beta": "filter", "w_K": 
 _WITH_LAMB = {"vit", "deit", "cait", "swin", "roberta", "t5", "bart", "plbart"}
 # of the backbones whose parameter is w_K, these have no option w_0
 _WITHOUT_W0 = {"graphormer"}
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """What the filters of one checkpoint have in common."""
-
-    parameter: str
-    K: int
-    w0: float
 
 
 def convert(
@@ -95,24 +93,56 @@ def convert(
         )
     if plugged_sites(model):
         raise ValueError(f"{type(model).__name__} is plugged already; gfsa.unplug(model) first")
-    checkpoint = read_checkpoint(state_dict)
+    parameter, filters, rest = read_checkpoint(state_dict)
+    K, w0 = _settings(model, parameter, K, w0)
     found = sites(model, unknown="trace")
-    settings = _settings(model, checkpoint.parameter, K, w0)
-    if by_order:
-        matched = match_by_order(checkpoint.filters, found)
-    else:
-        matched = match_by_name(model, checkpoint.filters, found)
-    planned, report = _plan(model, matched, checkpoint.filters, settings, strict)
+    matched = match_by_order(filters, found) if by_order else match_by_name(model, filters, found)
+    planned: list[tuple[Site, GraphFilter]] = []
+    left_out = {}
+    for layer, site in matched.items():
+        numbers = filters[layer].detach().double().cpu()
+        if not bool(numbers.isfinite().all()):
+            raise ValueError(
+                f"{layer}.{parameter} has values that are not finite; take an earlier checkpoint "
+                "of the run"
+            )
+        if site.refusal is not None:
+            if strict and bool(numbers.any()):
+                raise ValueError(
+                    f"the checkpoint has a filter for {layer}, where none can be: {site.refusal}. "
+                    "strict=False leaves it out; the model then computes something else there than "
+                    "the published code"
+                )
+            left_out[site.name] = f"left out, although the checkpoint has one: {site.refusal}"
+            continue
+        heads = site.num_heads
+        if numbers.shape != (heads,):
+            raise ValueError(
+                f"{layer}.{parameter} has {numbers.numel()} numbers, {site.name} has {heads} "
+                "heads, expected one number per head; build the model that was trained"
+            )
+        with torch.device("cpu"), torch.inference_mode(False):
+            filter = GFSA(heads, K=K, learn=("wK",), w0=w0, wK=numbers.tolist())
+        filter.dropout_after = _DROPOUT[parameter]
+        planned.append((site, filter))
+    if not planned:
+        raise ValueError(
+            f"no filter of the checkpoint can go into {type(model).__name__}:"
+            + listed_reasons(left_out)
+        )
     refuse_distributed(model, [site.module for site, _ in planned])
-    fitting = weights_for(model, checkpoint.weights) if weights else {}
-    with all_or_nothing(model):
+    own = [tensor for tensor in model.state_dict().values() if not tensor.is_meta]
+    with all_or_nothing(model, values=own if weights else ()):
+        if weights:
+            _load_weights(model, rest)
         install(model, planned)
-        # last, because nothing after it can fail: names and shapes are checked
-        model.load_state_dict(fitting, strict=False)
-    return report
+    return report_of(planned, left_out)
 
 
-def _settings(model: nn.Module, parameter: str, K: int | None, w0: float | None) -> _Settings:
+def _settings(
+    model: nn.Module, parameter: str, K: int | None, w0: float | None
+) -> tuple[int, float]:
+    """K and w0 of a checkpoint, if they are given or known."""
     config = getattr(model, "config", None)
     backbones = backbones_of(model)
     if K is None and parameter == "lamb":
@@ -138,54 +168,7 @@ def _settings(model: nn.Module, parameter: str, K: int | None, w0: float | None)
             "models, which the saved config has as w_0. Pass w0= as in the command of the training "
             "run (its default there is 0)"
         )
-    return _Settings(parameter, K, float(w0))
-
-
-def _plan(
-    model: nn.Module,
-    matched: Mapping[str, Site],
-    layers: Mapping[str, Tensor],
-    settings: _Settings,
-    strict: bool,
-) -> tuple[list[tuple[Site, GFSA]], PlugReport]:
-    """Build the filters, and the report of them, without changing the model."""
-    report = PlugReport()
-    planned = []
-    for layer, site in matched.items():
-        numbers = layers[layer].detach().double().cpu()
-        if not bool(numbers.isfinite().all()):
-            raise ValueError(
-                f"{layer}.{settings.parameter} has values that are not finite; take an earlier "
-                "checkpoint of the run"
-            )
-        if site.refusal is not None:
-            if strict and bool(numbers.any()):
-                raise ValueError(
-                    f"the checkpoint has a filter for {layer}, where none can be: {site.refusal}. "
-                    "strict=False leaves it out; the model then computes something else there than "
-                    "the published code"
-                )
-            report.skipped[site.name] = f"left out, although the checkpoint has one: {site.refusal}"
-            continue
-        heads = site.num_heads
-        if numbers.shape != (heads,):
-            raise ValueError(
-                f"{layer}.{settings.parameter} has {numbers.numel()} numbers, {site.name} has "
-                f"{heads} heads, expected one number per head; build the model that was trained"
-            )
-        with torch.device("cpu"), torch.inference_mode(False):
-            filter = GFSA(heads, K=settings.K, learn=("wK",), w0=settings.w0, wK=numbers.tolist())
-        filter.dropout_after = _DROPOUT[settings.parameter]
-        planned.append((site, filter))
-        report.plugged[site.name] = heads
-        report.how[site.name] = site.adapter.how
-        report.parameters += heads
-    if not planned:
-        raise ValueError(
-            f"no filter of the checkpoint can go into {type(model).__name__}: "
-            + "; ".join(f"{name}: {why}" for name, why in report.skipped.items())
-        )
-    return planned, report
+    return K, float(w0)
 
 
 def match_by_name(
@@ -198,7 +181,12 @@ def match_by_name(
     for layer in layers:
         wanted = canonical_name(model, layer)
         same = [name for name in found if canonical[name] == wanted]
-        same = same or [name for name in found if _ends_alike(canonical[name], wanted)]
+        same = same or [
+            name
+            for name in found
+            if f".{canonical[name]}".endswith(f".{wanted}")
+            or f".{wanted}".endswith(f".{canonical[name]}")
+        ]
         if len(same) > 1:
             raise ValueError(
                 f"the checkpoint has a filter for {layer}, which {some_of(same)} can be; convert "
@@ -214,7 +202,15 @@ def match_by_name(
             f"not have; its attention layers are {some_of(found)}. Build the backbone of the "
             "published code, or match layers by their order (by_order=True, weights=False)"
         )
-    _refuse_shared(matched)
+    by_site: dict[str, list[str]] = {}
+    for layer, site in matched.items():
+        by_site.setdefault(site.name, []).append(layer)
+    for name, several in by_site.items():
+        if len(several) > 1:
+            raise ValueError(
+                f"the checkpoint has {len(several)} filters for {name}: {some_of(several)}; pass "
+                "the weights of one model (without averaged copies beside them)"
+            )
     return matched
 
 
@@ -230,30 +226,13 @@ def match_by_order(layers: Collection[str], found: Mapping[str, Site]) -> dict[s
     return dict(zip(_by_number(layers), accepting, strict=True))
 
 
-def _refuse_shared(matched: Mapping[str, Site]) -> None:
-    """Raise ValueError if two layers of the checkpoint belong to one of the model."""
-    layers: dict[str, list[str]] = {}
-    for layer, site in matched.items():
-        layers.setdefault(site.name, []).append(layer)
-    for name, several in layers.items():
-        if len(several) > 1:
-            raise ValueError(
-                f"the checkpoint has {len(several)} filters for {name}: {some_of(several)}; pass "
-                "the weights of one model (without averaged copies beside them)"
-            )
-
-
-def _ends_alike(name: str, other: str) -> bool:
-    return name.endswith(f".{other}") or other.endswith(f".{name}")
-
-
 def _by_number(layers: Iterable[str]) -> list[str]:
     """Names of layers, those of one stack by their numbers: a file may sort 10 before 2."""
     stacks: dict[str, list[str]] = {}
     for layer in layers:
         stacks.setdefault(pattern_of(layer), []).append(layer)
     sorted_names = {
-        pattern: iter(sorted(names, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]))
+        pattern: iter(sorted(names, key=lambda name: [int(n) for n in numbers_in(name)]))
         for pattern, names in stacks.items()
     }
     return [next(sorted_names[pattern_of(layer)]) for layer in layers]
@@ -341,8 +320,8 @@ def _refuse_other_filters(parameter: str, rest: Mapping[str, Tensor]) -> None:
         )
 
 
-def weights_for(model: nn.Module, rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The other weights under the names of the model, checked to be all of them."""
+def _load_weights(model: nn.Module, rest: Mapping[str, Tensor]) -> None:
+    """Load the other weights, which have to be all of the model's."""
     own = model.state_dict()
     without_memory = [key for key, value in own.items() if value.is_meta]
     if without_memory:
@@ -351,37 +330,26 @@ def weights_for(model: nn.Module, rest: Mapping[str, Tensor]) -> dict[str, Tenso
             "cannot hold weights: build the model on a device, or call "
             "model.to_empty(device=...) first"
         )
-    given = _renamed(model, rest)
-    given = {k: v for k, v in given.items() if k in own or not _BUFFERS.search(k)}
-    tied = _tied(model)
-    missing = [key for key in own if key not in given and not _is_known(key, tied, given)]
-    extra = [key for key in given if key not in own]
+    # buffers that the checkpoint has and the model does not, or the other way round
+    given = {k: v for k, v in _renamed(model, rest).items() if k in own or not _BUFFERS.search(k)}
+    given |= {k: v for k, v in own.items() if k not in given and _BUFFERS.search(k)}
+    # of tied weights the checkpoint may name one
+    shared: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(name)
+    for names in shared.values():
+        for known in [name for name in names if name in given][:1]:
+            given = dict.fromkeys(names, given[known]) | given
+    advice = "Build the model that was trained, or load the weights yourself and pass weights=False"
+    try:
+        missing, extra = model.load_state_dict(given, strict=False)
+    except RuntimeError as error:
+        raise ValueError(f"{' '.join(str(error).split()):.600}. {advice}") from error
     if missing or extra:
         raise ValueError(
             f"the weights of the checkpoint are not those of {type(model).__name__}: missing "
-            f"{some_of(missing)}; not expected {some_of(extra)}. Build the model that was trained, "
-            "or load the weights yourself and pass weights=False"
+            f"{some_of(missing)}; not expected {some_of(extra)}. {advice}"
         )
-    for key, value in given.items():
-        if value.shape != own[key].shape:
-            raise ValueError(
-                f"{key} of the checkpoint has shape {tuple(value.shape)}, that of "
-                f"{type(model).__name__} {tuple(own[key].shape)}. Build the model that was trained"
-            )
-    return given
-
-
-def _tied(model: nn.Module) -> dict[str, list[str]]:
-    """Names of tensors that are the same one, by each of their names."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return {name: names for names in groups.values() for name in names}
-
-
-def _is_known(key: str, tied: Mapping[str, list[str]], given: Mapping[str, Tensor]) -> bool:
-    """Whether a tensor that the checkpoint does not name is given under another name, or fixed."""
-    return any(name in given for name in tied.get(key, ())) or bool(_BUFFERS.search(key))
 
 
 def _renamed(model: nn.Module, rest: Mapping[str, Tensor]) -> dict[str, Tensor]:

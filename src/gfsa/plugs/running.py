@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -31,26 +32,18 @@ def own_copy(value: Any) -> Any:
 
 def copied(value: Any) -> Any:
     """A deep copy, with the values of what a forward with gradients has computed."""
-    computed = (x for x in _tensors_in(value, set()) if not x.is_leaf)
-    return copy.deepcopy(value, {id(x): x.detach().clone() for x in computed})
+    with _Detached():
+        return copy.deepcopy(value)
 
 
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """The tensors in an object: in its attributes, and in lists, tuples and dicts."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if isinstance(value, Mapping):
-        parts: Iterable[Any] = value.values()
-    else:
-        parts = value if isinstance(value, (list, tuple)) else vars(value).values()
-    for part in parts:
-        is_object = hasattr(part, "__dict__") and not isinstance(part, type)
-        if is_object or isinstance(part, (Mapping, list, tuple)):
-            yield from _tensors_in(part, seen)
+class _Detached(TorchFunctionMode):
+    """Copies tensors with a history, which torch refuses to copy, by their values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), tensor.detach().clone())
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -244,6 +244,29 @@ class PlugReport:
         return f"{text}\n  {self.note}" if self.note else text
 
 
+def report_of(
+    planned: Iterable[tuple[Site, GraphFilter]],
+    skipped: Mapping[str, str],
+    found: Mapping[str, Site] | None = None,
+) -> PlugReport:
+    """The report of filters that go to these sites.
+
+    Args:
+        planned: each site with its filter.
+        skipped: layer → why it gets none.
+        found: all sites of the model; those without a refusal are numbered.
+    """
+    planned = list(planned)
+    accepting = [name for name, site in (found or {}).items() if site.refusal is None]
+    return PlugReport(
+        plugged={site.name: filter.num_heads for site, filter in planned},
+        skipped=dict(skipped),
+        parameters=sum(p.numel() for _, filter in planned for p in filter.parameters()),
+        how={site.name: site.adapter.how for site, _ in planned},
+        numbers={name: number for number, name in enumerate(accepting, start=1)},
+    )
+
+
 def report_text(
     headline: str,
     changed: Mapping[str, str],

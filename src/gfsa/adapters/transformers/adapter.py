@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -46,7 +46,6 @@ from gfsa.adapters.transformers.refusals import (
     refusal_by_owner,
     refusal_of_interface,
     refusal_of_traced,
-    renamings_of,
 )
 from gfsa.operators import AttentionOperator, Coefficients, DenseOperator, Operator
 from gfsa.operators.base import repeat_heads, value_of
@@ -59,8 +58,6 @@ from gfsa.plugs.checks.proof import (
     crosses_by_design,
     require_same_tokens,
 )
-from gfsa.plugs.saving.identity import kind_of_layer
-from gfsa.plugs.saving.renames import Renaming
 from gfsa.plugs.tracing.adapter import TracerAdapter
 from gfsa.plugs.tracing.candidates import computes_softmax, looks_like_attention
 
@@ -103,9 +100,6 @@ class InterfaceAdapter(Adapter):
         if crosses_by_design(owners):
             return REASON
         return refusal_by_owner(owners[0][0]) if owners else None
-
-    def renamings(self, module: nn.Module) -> Sequence[Renaming]:
-        return renamings_of(kind_of_layer(module))
 
     def install(self, module: Any) -> None:
         module.config = _ConfigView(module.config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,11 @@ from gfsa.filters.spec import (
     KINDS,
     MOST_DEGREE,
     build,
+    is_same_filter,
     kind_of,
     numbers_of,
     read_description,
+    shown,
 )
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.distributed import gathered, refuse_distributed
@@ -33,10 +34,10 @@ from gfsa.plugs.saving.identity import (
     depths_of,
     fingerprint_of,
     has_weights,
+    renamed_layers,
     some_of,
     weights_of,
 )
-from gfsa.plugs.saving.renames import in_installed_names, warn_of_other_names
 from gfsa.plugs.sites import (
     PlugReport,
     Site,
@@ -44,6 +45,7 @@ from gfsa.plugs.sites import (
     is_sharded,
     plugged_sites,
     refuse_sharded,
+    report_of,
     sites,
 )
 from gfsa.plugs.tracing.adapter import TracerAdapter
@@ -200,24 +202,14 @@ def load(
     source = str(path)
     description, tensors = files.read(folder)
     restore(model, description, tensors, source, other_versions=True, max_degree=max_degree)
-    return _report_of(model)
-
-
-def _report_of(model: nn.Module) -> PlugReport:
     found = sites(model)
-    plugged = {name: site for name, site in found.items() if site.is_plugged}
-    accepting = [name for name, site in found.items() if site.refusal is None]
-    return PlugReport(
-        {name: site.filter.num_heads for name, site in plugged.items()},
-        {
-            name: site.refusal or "no filter was saved for it"
-            for name, site in found.items()
-            if not site.is_plugged
-        },
-        sum(p.numel() for site in plugged.values() for p in site.filter.parameters()),
-        {name: site.adapter.how for name, site in plugged.items()},
-        {name: number for number, name in enumerate(accepting, start=1)},
-    )
+    plugged = [(site, site.filter) for site in found.values() if site.is_plugged]
+    skipped = {
+        name: site.refusal or "no filter was saved for it"
+        for name, site in found.items()
+        if not site.is_plugged
+    }
+    return report_of(plugged, skipped, found)
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
@@ -283,64 +275,56 @@ def restore(
         max_degree: the highest degree that is accepted.
         check_only: leave the model as it is.
     """
-    plans = _make_plans(model, description, source, other_versions, max_degree)
+    planned = _plan(model, description, source, other_versions, max_degree)
     plugged = plugged_sites(model)
-    _check_tensors(plans, tensors, source)
+    _check_tensors(planned, tensors, source)
     if not check_only:
         refuse_sharded(plugged, "load filters")
-    if plugged and set(plugged) != {plan.site.name for plan in plans}:
+    if plugged and set(plugged) != {site.name for _, site, _ in planned}:
         raise ValueError(
             f"the model is plugged in layers {some_of(plugged)}, but {source} has filters for "
-            f"{some_of([plan.site.name for plan in plans])}; gfsa.unplug(model) first"
+            f"{some_of(site.name for _, site, _ in planned)}; gfsa.unplug(model) first"
         )
-    for plan in plans:
-        _fill(plan, tensors, source)
+    for saved, site, filter in planned:
+        _fill(saved, site, filter, tensors, source)
     if check_only:
         return
     if not plugged:
-        if any(list(plan.filter.parameters()) for plan in plans):
-            refuse_distributed(model, [plan.site.module for plan in plans])
-        install(model, [(plan.site, plan.filter) for plan in plans])
+        if any(list(filter.parameters()) for _, _, filter in planned):
+            refuse_distributed(model, [site.module for _, site, _ in planned])
+        install(model, [(site, filter) for _, site, filter in planned])
         return
     # a filter that is plugged already keeps its device and precision
-    targets = [plan.site.filter for plan in plans]
-    with all_or_nothing(model, values=[p for target in targets for p in target.parameters()]):
-        for plan, target in zip(plans, targets, strict=True):
-            target.load_state_dict(plan.filter.state_dict())
+    numbers = [p for _, site, _ in planned for p in site.filter.parameters()]
+    with all_or_nothing(model, values=numbers):
+        for _, site, filter in planned:
+            site.filter.load_state_dict(filter.state_dict())
         notify_adapters(model, plugged.values())
 
 
-@dataclass
-class _Plan:
-    """One saved filter and the site it goes to."""
-
-    site: Site
-    saved: str
-    """The layer's name in the file."""
-    filter: GraphFilter
-    """The filter rebuilt from its description, without its numbers."""
+_Plan = list[tuple[str, Site, GraphFilter]]
+"""The name of a layer in the file, its site, and the filter without its numbers."""
 
 
-def _make_plans(
+def _plan(
     model: nn.Module,
     description: Mapping[str, Any],
     source: str,
     other_versions: bool,
     max_degree: int,
-) -> list[_Plan]:
+) -> _Plan:
     """Find the site of every described filter and rebuild the filters."""
     refusing, tracing = sites(model), sites(model, unknown="trace")
+    entries = _entries_of(description, source)
     layers: dict[str, list[str]] = {}
     # attention comes first where several modules share a name without prefixes
     for name in (*tracing, *dict(model.named_modules())):
         layers.setdefault(canonical_name(model, name), []).append(name)
-    names_in_file: dict[str, str] = {}
-    if other_versions:
-        description, names_in_file = in_installed_names(model, refusing, description)
-    plans = []
+    renamed = renamed_layers(model, refusing, tracing, entries) if other_versions else {}
+    planned: _Plan = []
     others = []
-    for saved, entry in _entries_of(description, source).items():
-        name = _layer_of(model, saved, layers, tracing, description, source)
+    for saved, entry in entries.items():
+        name = renamed.get(saved) or _layer_of(model, saved, layers, tracing, description, source)
         # the oldest versions, and checkpoints of whole models, do not say which layers were traced
         traced = entry.get(_TRACED, files.DIGEST not in description)
         site = (tracing if traced is True else refusing).get(name)
@@ -350,15 +334,28 @@ def _make_plans(
             raise ValueError(f"{name} ({kind}) cannot take the filter of {source}: {reason}")
         # the heads first: they are why shapes differ
         rebuilt = build(entry, site.num_heads, name, source, max_degree)
-        _check_backbone(site, entry, source)
+        if saved not in renamed:
+            _check_backbone(site, entry, source)
+            if not has_weights(site.module, entry.get("weights")):
+                others.append(name)
         if site.is_plugged:
-            _check_same_filter(site, rebuilt, source)
-        if saved not in names_in_file and not has_weights(site.module, entry.get("weights")):
-            others.append(name)
-        plans.append(_Plan(site, names_in_file.get(saved, saved), rebuilt))
-    check_depths(model, description, description["filters"], source)
-    if names_in_file:
-        warn_of_other_names(model, names_in_file, source)
+            own, wanted = site.filter.describe(), rebuilt.describe()
+            if not is_same_filter(own, wanted):
+                raise ValueError(
+                    f"{name} is plugged with a {shown(own)}, {source} has a {shown(wanted)}; "
+                    "gfsa.unplug(model) first"
+                )
+        planned.append((saved, site, rebuilt))
+    if renamed:
+        warnings.warn(
+            f"{source} was saved with another version of the library that {type(model).__name__} "
+            f"is from, in which {len(renamed)} of its layers have other names or parameters; "
+            f"their filters were loaded: {some_of(f'{a} is {b}' for a, b in renamed.items())}. "
+            "gfsa.save writes the names of the installed version",
+            stacklevel=4,
+        )
+    else:
+        check_depths(model, description, entries, source)
     if others:
         warnings.warn(
             f"the filters of {source} were saved with other weights than {some_of(others)} of "
@@ -367,21 +364,17 @@ def _make_plans(
             "backbone first",
             stacklevel=4,
         )
-    return plans
+    return planned
 
 
-def _entries_of(description: Any, source: str) -> dict[str, dict[str, Any]]:
+def _entries_of(description: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
     """The description of each filter by the name of its layer; refuses another format."""
-    if not isinstance(description, Mapping):
+    found = description.get("format")
+    if type(found) is not int or found != FORMAT:
         raise ValueError(
-            f"{source} describes no filters: expected a JSON object, got "
-            f"{type(description).__name__}; save the filters again"
-        )
-    if type(description.get("format")) is not int or description["format"] != FORMAT:
-        raise ValueError(
-            f"{source} has format {description.get('format')!r:.40}, this version of gfsa "
-            f"({__version__}) reads format {FORMAT}; it was written by gfsa "
-            f"{description.get('gfsa')!r:.40}: load it with that version"
+            f"{source} has format {found!r:.40}, this version of gfsa ({__version__}) reads format "
+            f"{FORMAT}; it was written by gfsa {description.get('gfsa')!r:.40}: load it with that "
+            "version"
         )
     entries = description.get("filters")
     if not isinstance(entries, dict) or not entries:
@@ -390,7 +383,7 @@ def _entries_of(description: Any, source: str) -> dict[str, dict[str, Any]]:
             f"{entries!r:.40}; save the filters of a plugged model again"
         )
     for name, entry in entries.items():
-        if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
+        if not isinstance(entry, dict):
             raise ValueError(
                 f"{source}: the entry of {name!r:.80} describes no filter: expected an object with "
                 f"a 'kind', got {entry!r:.40}; save the filters again"
@@ -444,27 +437,12 @@ def _check_backbone(site: Site, entry: Mapping[str, Any], source: str) -> None:
     )
 
 
-def _check_same_filter(site: Site, rebuilt: GraphFilter, source: str) -> None:
-    """Refuse to load a filter into a plugged one of another kind or with other settings."""
-    current = site.filter
-    if type(current) is not type(rebuilt):
-        raise ValueError(
-            f"{site.name} is plugged with a {kind_of(type(current))}, {source} has a "
-            f"{kind_of(type(rebuilt))}; gfsa.unplug(model) first"
-        )
-    if current.config() != rebuilt.config():
-        raise ValueError(
-            f"{site.name} is plugged with {current}, {source} has {rebuilt}; "
-            "gfsa.unplug(model) first"
-        )
-
-
-def _check_tensors(plans: list[_Plan], tensors: Mapping[str, Tensor], source: str) -> None:
+def _check_tensors(planned: _Plan, tensors: Mapping[str, Tensor], source: str) -> None:
     """Refuse tensors that are not those of the rebuilt filters."""
     expected = {
-        f"{plan.saved}.{key}": value
-        for plan in plans
-        for key, value in numbers_of(plan.filter).items()
+        f"{saved}.{key}": value
+        for saved, _, filter in planned
+        for key, value in numbers_of(filter).items()
     }
     missing, extra = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
     if missing or extra:
@@ -481,38 +459,37 @@ def _check_tensors(plans: list[_Plan], tensors: Mapping[str, Tensor], source: st
             )
 
 
-def _fill(plan: _Plan, tensors: Mapping[str, Tensor], source: str) -> None:
+def _fill(
+    saved: str, site: Site, filter: GraphFilter, tensors: Mapping[str, Tensor], source: str
+) -> None:
     """Give the rebuilt filter its numbers, in the precision that it will have in the model."""
-    name, filter = plan.site.name, plan.filter
-    if plan.site.is_plugged:
-        current = plan.site.filter
-        place, dtype = current.base.device, current.base.dtype
-        if current.theta is not None:
-            place, dtype = current.theta.device, current.theta.dtype
-    else:
-        place = device_of(plan.site.module) or torch.get_default_device()
-        dtype = dtype_for(plan.site.module) or filter.base.dtype
+    place = device_of(site.module) or torch.get_default_device()
+    dtype = dtype_for(site.module) or filter.base.dtype
+    if site.is_plugged:
+        theta = site.filter.base if site.filter.theta is None else site.filter.theta
+        place, dtype = theta.device, theta.dtype
     if place.type == "meta":
         raise ValueError(
-            f"{name} is on the meta device, where the numbers of {source} would be lost: give the "
-            "model its weights first, and load filters before accelerate offloads them"
+            f"{site.name} is on the meta device, where the numbers of {source} would be lost: give "
+            "the model its weights first, and load filters before accelerate offloads them"
         )
     with torch.inference_mode(False), torch.no_grad():
         filter.to(dtype=dtype)
         for key, value in numbers_of(filter).items():
-            value.copy_(tensors[f"{plan.saved}.{key}"])
-            _check_finite(value, f"{source}: {plan.saved}.{key}", f"in {value.dtype}")
-        if filter.is_polynomial:
-            terms = (filter.coefficients(), filter.share(), filter.depth())
-            for coefficients in (term for term in terms if term is not None):
-                _check_finite(coefficients, f"{source}: the filter of {name}", "as a sum")
-                largest = coefficients.abs().max().item()
-                if largest > _LARGEST:
-                    raise ValueError(
-                        f"{source}: the filter of {name} has a coefficient of {largest:.3g}; those "
-                        f"of trained filters are about 1, more than {_LARGEST:g} is refused. Take "
-                        "an earlier save"
-                    )
+            value.copy_(tensors[f"{saved}.{key}"])
+            _check_finite(value, f"{source}: {saved}.{key}", f"in {value.dtype}")
+        # files have polynomials alone
+        for term in (filter.coefficients(), filter.share(), filter.depth()):
+            if term is None:
+                continue
+            _check_finite(term, f"{source}: the filter of {site.name}", "as a sum")
+            largest = term.abs().max().item()
+            if largest > _LARGEST:
+                raise ValueError(
+                    f"{source}: the filter of {site.name} has a coefficient of {largest:.3g}; "
+                    f"those of trained filters are about 1, more than {_LARGEST:g} is refused. "
+                    "Take an earlier save"
+                )
 
 
 def _check_finite(tensor: Tensor, name: str, how: str) -> None:

@@ -112,11 +112,6 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise _damaged(folder / FILE, error) from error
 
 
-def has_description(file: Path) -> bool:
-    """Whether a ``filters.safetensors`` is a whole save, not one of two files."""
-    return _description_in(_read(file), file) is not None
-
-
 def other_loader(folder: str | Path, caller: str) -> str | None:
     """What a folder is and what loads it; None if the caller loads it, or if it is another folder.
 
@@ -155,9 +150,16 @@ def _description_in(content: bytes, file: Path) -> str | None:
 
 def _parse(text: str | bytes, file: Path) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        return json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise _damaged(file, error) from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return found
 
 
 def _damaged(file: Path, error: Exception) -> ValueError:
@@ -175,17 +177,6 @@ def _check_digest(description: Mapping[str, Any], tensors: bytes, folder: Path) 
             "digest differs. Save the filters again (to load a description that you changed "
             f"yourself, delete its {DIGEST!r})"
         )
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("an object has the same key twice")
-    return found
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
 
 
 def filter_tensors(files: Iterable[str | Path], source: str) -> dict[str, Tensor]:
@@ -281,7 +272,7 @@ def download_filters(name: str, wanted: Mapping[str, Any]) -> Path:
     try:
         hub = hub_library(f"{name!r} is no folder here; reading it from the Hub")
         file, commit = _download(hub, name, FILE, wanted)
-        if not has_description(file):
+        if _description_in(_read(file), file) is None:
             # an older version wrote two files: both are taken from one commit
             _download(hub, name, OLD_DESCRIPTION, {**wanted, "revision": commit})
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Names and fingerprints by which saved filters find their layers in a model again."""
+"""By which names, shapes and weights saved filters find their layers in a model again."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from gfsa.plugs.adapter import CHILD, plain_class
 from gfsa.plugs.distributed import is_partitioned, shape_of
+
+if TYPE_CHECKING:
+    from gfsa.plugs.sites import Site
 
 _WRAPPERS_ANYWHERE = (
     "_orig_mod",
@@ -23,6 +27,9 @@ _WRAPPERS_ANYWHERE = (
 )
 _WRAPPERS_IN_FRONT = ("module.", "base_model.model.")
 
+# how many entries of a matrix are kept, and of how many matrices
+_PICKED = 4
+
 
 def canonical_name(model: nn.Module, name: str) -> str:
     """A layer's name without the prefixes of wrappers and of task models.
@@ -30,78 +37,84 @@ def canonical_name(model: nn.Module, name: str) -> str:
     transformers calls the same layer ``bert.encoder…`` in a classifier and ``encoder…`` in the
     bare backbone; wrappers (compiled, distributed, peft) add prefixes of their own.
     """
-    name = without_wrappers(name)
+    name = ".".join(part for part in name.split(".") if part not in _WRAPPERS_ANYWHERE)
+    for wrapper in _WRAPPERS_IN_FRONT:
+        name = name.removeprefix(wrapper)
     prefix = getattr(getattr(model, "module", model), "base_model_prefix", "")
     return name.removeprefix(f"{prefix}.") if prefix else name
 
 
-def without_wrappers(name: str) -> str:
-    """A layer's name without the prefixes of wrappers."""
-    name = ".".join(part for part in name.split(".") if part not in _WRAPPERS_ANYWHERE)
-    for wrapper in _WRAPPERS_IN_FRONT:
-        name = name.removeprefix(wrapper)
-    return name
-
-
 def fingerprint_of(module: nn.Module) -> dict[str, str]:
     """A layer's class and a digest of its parameters' shapes, without those of its filter."""
-    return fingerprint(kind_of_layer(module), shapes_of(module))
-
-
-def fingerprint(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """A class and a digest of the shapes of its parameters, as saved filters have them."""
+    shapes = {name: _whole_shape(module, name, p) for name, p in _own_parameters(module).items()}
     digest = hashlib.sha256(json.dumps(sorted(shapes.items())).encode()).hexdigest()[:16]
-    return {"class": kind, "shapes": digest}
+    return {"class": plain_class(module).__name__, "shapes": digest}
 
 
-def kind_of_layer(module: nn.Module) -> str:
-    """The name of a layer's class, plugged or not."""
-    return plain_class(module).__name__
-
-
-def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of a module's parameters by their names, without filters and peft's adapters."""
-    return {
-        name.replace(".base_layer.", "."): _whole_shape(module, name, p)
-        for name, p in _own_parameters(module)
-    }
-
-
-def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """A module's parameters by their names, without filters and peft's adapters."""
     # peft keeps a layer that it adapts as base_layer, beside parameters of its own
     adapted = tuple(f"{name}." for name, m in module.named_modules() if hasattr(m, "base_layer"))
-    for name, parameter in module.named_parameters():
-        if CHILD not in name.split(".") and (
-            ".base_layer." in name or not name.startswith(adapted)
-        ):
-            yield name, parameter
+    return {
+        name.replace(".base_layer.", "."): parameter
+        for name, parameter in module.named_parameters()
+        if CHILD not in name.split(".") and (".base_layer." in name or not name.startswith(adapted))
+    }
+
+
+def _whole_shape(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[int, ...]:
+    """The shape of a parameter before it was quantised: weights of four bits are packed bytes."""
+    if not parameter.is_floating_point() and name.endswith("weight"):
+        owner = module.get_submodule(name.rpartition(".")[0])
+        rows, columns = (getattr(owner, f"{side}_features", None) for side in ("out", "in"))
+        if isinstance(rows, int) and isinstance(columns, int):
+            return rows, columns
+    return shape_of(parameter)
 
 
 def weights_of(module: nn.Module) -> list[float] | None:
-    """A few entries of a layer's matrices, by which its weights are recognised.
+    """A few entries of a layer's first matrices, by which its weights are recognised.
 
     None if they cannot be read: sharded, offloaded, quantised, or not finite.
     """
-    named = {name.replace(".base_layer.", "."): p for name, p in _own_parameters(module)}
-    matrices = [p.detach() for _, p in sorted(named.items()) if p.dim() > 1 and p.numel()]
-    if any(is_partitioned(p) or p.is_meta or not p.is_floating_point() for p in named.values()):
+    picked = _entries_of_matrices(module)
+    return None if picked is None else [*chain.from_iterable(picked[:_PICKED])]
+
+
+def _entries_of_matrices(module: nn.Module) -> list[list[float]] | None:
+    own = _own_parameters(module)
+    if any(is_partitioned(p) or p.is_meta or not p.is_floating_point() for p in own.values()):
         return None
-    picked = [p.reshape(-1)[:: max(1, p.numel() // 4)][:4].float().cpu() for p in matrices[:4]]
-    values = [value for part in picked for value in part.tolist()]
-    if not all(map(math.isfinite, values)):
+    matrices = [p.detach() for _, p in sorted(own.items()) if p.dim() > 1 and p.numel()]
+    picked = [
+        p.reshape(-1)[:: max(1, p.numel() // _PICKED)][:_PICKED].float().cpu().tolist()
+        for p in matrices
+    ]
+    if not all(math.isfinite(value) for entries in picked for value in entries):
         return None
-    return [float(f"{value:.6g}") for value in values]
+    return [[float(f"{value:.6g}") for value in entries] for entries in picked]
 
 
 def has_weights(module: nn.Module, saved: Any) -> bool:
-    """Whether a layer has the weights that a file describes, as far as both are known.
-
-    The tolerance is that of a cast to bfloat16 and back.
-    """
+    """Whether a layer has the weights that a file describes, as far as both are known."""
     own = weights_of(module)
-    if saved is None or own is None:
-        return True
+    return saved is None or own is None or _are_close(saved, own)
+
+
+def _shares_weights(module: nn.Module, saved: Any) -> bool:
+    """Whether a layer certainly has one of the matrices that a file describes."""
+    if not isinstance(saved, list):
+        return False
+    groups = [saved[start : start + _PICKED] for start in range(0, len(saved), _PICKED)]
+    return any(
+        len(set(own)) == _PICKED and _are_close(group, own)
+        for own in _entries_of_matrices(module) or ()
+        for group in groups
+    )
+
+
+def _are_close(saved: Any, own: list[float]) -> bool:
+    """Whether numbers are the same; the tolerance is that of a cast to bfloat16 and back."""
     return (
         isinstance(saved, list)
         and len(saved) == len(own)
@@ -112,15 +125,60 @@ def has_weights(module: nn.Module, saved: Any) -> bool:
     )
 
 
-def _whole_shape(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape of a parameter before it was quantised: weights of four bits are packed bytes."""
-    if parameter.is_floating_point() or not name.endswith("weight"):
-        return shape_of(parameter)
-    owner = module.get_submodule(name.rpartition(".")[0])
-    rows, columns = (getattr(owner, f"{side}_features", None) for side in ("out", "in"))
-    if isinstance(rows, int) and isinstance(columns, int):
-        return rows, columns
-    return shape_of(parameter)
+def renamed_layers(
+    model: nn.Module,
+    refusing: Mapping[str, Site],
+    tracing: Mapping[str, Site],
+    entries: Mapping[str, Mapping[str, Any]],
+) -> dict[str, str]:
+    """The layers that another version of the model's library named, or built, in another way.
+
+    A saved layer without a layer of its name, class and shapes is the one layer with the same
+    numbers in its name and with some of the same weights. The file of a whole model does not
+    describe weights: the model was loaded from the same file, so the numbers and the last part of
+    the name (``attention``, ``self_attn`` …) decide there.
+
+    Args:
+        model: the model that the filters are for.
+        refusing, tracing: its sites, without and with the tracer.
+        entries: what a file says of its filters.
+
+    Returns:
+        The name in the file → the name in the model, of those that are certain.
+    """
+
+    def accepting(found: Mapping[str, Site]) -> dict[str, Site]:
+        return {canonical_name(model, n): site for n, site in found.items() if not site.refusal}
+
+    known, traceable = accepting(refusing), accepting(tracing)
+
+    def fits(saved: str, entry: Mapping[str, Any]) -> bool:
+        if "backbone" not in entry:
+            return saved in traceable
+        return saved in known and entry["backbone"] == fingerprint_of(known[saved].module)
+
+    misfits = {saved: entry for saved, entry in entries.items() if not fits(saved, entry)}
+    free = {name: site for name, site in known.items() if name in misfits or name not in entries}
+    chosen: dict[str, str] = {}
+    for saved, entry in misfits.items():
+        named = (site for name, site in free.items() if numbers_in(name) == numbers_in(saved))
+        may_be = [
+            site.name
+            for site in named
+            if (
+                _shares_weights(site.module, entry.get("weights"))
+                if "backbone" in entry
+                else site.name.rpartition(".")[2] == saved.rpartition(".")[2]
+            )
+        ]
+        if len(may_be) == 1:
+            chosen[saved] = may_be[0]
+    return chosen if len(set(chosen.values())) == len(chosen) else {}
+
+
+def numbers_in(name: str) -> list[str]:
+    """The numbers in a layer's name, one for each stack that it is in."""
+    return re.findall(r"\b\d+\b", name)
 
 
 def depths_of(model: nn.Module, plugged: Iterable[str]) -> dict[str, int]:
@@ -129,18 +187,14 @@ def depths_of(model: nn.Module, plugged: Iterable[str]) -> dict[str, int]:
     # a block that is shared by all depths has one name per depth
     modules = model.named_modules(remove_duplicate=False)
     names = {canonical_name(model, name) for name, _ in modules}
-    counts = Counter(stack_of(name) for name in names if pattern_of(name) in patterns)
-    return dict(sorted(counts.items()))
+    # in a hierarchy every stage has a depth of its own, so the last number alone is replaced
+    stacks = (re.sub(r"\b\d+\b(?!.*\b\d+\b)", "*", n) for n in names if pattern_of(n) in patterns)
+    return dict(sorted(Counter(stacks).items()))
 
 
 def pattern_of(name: str) -> str:
     """A name with all its numbers replaced by ``*``."""
     return re.sub(r"\b\d+\b", "*", name)
-
-
-def stack_of(name: str) -> str:
-    """A name with its last number replaced: in a hierarchy every stage has a depth of its own."""
-    return re.sub(r"\b\d+\b(?!.*\b\d+\b)", "*", name)
 
 
 def check_depths(
@@ -152,25 +206,14 @@ def check_depths(
     saved = description.get("layers", found)
     if saved != found:
         raise ValueError(
-            f"{source} belongs to another backbone: {type(model).__name__} has "
-            f"{_counted(found, saved)}, the filters were saved from a "
-            f"{description.get('model')!s:.80} "
-            f"with {_counted(saved, found)}; load them into that backbone"
+            f"{source} belongs to another backbone: {type(model).__name__} has {found!s:.200} "
+            f"layers, the filters were saved from a {description.get('model')!s:.80} with "
+            f"{saved!s:.200}; load them into that backbone"
         )
 
 
-def _counted(stacks: Any, others: Any) -> str:
-    """The stacks whose depth differs from ``others``, with their depth."""
-    if not (isinstance(stacks, dict) and isinstance(others, dict)):
-        return repr(stacks)[:80]
-    differing = [stack for stack in stacks if stacks[stack] != others.get(stack)]
-    return some_of(
-        f"{stacks[stack]!s:.20} layer{'' if stacks[stack] == 1 else 's'} {stack:.80}"
-        for stack in differing
-    )
-
-
-def some_of(names: Any) -> str:
+def some_of(names: Iterable[str]) -> str:
+    """The first three names, and how many more there are."""
     names = sorted(f"{name:.120}" for name in names)
     shown = ", ".join(names[:3]) or "nothing"
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -238,7 +238,10 @@ def files_of(
         )
         return file
 
-    whole, index_name = (_named(n, variant) for n in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    whole, index_name = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
+    if variant is not None:
+        # as in model.fp16.safetensors
+        whole, index_name = (f".{variant}.".join(n.rsplit(".", 1)) for n in (whole, index_name))
     file = None if index_first else locate(whole)
     if file is not None:
         return [file]
@@ -258,12 +261,6 @@ def files_of(
         )
         raise FileNotFoundError(f"{path} has no {', '.join(missing)}: {advice}")
     return [file for file in files if file is not None]
-
-
-def _named(file: str, variant: str | None) -> str:
-    """``model.fp16.safetensors`` for the variant ``fp16``, as transformers names its files."""
-    name, _, ending = file.rpartition(".")
-    return file if variant is None else f"{name}.{variant}.{ending}"
 
 
 def _shards(index: Path) -> set[Any]:
@@ -413,32 +410,27 @@ def check_loaded(model: nn.Module, tensors: dict[str, Tensor], source: str) -> N
             )
 
 
-class _LoadReportFilter(logging.Filter):
-    """Removes the filters' keys from transformers' load report: gfsa loads them afterwards."""
+@contextmanager
+def without_filters_in_load_report() -> Iterator[None]:
+    """Load a model without a report of the filters' keys as unexpected ones."""
 
-    def filter(self, record: logging.LogRecord) -> bool:
+    def shorten(record: logging.LogRecord) -> bool:
         message = record.getMessage()
         if "LOAD REPORT" not in message:
             return True
         lines = [line for line in message.splitlines() if f".{CHILD}." not in line]
-        if not any("|" in line and line.split("|")[1].strip().isupper() for line in lines):
-            return False
         record.msg, record.args = "\n".join(lines), ()
-        return True
+        # a report of nothing else is not shown
+        return any("|" in line and line.split("|")[1].strip().isupper() for line in lines)
 
-
-@contextmanager
-def without_filters_in_load_report() -> Iterator[None]:
-    """Load a model without a report of the filters' keys as unexpected ones."""
-    quiet = _LoadReportFilter()
     handlers = logging.getLogger("transformers").handlers
     for handler in handlers:
-        handler.addFilter(quiet)
+        handler.addFilter(shorten)
     try:
         yield
     finally:
         for handler in handlers:
-            handler.removeFilter(quiet)
+            handler.removeFilter(shorten)
 
 
 def read_config(path: str, **kwargs: Any) -> Any:

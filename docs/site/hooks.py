@@ -155,9 +155,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     if source == "docs/supported.md":
         markdown = common_first(markdown)
     markdown = markdown.replace(PLACEHOLDER, os.environ.get("REPOSITORY", PLACEHOLDER))
-    markdown = _PICTURE.sub(
-        r"![\g<text>](\g<light>#only-light)![\g<text>](\g<dark>#only-dark)", markdown
-    )
+    markdown = _PICTURE.sub(_TWO_PICTURES, markdown)
     markdown = markdown.replace(".ipynb)", ".md)")
 
     def to_page_of_folder(match: re.Match[str]) -> str:

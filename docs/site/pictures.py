@@ -36,9 +36,9 @@ plt.rcParams.update({"axes.spines.right": False, "axes.spines.top": False, "lege
 
 
 def learned(recipe: str, method: str) -> pd.DataFrame:
-    """The mean coefficients of every run of a method that learned all of its numbers."""
+    """The mean coefficients of runs that learned all numbers, without the exclusive term."""
     rows = pd.read_csv(RESULTS / f"{recipe}.csv", dtype={"options": str, "coefficients": str})
-    rows = rows[(rows.method == method) & ~rows.options.fillna("").str.contains("learn=")]
+    rows = rows[(rows.method == method) & ~rows.options.fillna("").str.contains("learn=|share=")]
     return rows.coefficients.str.split(expand=True).astype(float)
 
 

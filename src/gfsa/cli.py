@@ -50,18 +50,25 @@ def main() -> None:
 def build() -> typer.Typer:
     """The app with every installed command, and a hint for each of those that are not."""
     import typer
-    from typer.core import TyperCommand
+    from typer.core import TyperCommand, TyperGroup
 
-    class Command(TyperCommand):
+    class PlainFlags:
         def get_params(self, ctx: Any) -> list[Any]:
-            found = super().get_params(ctx)
+            found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
             for option in found:
                 if getattr(option, "is_flag", False):
                     # help would show the type of a value, which a flag does not take
                     option.metavar = ""
             return found
 
+    class Command(PlainFlags, TyperCommand):
+        pass
+
+    class Group(PlainFlags, TyperGroup):
+        pass
+
     app = typer.Typer(
+        cls=Group,
         help="Graph-filter self-attention for any PyTorch Transformer.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,

@@ -32,7 +32,10 @@ def info(
         bool, typer.Option("--trace", help="Also attention that no adapter knows.")
     ] = False,
 ) -> None:
-    """Print versions, devices and which kernels run; or, of a model, what plug would do to it."""
+    """Print versions, devices and which kernels run; or, of a model, what plug would do to it.
+
+    Example: gfsa info vit_small_patch16_224
+    """
     from rich.console import Console
     from rich.table import Table
 

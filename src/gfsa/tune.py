@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 def tune(
     device: Annotated[str, typer.Option(help="cuda, cuda:1 …")] = "cuda",
 ) -> None:
-    """Check and time the fused kernels on this GPU, once; `auto` chooses by the result."""
+    """Check and time the fused kernels on this GPU, once; `auto` chooses by the result.
+
+    Example: gfsa tune --device cuda:1
+    """
     import torch
 
     from gfsa.kernels import tuned

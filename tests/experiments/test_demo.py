@@ -160,10 +160,6 @@ def test_a_file_in_the_place_of_its_folder_is_refused(tmp_path):
 def test_quick_demo_compares_at_equal_steps_and_at_equal_time(tmp_path):
     shown = runner.invoke(build(), ["demo", "--quick", "--out", str(tmp_path)])
     assert shown.exit_code == 0, shown.output
-    text = " ".join(shown.output.split())
-    # the first line says what is compared, the last one what to do next
-    assert text.startswith("A decoder on the bytes of Python's own library: plain attention, filt")
-    assert text.endswith("--set filter_lr=0.1 --seeds 0-4")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "demo.svg").read_text()
     numbers = json.loads((tmp_path / "demo.json").read_text())

@@ -171,10 +171,9 @@ class Operator(ABC):
         """
         coeffs = value_of(coeffs)
         degree = coeffs.shape[-1] - 1
-        if exclusive is not None:
-            # without a power of A there is nothing of v in it
-            degree = max(degree, 1)
-            coeffs = torch.nn.functional.pad(coeffs, (0, degree + 1 - coeffs.shape[-1]))
+        if exclusive is not None and degree == 0:
+            # the share is one of A·v
+            coeffs, degree = torch.nn.functional.pad(coeffs, (0, 1)), 1
         return combine(coeffs, self.powers(v, degree), exclusive=exclusive)
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:

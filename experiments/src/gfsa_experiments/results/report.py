@@ -333,7 +333,7 @@ def answers(tables: Sequence[ResultTable]) -> list[str]:
                 continue
             verdict = words.get(found.test.verdict or "", "shows no difference to plain")
             if found.test.low is None:
-                verdict = "differs from plain by this much, and no interval is known"
+                verdict = "differs from plain; one seed cannot say more"
                 if not any(found.test.values):
                     verdict = "ends exactly where plain does, as if it had no filter"
             seeds = len(found.test.seeds)

@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import gfsa
 from gfsa.plugs.tracing.adapter import TraceError
@@ -338,3 +339,65 @@ def test_a_batch_that_shows_no_layout_runs_once(batch):
     for _ in range(4):
         module(x, None, 4)
     assert module.calls == 7
+
+
+def decay(score, b, h, i, j):
+    return score - 0.2 * (h + 1) * (i - j)
+
+
+def causal(b, h, i, j):
+    return i >= j
+
+
+def written_out(q, k, v, score_mod, block_mask, enable_gqa, return_lse):
+    """What flex_attention computes."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    b, h, i, j = (
+        torch.arange(n).view(-1, *(1,) * d)
+        for n, d in zip(q.shape[:3] + k.shape[2:3], (3, 2, 1, 0), strict=True)
+    )
+    scores = decay(q @ k.mT * q.shape[-1] ** -0.5, b, h, i, j).masked_fill(i < j, -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+class Flex(nn.Module):
+    """Attention by flex_attention, with half as many keys as heads."""
+
+    def __init__(self, flex) -> None:
+        super().__init__()
+        self.num_heads, self.flex = HEADS, flex
+        self.qkv = nn.Linear(DIM, 2 * DIM)
+
+    def forward(self, x: Tensor, order: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            self.qkv(x).unflatten(-1, (-1, DIM // HEADS)).mT.movedim(-1, 1).split((4, 2, 2), 1)
+        )
+        k = k if order is None else k[:, :, order]
+        mask = create_block_mask(causal, None, None, x.shape[1], x.shape[1], device="cpu")
+        y, sums = self.flex(q, k, v, decay, mask, enable_gqa=True, return_lse=True)
+        return (y * sums[..., None].sigmoid()).transpose(1, 2).flatten(2)
+
+
+FLEX = {"plain": flex_attention, "compiled": torch.compile(flex_attention, backend="aot_eager")}
+FILTERS = [{"wK": 0.2}, {"K": None, "w1": 0.5}, {"filter": gfsa.Exclusive, "depth": True}]
+
+
+@pytest.mark.parametrize("how", FLEX)
+@torch.no_grad()  # flex_attention has no gradients on a CPU
+def test_flex_attention(how):
+    torch.compiler.reset()
+    flex, dense = (nn.Sequential(Flex(f), Flex(f)).eval() for f in (FLEX[how], written_out))
+    dense.load_state_dict(flex.state_dict())
+    torch.testing.assert_close(flex(X), dense(X))
+    for options in FILTERS if how == "plain" else FILTERS[:1]:
+        for model in (flex, dense):
+            gfsa.plug(model, unknown="trace", inputs=X, **options)
+        for seen in (X, X, torch.randn(5, HEADS, DIM)):
+            torch.testing.assert_close(flex(seen), dense(seen))
+            for parameter in flex.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            dense.load_state_dict(flex.state_dict())
+        gfsa.unplug(flex), gfsa.unplug(dense)
+    gfsa.plug(flex[0], unknown="trace")
+    with pytest.raises(TraceError, match="the same tokens in another order"):
+        flex[0](X, torch.arange(N).flip(0))

@@ -31,7 +31,7 @@ _REDUCTIONS = (
     "spatial_reduction_ratio",
 )
 _POOLS = ("pool_q", "pool_k", "pool_v", "sr")
-_ATTENTION_CALLS = {"softmax", "Softmax", "scaled_dot_product_attention"}
+_ATTENTION_CALLS = {"softmax", "Softmax", "scaled_dot_product_attention", "flex_attention"}
 
 # class names of attention that has no n×n map over tokens, and the refusal for each
 _WITHOUT_MAP = {

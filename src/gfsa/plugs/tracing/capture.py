@@ -11,8 +11,10 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from gfsa.plugs.checks.called import checks_of
 from gfsa.plugs.checks.proof import (
     Crossing,
     Evidence,
@@ -44,7 +47,9 @@ from gfsa.plugs.tracing.product import (
 
 # functions that make, change or use an attention map
 SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
-_STARTS = (F.scaled_dot_product_attention, *SOFTMAX)
+# what flex_attention calls, compiled or not
+FLEX = getattr(torch.ops.higher_order, "flex_attention", None)
+_STARTS = (F.scaled_dot_product_attention, FLEX, *SOFTMAX)
 DROPOUT = (F.dropout, torch.dropout)
 MATMUL = (
     torch.matmul,
@@ -61,6 +66,7 @@ MAP_PRODUCTS = (*MATMUL, *ADDED_MATMUL, torch.einsum)
 _OPERANDS = ("input", "self", "batch1", "mat1", "tensor1", "other", "batch2", "mat2", "tensor2")
 # norms whose statistics are over tokens: each token depends on all others, but only through them
 _NORMS = (F.batch_norm, F.instance_norm, F.group_norm)
+_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
 # what is subtracted from a whole row of scores does not change their softmax
 _SHIFTS = (torch.amax, Tensor.amax, torch.logsumexp, Tensor.logsumexp)
 
@@ -96,6 +102,10 @@ class Watch(TorchFunctionMode):
             return self._run(func, args, kwargs)
         if func is F.scaled_dot_product_attention:
             return self.product.of_attention(*args, **kwargs)
+        if func is FLEX:
+            # the graph of a compiled call has the filter in it already
+            in_graph = isinstance(args[3], torch.fx.GraphModule)
+            return self._run(func, args, kwargs) if in_graph else self.product.of_flex(func, *args)
         if func in SOFTMAX:
             return self._softmax(func, args, kwargs)
         if not self._takes_map(func, args, kwargs):
@@ -241,6 +251,11 @@ class Trace(Watch):
             raise self.refusals.error
         if not self.product.count:
             self.refusals.refuse(NO_PRODUCT)
+        if self.product.late_refusal is not None:
+            self.refusals.refuse(self.product.late_refusal)
+        for check in checks_of(self.product.filter):
+            # hooks inside of a compiled flex_attention do nothing
+            check.called = True
         if self.product.filtered is None:
             return result
         return with_tensors(result, self.product.filtered_map)
@@ -284,6 +299,9 @@ class Rehearsal(Watch):
         self.reached = (query, key), value, (*lead, query.shape[-2], key.shape[-2])
         raise _Reached
 
+    def of_flex(self, flex: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
+        return self.of_attention(query, key, value, enable_gqa=key.shape[1] < query.shape[1])
+
     def of_map(self, step: Step, matrix: Tensor, values: Tensor) -> Tensor:
         lead = torch.broadcast_shapes(matrix.shape[:-2], values.shape[:-2])
         matrix, values = (x.expand(*lead, *x.shape[-2:]) for x in (matrix, values))
@@ -291,6 +309,9 @@ class Rehearsal(Watch):
         raise _Reached
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func == _REQUIRES_GRAD:
+            # flex_attention refuses gradients on a CPU, where this one ends before its kernels
+            return False
         if func in _NORMS:
             return args[0] if args else kwargs["input"]
         if func in _SHIFTS and args:
@@ -383,6 +404,7 @@ def _rehearse(
         stack.enter_context(without_transforms())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(_uncompiled())
         leaves: dict[str, Tensor] = {}
         by_id: dict[int, Tensor] = {}
         for key, x in inputs.items():
@@ -406,6 +428,19 @@ def _rehearse(
             return _UNPROVEN.format("its forward had no attention product when it was verified")
         hidden = rehearsal.hidden
         return _proof(leaves, *rehearsal.reached, hidden, module.gfsa.num_heads, equal)
+
+
+_STANCE = threading.Lock()
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Functions that are compiled run as they were written: a graph shows no tensors."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with _STANCE, torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _proof(

@@ -10,13 +10,14 @@ import math
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
+from gfsa.operators.base import FunctionOperator, repeat_heads
 from gfsa.plugs.adapter import plain_class
 from gfsa.plugs.tracing.maps import MapHistory, Step
 
@@ -185,6 +186,12 @@ NOT_SQUARE = (
 )
 
 
+BROKEN = (
+    "torch.compile breaks the graph inside of its forward, and the parts that it compiles on their "
+    "own cannot be followed"
+)
+
+
 def no_heads(scores: Sequence[int], heads: int) -> str:
     return f"its map has shape {tuple(scores)}, with no axis for its {heads} heads"
 
@@ -222,6 +229,7 @@ class FilteredProduct:
         self.undropped: Tensor | None = None
         self.dropout_p = 0.0
         self.layout: HeadLayout | None = None
+        self.late_refusal: str | None = None
         # the map that multiplied the values, with its heads apart, its shape there, the values
         self.filtered: tuple[Step, Tensor, torch.Size, Tensor] | None = None
 
@@ -265,6 +273,27 @@ class FilteredProduct:
             dropout_after=self.filter.dropout_after,
         )
         return layout.join(self._filter(operator, value), heads, shape)
+
+    def of_flex(self, flex: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
+        """``H·v`` in place of flex_attention, which is linear in v: each power is a call of it."""
+        lead, heads = query.shape[:-2], self.filter.num_heads
+        # the compiler, which traces this call, would make an error of its own of ours
+        self.late_refusal = self._refusal((*lead, query.shape[-2], key.shape[-2]))
+        layout = self.layout
+        if self.late_refusal is not None or layout is None:
+            return flex(query, key, value, *args)
+        key, value = (repeat_heads(x, query).expand(*lead, *x.shape[-2:]) for x in (key, value))
+        shape, calls = value.shape, []
+
+        def apply(x: Tensor) -> Tensor:
+            calls.append(flex(query, key, layout.join(x, heads, shape), *args))
+            return layout.split(calls[-1][0], heads)
+
+        y = layout.join(
+            self._filter(FunctionOperator(apply), layout.split(value, heads)), heads, shape
+        )
+        # the sums of the rows' exponentials, and their largest scores
+        return layout.join(y, heads, shape), *calls[0][1:]
 
     def of_map(self, step: Step, matrix: Tensor, values: Tensor) -> Tensor:
         """``H·v`` in place of ``matrix @ values``; ``step`` is the map that ``matrix`` is of."""
@@ -312,26 +341,28 @@ class FilteredProduct:
 
     def _verify(self, scores: Sequence[int]) -> HeadLayout:
         """The place of the heads in a map of this shape; raises if that is unknown."""
-        if torch.compiler.is_compiling() is not self.compiling:
-            self.refusals.refuse(
-                "torch.compile breaks the graph inside of its forward, and the parts that it "
-                "compiles on their own cannot be followed"
-            )
+        refusal = self._refusal(scores)
+        if refusal is not None or self.layout is None:
+            self.refusals.refuse(str(refusal))
+        return self.layout
+
+    def _refusal(self, scores: Sequence[int]) -> str | None:
+        """Why a product with a map of this shape cannot be filtered; None sets its layout."""
+        if self.compiling and not torch.compiler.is_compiling():
+            return BROKEN
         self.count += 1
         if self.count > 1:
-            self.refusals.refuse("its forward has more than one attention product")
+            return "its forward has more than one attention product"
         if scores[-2] != scores[-1]:
-            self.refusals.refuse(NOT_SQUARE.format(*scores[-2:]))
-        layout, heads = self.verified, self.filter.num_heads
-        if layout is None:
-            # a class that tests have verified
-            layout = HeadLayout(len(scores), -3)
-        elif isinstance(layout, str):
-            self.refusals.refuse(layout)
-        if not layout.fits(scores, heads):
-            self.refusals.refuse(no_heads(scores, heads))
+            return NOT_SQUARE.format(*scores[-2:])
+        # without one, tests have verified the class
+        layout = HeadLayout(len(scores), -3) if self.verified is None else self.verified
+        if isinstance(layout, str):
+            return layout
+        if not layout.fits(scores, self.filter.num_heads):
+            return no_heads(scores, self.filter.num_heads)
         self.layout = layout
-        return layout
+        return None
 
     def _check_rows(self, matrix: Tensor) -> None:
         if torch.compiler.is_compiling() or matrix.is_meta:

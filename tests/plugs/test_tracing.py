@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gfsa
-from gfsa.plugs.tracing.adapter import TraceError, looks_like_attention
-from gfsa.plugs.tracing.candidates import refusal_by_class_name, refusal_by_code
+from gfsa.plugs.tracing.candidates import (
+    looks_like_attention,
+    refusal_by_class_name,
+    refusal_by_code,
+)
+from gfsa.plugs.tracing.capture import TraceError
 from support.plugging import check_backbone, disturb, matrix_polynomial
 from support.written_attention import (
     DIM,
@@ -63,6 +67,7 @@ def test_mixed_heads_are_followed_and_their_rows_reported():
 
 REFUSED = [
     ("two_products", "more than one attention product"),
+    ("added_product", "in baddbmm with a tensor"),
     ("channels", r"4×4 over channels, not tokens"),
     ("linear_attention", "7×4, not square"),
     ("hand", "no product of a softmax with values"),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import gfsa
-from gfsa.plugs.tracing.adapter import TraceError
+from gfsa.plugs.tracing.capture import TraceError
 from support.plugging import disturb
 from support.written_attention import (
     DIM,

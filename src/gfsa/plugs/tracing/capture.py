@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from gfsa.operators.base import repeat_heads
 from gfsa.plugs.adapter import plain_class
 
 # functions that make, change or use an attention map
@@ -41,13 +42,7 @@ class TraceError(RuntimeError):
 
 
 class Step:
-    """One tensor that was computed from a map, and how.
-
-    Args:
-        tensor: the tensor.
-        parent: what it was computed from; None for the result of a softmax.
-        func, args, kwargs: the operation that computed it.
-    """
+    """One tensor that was computed from a map, and how; the first is the result of a softmax."""
 
     def __init__(
         self,
@@ -91,7 +86,8 @@ class Watch(TorchFunctionMode):
         name: its name in errors.
     """
 
-    # torch's attention; flex_attention's operator; a map, the tensor that multiplies and the values
+    # what takes the place of torch's attention, of the operator of flex_attention, and of a product
+    # of a map with values; their leading axes are those of the map
     of_attention: Any
     of_flex: Any
     of_map: Any
@@ -150,11 +146,11 @@ class Watch(TorchFunctionMode):
             # most operations of a forward: they come before its map, or after torch's attention
             return self.run(func, args, kwargs)
         if func is F.scaled_dot_product_attention:
-            return self.of_attention(*args, **kwargs)
+            return self._attention(*args, **kwargs)
         if func is FLEX:
             # the graph of a compiled call has the filter in it already
             in_graph = isinstance(args[3], torch.fx.GraphModule)
-            return self.run(func, args, kwargs) if in_graph else self.of_flex(func, *args)
+            return self.run(func, args, kwargs) if in_graph else self._flex(func, *args)
         if func in SOFTMAX:
             return self.softmax(func, args, kwargs)
         operands = operands_of_einsum(args) if func is torch.einsum else args
@@ -203,15 +199,41 @@ class Watch(TorchFunctionMode):
         dropped: Tensor = self.follow(F.dropout, (input, p, True, inplace), {})
         return dropped
 
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if not enable_gqa:
+            lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
+            query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
+        options = dropout_p, is_causal, scale, enable_gqa
+        return self.of_attention(query, key, value, attn_mask, *options)
+
+    def _flex(self, flex: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
+        lead = query.shape[:-2]
+        key, value = (repeat_heads(x, query).expand(*lead, *x.shape[-2:]) for x in (key, value))
+        return self.of_flex(flex, query, key, value, *args)
+
+    def _product(self, matrix: Tensor, values: Tensor) -> Tensor:
+        # multi-query attention has one head of values
+        lead = torch.broadcast_shapes(matrix.shape[:-2], values.shape[:-2])
+        expanded = (x.expand(*lead, *x.shape[-2:]) for x in (matrix, values))
+        y: Tensor = self.of_map(self.find(matrix), *expanded)
+        return y
+
     def _matmul(self, left: Any, right: Any) -> Tensor:
-        step = self.find_map(left)
-        if step is not None:
-            y: Tensor = self.of_map(step, left, right)
-            return y
+        if self.find_map(left) is not None:
+            return self._product(left, right)
         # y = v·Aᵀ with tokens as columns
-        matrix, values = (self.follow(torch.transpose, (x, -2, -1), {}) for x in (right, left))
-        y = self.of_map(self.find_map(right), matrix, values)
-        return y.transpose(-2, -1)
+        turned = (self.follow(torch.transpose, (x, -2, -1), {}) for x in (right, left))
+        return self._product(*turned).transpose(-2, -1)
 
     def _einsum(self, step: Step, args: tuple[Any, ...]) -> Tensor:
         equation, operands = args[0], operands_of_einsum(args)
@@ -236,7 +258,7 @@ class Watch(TorchFunctionMode):
         values = torch.einsum(f"{of_values}->{own}{column}{features}", operands[1 - place])
         # heads may share values
         values = values[tuple(slice(None) if letter in own else None for letter in lead)]
-        y = self.of_map(step, operands[place], values)
+        y = self._product(step.tensor, values)
         return torch.einsum(f"{lead}{row}{features}->{out}", y)
 
 

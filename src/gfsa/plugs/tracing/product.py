@@ -11,17 +11,10 @@ from torch import Tensor
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
-from gfsa.operators.base import FunctionOperator, repeat_heads
+from gfsa.operators.base import FunctionOperator
 from gfsa.plugs.checks.called import checks_of
 from gfsa.plugs.tracing.capture import Step, Watch
-from gfsa.plugs.tracing.rehearsal import (
-    NOT_SQUARE,
-    HeadLayout,
-    Memory,
-    Verified,
-    attention_lead,
-    no_heads,
-)
+from gfsa.plugs.tracing.rehearsal import NOT_SQUARE, HeadLayout, Memory, Verified, no_heads
 
 NO_PRODUCT = (
     "its forward has no product of a softmax with values that torch dispatches (a softmax written "
@@ -97,49 +90,27 @@ class Trace(Watch):
         return True
 
     def of_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *options: Any
     ) -> Tensor:
-        """``H·v`` in place of a call of torch's own attention, with its arguments."""
-        lead = attention_lead(query, key, value, enable_gqa)
-        layout = self._verify((*lead, query.shape[-2], key.shape[-2]))
-        heads = self.filter.num_heads
-        if not enable_gqa:
-            query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
-        dims, shape = query.dim(), query.shape
+        layout = self._verify((*query.shape[:-1], key.shape[-2]))
+        heads, shape = self.filter.num_heads, query.shape
         query, key, value = (layout.split(x, heads) for x in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 2:
-            attn_mask = layout.split(attn_mask[(None,) * (dims - attn_mask.dim())], heads)
-        operator = AttentionOperator(
-            query,
-            key,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            dropout_after=self.filter.dropout_after,
-        )
+            attn_mask = layout.split(attn_mask[(None,) * (len(shape) - attn_mask.dim())], heads)
+        place = self.filter.dropout_after
+        operator = AttentionOperator(query, key, attn_mask, *options, dropout_after=place)
         return layout.join(self._filter(operator, value), heads, shape)
 
     def of_flex(self, flex: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
-        """``H·v`` in place of flex_attention, which is linear in v: each power is a call of it."""
-        lead, heads = query.shape[:-2], self.filter.num_heads
         # the compiler, which traces this call, would make an error of its own of ours
-        self.late_refusal = self._refusal((*lead, query.shape[-2], key.shape[-2]))
+        self.late_refusal = self._refusal((*query.shape[:-1], key.shape[-2]))
         if self.late_refusal is not None:
             return flex(query, key, value, *args)
-        key, value = (repeat_heads(x, query).expand(*lead, *x.shape[-2:]) for x in (key, value))
-        layout, shape, calls = self.layout, value.shape, []
+        layout, heads, shape = self.layout, self.filter.num_heads, value.shape
+        calls = []
 
         def apply(x: Tensor) -> Tensor:
+            # flex_attention is linear in v, so each power is a call of it
             calls.append(flex(query, key, layout.join(x, heads, shape), *args))
             return layout.split(calls[-1][0], heads)
 
@@ -148,23 +119,16 @@ class Trace(Watch):
         return layout.join(y, heads, shape), *calls[0][1:]
 
     def of_map(self, step: Step, matrix: Tensor, values: Tensor) -> Tensor:
-        """``H·v`` in place of ``matrix @ values``; ``step`` is the map that ``matrix`` is of."""
-        # a product broadcasts: multi-query attention has one head of values
-        lead = torch.broadcast_shapes(matrix.shape[:-2], values.shape[:-2])
-        layout = self._verify((*lead, *matrix.shape[-2:]))
-        heads = self.filter.num_heads
+        layout = self._verify(matrix.shape)
+        heads, shape = self.filter.num_heads, values.shape
         if not self.memory.rows_checked:
             self._check_rows(matrix if self.undropped is None else self.undropped)
-        of_map = matrix
-        matrix, values = (x.expand(*lead, *x.shape[-2:]) for x in (matrix, values))
-        shape = values.shape
         split = layout.split(matrix, heads)
         operator = DenseOperator(split, self.dropout_p, self.filter.dropout_after)
         values = self.filter.mixed(operator, layout.split(values, heads))
-        y = layout.join(self._filter(operator, values), heads, shape)
         if self.wants_maps:
-            self.filtered = self.find(of_map) or step, split, matrix.shape, values
-        return y
+            self.filtered = step, split, matrix.shape, values
+        return layout.join(self._filter(operator, values), heads, shape)
 
     def _filter(self, operator: Operator, values: Tensor) -> Tensor:
         y: Tensor = self.filter(operator, values)

@@ -161,13 +161,6 @@ class Memory:
             self.for_any_batch[kind] = Verified(HeadLayout(0, 0))
 
 
-def attention_lead(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> torch.Size:
-    """The leading sizes of torch's attention, which broadcasts (multi-query attention)."""
-    if enable_gqa:
-        return query.shape[:-2]
-    return torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
-
-
 NOT_SQUARE = (
     "its map is {}×{}, not square: cross-attention, pooling with a few queries, or decoding with a "
     "cache (pass use_cache=False in transformers; an adapter of your own can keep A·v beside the "
@@ -198,22 +191,14 @@ class Rehearsal(Watch):
         # the scores, or queries and keys; the values; the shape of the map
         self.reached: tuple[tuple[Tensor, ...], Tensor, tuple[int, ...]] | None = None
 
-    def of_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        grouped = args[4] if len(args) > 4 else kwargs.get("enable_gqa", False)
-        lead = attention_lead(query, key, value, grouped)
-        if not grouped:
-            query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
-        self.reached = (query, key), value, (*lead, query.shape[-2], key.shape[-2])
+    def of_attention(self, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
+        self.reached = (query, key), value, (*query.shape[:-1], key.shape[-2])
         raise _Reached
 
-    def of_flex(self, flex: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
-        return self.of_attention(query, key, value, enable_gqa=key.shape[1] < query.shape[1])
+    def of_flex(self, flex: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
+        return self.of_attention(query, key, value)
 
-    def of_map(self, step: Step, matrix: Tensor, values: Tensor) -> Tensor:
-        lead = torch.broadcast_shapes(matrix.shape[:-2], values.shape[:-2])
-        matrix, values = (x.expand(*lead, *x.shape[-2:]) for x in (matrix, values))
+    def of_map(self, step: Step, matrix: Tensor, values: Tensor) -> Any:
         self.reached = (matrix,), values, tuple(matrix.shape)
         raise _Reached
 
@@ -267,8 +252,8 @@ def prove(
 
     Args:
         module: the traced module.
-        inputs: the tensors among the arguments that may hold tokens, by name.
-        args, kwargs: the arguments.
+        inputs: those of its arguments that may hold tokens, by name.
+        args, kwargs: all of its arguments.
     """
     found = _rehearse(module, inputs, {}, args, kwargs)
     if not isinstance(found, Crossing):

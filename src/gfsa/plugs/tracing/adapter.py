@@ -59,7 +59,7 @@ class Traced(nn.Module):
             for first, second in verified.equal_inputs:
                 require_same_tokens(self, inputs[first], inputs[second])
         wants_maps = self.__dict__[ADAPTER].wants_maps(self, given)
-        with Trace(self, self.__dict__.get(NAME, ""), memory, verified, wants_maps) as trace:
+        with Trace(self, self.__dict__.get(NAME, ""), verified, wants_maps) as trace:
             result = super().forward(*args, **kwargs)
         return trace.end(result)
 
@@ -132,11 +132,9 @@ def _kind(inputs: Mapping[str, Tensor], given: Mapping[str, Any]) -> Hashable:
         # a tensor may be two inputs
         first = next(first for first, other in inputs.items() if other is x)
         kind.append(f"{name}:{x.dim()}={first}")
-    for name, value in given.items():
-        # a flag that is off is as one that is not given
-        if isinstance(value, (bool, str)) and value:
-            kind.append(f"{name}={value}")
-    return tuple(kind)
+    # a flag that is off is as one that is not given
+    flags = [f"{n}={x}" for n, x in given.items() if isinstance(x, (bool, str)) and x]
+    return *kind, *flags
 
 
 def _described(value: Any) -> Hashable:

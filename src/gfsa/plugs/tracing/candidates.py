@@ -23,13 +23,9 @@ _KEYS = {"k", "key", "keys", "key_states"}
 _VALUES = {"v", "value", "values", "value_states"}
 # by how much some attention has fewer queries or keys than tokens
 _REDUCTIONS = (
-    "q_stride",
-    "query_stride",
-    "sr_ratio",
-    "sequence_reduction_ratio",
-    "sequences_reduction_ratio",
-    "spatial_reduction_ratio",
-)
+    "q_stride", "query_stride", "sr_ratio", "sequence_reduction_ratio",
+    "sequences_reduction_ratio", "spatial_reduction_ratio",
+)  # fmt: skip
 _POOLS = ("pool_q", "pool_k", "pool_v", "sr")
 _ATTENTION_CALLS = {"softmax", "Softmax", "scaled_dot_product_attention", "flex_attention"}
 

@@ -79,12 +79,7 @@ class Step:
 
 
 class Watch(TorchFunctionMode):
-    """One forward of one module; a subclass says what takes the place of its attention product.
-
-    Args:
-        module: the attention module.
-        name: its name in errors.
-    """
+    """One forward of one module; a subclass says what takes the place of its attention product."""
 
     # what takes the place of torch's attention, of the operator of flex_attention, and of a product
     # of a map with values; their leading axes are those of the map
@@ -112,7 +107,7 @@ class Watch(TorchFunctionMode):
         )
         raise self.error
 
-    def take_dropout(self, matrix: Tensor, p: float, inplace: bool) -> bool:
+    def take_dropout(self, p: float) -> bool:
         """Note a dropout of the map; returns whether it is left out here."""
         return True
 
@@ -194,7 +189,7 @@ class Watch(TorchFunctionMode):
         # F.dropout calls the argument training, torch.dropout train
         if not (training if train is None else train) or not p:
             return input
-        if self.take_dropout(input, p, inplace):
+        if self.take_dropout(p):
             return input
         dropped: Tensor = self.follow(F.dropout, (input, p, True, inplace), {})
         return dropped

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.operators.base import FunctionOperator
 from gfsa.plugs.checks.called import checks_of
 from gfsa.plugs.tracing.capture import Step, Watch
-from gfsa.plugs.tracing.rehearsal import NOT_SQUARE, HeadLayout, Memory, Verified, no_heads
+from gfsa.plugs.tracing.rehearsal import NOT_SQUARE, HeadLayout, Verified, no_heads
 
 NO_PRODUCT = (
     "its forward has no product of a softmax with values that torch dispatches (a softmax written "
@@ -27,34 +26,25 @@ _BROKEN = (
 
 
 class Trace(Watch):
-    """A forward with the filter in its product.
+    """A forward with the filter ``module.gfsa`` in its product.
 
     Args:
-        module: the attention module; its filter is ``module.gfsa``.
-        name: its name in errors.
-        memory: what the proofs of the module have shown.
-        verified: what they have shown of this call, the reason why they have not, or None for a
-            class that tests have verified.
+        module, name: the attention module, and its name in errors.
+        verified: what is proven of this call, the reason why it is not, or None for a class that
+            tests have verified.
         wants_maps: whether attention weights that the module returns are looked at.
     """
 
     def __init__(
-        self,
-        module: Any,
-        name: str,
-        memory: Memory,
-        verified: Verified | str | None,
-        wants_maps: bool,
+        self, module: Any, name: str, verified: Verified | str | None, wants_maps: bool
     ) -> None:
         super().__init__(module, name)
         self.filter: GraphFilter = module.gfsa
-        self.memory = memory
         self.verified = verified
         self.wants_maps = wants_maps
         self.compiling = torch.compiler.is_compiling()
         # how many products the forward has had so far
         self.count = 0
-        self.undropped: Tensor | None = None
         self.dropout_p = 0.0
         self.layout = HeadLayout(0, -3)
         self.late_refusal: str | None = None
@@ -81,9 +71,8 @@ class Trace(Watch):
             check.called = True
         return result if self.filtered is None else self._with_filtered_maps(result)
 
-    def take_dropout(self, matrix: Tensor, p: float, inplace: bool) -> bool:
+    def take_dropout(self, p: float) -> bool:
         # entries of H are dropped instead, if the filter's dropout comes after it
-        self.undropped = matrix.clone() if inplace and not self.memory.rows_checked else matrix
         if self.filter.dropout_after != "filter":
             return False
         self.dropout_p = p
@@ -121,8 +110,6 @@ class Trace(Watch):
     def of_map(self, step: Step, matrix: Tensor, values: Tensor) -> Tensor:
         layout = self._verify(matrix.shape)
         heads, shape = self.filter.num_heads, values.shape
-        if not self.memory.rows_checked:
-            self._check_rows(matrix if self.undropped is None else self.undropped)
         split = layout.split(matrix, heads)
         operator = DenseOperator(split, self.dropout_p, self.filter.dropout_after)
         values = self.filter.mixed(operator, layout.split(values, heads))
@@ -135,7 +122,6 @@ class Trace(Watch):
         return y
 
     def _verify(self, scores: Sequence[int]) -> HeadLayout:
-        """The place of the heads in a map of this shape; raises if that is unknown."""
         refusal = self._refusal(scores)
         if refusal is not None:
             self.refuse(refusal)
@@ -156,20 +142,6 @@ class Trace(Watch):
         self.layout = HeadLayout(len(scores), -3) if known else self.verified.layout
         heads = self.filter.num_heads
         return None if self.layout.fits(scores, heads) else no_heads(scores, heads)
-
-    def _check_rows(self, matrix: Tensor) -> None:
-        if torch.compiler.is_compiling() or matrix.is_meta:
-            return
-        self.memory.rows_checked = True
-        sums = matrix.detach().sum(-1, dtype=torch.float32)
-        # a fully masked row may be zeros
-        off = torch.where(sums == 0, 0.0, (sums - 1).abs())
-        if bool((off > 1e-2).any()):
-            warnings.warn(
-                f"the rows of the attention map of {self.name} do not sum to one (by up "
-                f"to {off.max().item():.3g}); the filter uses the map as it is",
-                stacklevel=2,
-            )
 
     def _with_filtered_maps(self, result: Any) -> Any:
         """What a module returned, with H in place of A; dicts are changed in place."""

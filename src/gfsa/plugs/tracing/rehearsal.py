@@ -146,7 +146,6 @@ class Memory:
     """By the signature of the call."""
     for_any_batch: dict[Hashable, Verified] = field(default_factory=dict)
     """By the kind of the call, without sizes: for graphs that are compiled."""
-    rows_checked: bool = False
 
     def keep(self, signature: Hashable, kind: Hashable, proven: Verified) -> None:
         """Remember what was proven of a call, and for any batch of its kind if that is known."""
@@ -248,12 +247,8 @@ def prove(
     """Prove that a forward is attention of the module's tokens to themselves, or say why not.
 
     The forward runs up to its product, on a copy of the module and of its arguments. Random
-    generators, buffers and a cache are afterwards as they were before.
-
-    Args:
-        module: the traced module.
-        inputs: those of its arguments that may hold tokens, by name.
-        args, kwargs: all of its arguments.
+    generators, buffers and a cache are afterwards as they were before. ``inputs`` are those of the
+    arguments that may hold tokens, by name.
     """
     found = _rehearse(module, inputs, {}, args, kwargs)
     if not isinstance(found, Crossing):

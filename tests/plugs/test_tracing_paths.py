@@ -232,6 +232,14 @@ def test_a_graph_that_breaks_inside_of_a_traced_layer_is_refused():
         torch.compile(lambda x: model(x), backend="eager")(X)
 
 
+def test_a_compiled_part_of_a_forward_is_refused():
+    module = WrittenAttention().eval()
+    module.by_matmul = torch.compile(module.by_matmul, backend="eager")
+    gfsa.plug(module, unknown="trace")
+    with pytest.raises(TraceError, match="parts that it compiles on their own"):
+        module(X)
+
+
 class Remembers(WrittenAttention):
     """Counts its forwards in an object of the caller's and by batch norm, on one of two paths."""
 

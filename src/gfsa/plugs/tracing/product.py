@@ -91,8 +91,10 @@ class Trace(Watch):
         return layout.join(self._filter(operator, value), heads, shape)
 
     def of_flex(self, flex: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
-        # the compiler, which traces this call, would make an error of its own of ours
-        self.late_refusal = self._refusal((*query.shape[:-1], key.shape[-2]))
+        # torch compiles this call even where nothing else is, with the filter in its graph; it
+        # would raise an error of its own in place of ours
+        compiling = self.compiling or torch.compiler.is_compiling()
+        self.late_refusal = self._refusal((*query.shape[:-1], key.shape[-2]), compiling)
         if self.late_refusal is not None:
             return flex(query, key, value, *args)
         layout, heads, shape = self.layout, self.filter.num_heads, value.shape
@@ -122,14 +124,14 @@ class Trace(Watch):
         return y
 
     def _verify(self, scores: Sequence[int]) -> HeadLayout:
-        refusal = self._refusal(scores)
+        refusal = self._refusal(scores, self.compiling)
         if refusal is not None:
             self.refuse(refusal)
         return self.layout
 
-    def _refusal(self, scores: Sequence[int]) -> str | None:
+    def _refusal(self, scores: Sequence[int], compiling: bool) -> str | None:
         """Why a product with a map of this shape cannot be filtered; if it can, sets the layout."""
-        if self.compiling and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() is not compiling:
             return _BROKEN
         self.count += 1
         if self.count > 1:

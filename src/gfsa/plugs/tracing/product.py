@@ -98,7 +98,7 @@ class Trace(Watch):
         if self.late_refusal is not None:
             return flex(query, key, value, *args)
         layout, heads, shape = self.layout, self.filter.num_heads, value.shape
-        calls = []
+        calls: list[Any] = []
 
         def apply(x: Tensor) -> Tensor:
             # flex_attention is linear in v, so each power is a call of it
@@ -138,10 +138,10 @@ class Trace(Watch):
             return "its forward has more than one attention product"
         if scores[-2] != scores[-1]:
             return NOT_SQUARE.format(*scores[-2:])
-        if isinstance(self.verified, str):
-            return self.verified
-        known = self.verified is None
-        self.layout = HeadLayout(len(scores), -3) if known else self.verified.layout
+        verified = self.verified
+        if isinstance(verified, str):
+            return verified
+        self.layout = HeadLayout(len(scores), -3) if verified is None else verified.layout
         heads = self.filter.num_heads
         return None if self.layout.fits(scores, heads) else no_heads(scores, heads)
 

@@ -99,7 +99,7 @@ class HeadLayout(NamedTuple):
         if 1 not in (self.before, self.after):
             # which of the two grows with the batch is unknown
             return None
-        return self._replace(**{"before" if self.after == 1 else "after": None})
+        return self._replace(before=None) if self.after == 1 else self._replace(after=None)
 
 
 def possible_layouts(scores: Sequence[int], heads: int) -> list[HeadLayout]:

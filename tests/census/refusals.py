@@ -6,7 +6,7 @@ import os
 import traceback
 
 import gfsa
-from gfsa.plugs.tracing.adapter import TraceError
+from gfsa.plugs.tracing.capture import TraceError
 
 
 class CacheRefusalError(Exception):

@@ -16,7 +16,7 @@ from census.tokens import TokenProbe
 from gfsa.filters import GraphFilter
 from gfsa.operators import DenseOperator
 from gfsa.operators.base import value_of
-from gfsa.plugs.tracing.product import FilteredProduct
+from gfsa.plugs.tracing.product import Trace
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +62,15 @@ def test_faulty_filters_are_found(
 def test_a_tracer_that_mixes_up_heads_is_found(
     catalogue: dict[str, Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = FilteredProduct._filter
+    right = Trace._filter
 
-    def rolled(self: FilteredProduct, operator: Any, values: Tensor) -> Tensor:
+    def rolled(self: Trace, operator: Any, values: Tensor) -> Tensor:
         if isinstance(operator, DenseOperator):
             operator = DenseOperator(operator.matrix.roll(1, -3))
             return right(self, operator, values.roll(1, -3)).roll(-1, -3)
         return right(self, operator, values)
 
-    monkeypatch.setattr(FilteredProduct, "_filter", rolled)
+    monkeypatch.setattr(Trace, "_filter", rolled)
     assert examine(catalogue["timm:swin_transformer_v2"]).findings["default"].status == "wrong"
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import gfsa
-from gfsa.plugs.tracing.adapter import TraceError, looks_like_attention
-from gfsa.plugs.tracing.candidates import refusal_by_class_name, refusal_by_code
+from gfsa.plugs.tracing.candidates import (
+    looks_like_attention,
+    refusal_by_class_name,
+    refusal_by_code,
+)
+from gfsa.plugs.tracing.capture import TraceError
 from support.plugging import check_backbone, disturb, matrix_polynomial
 from support.written_attention import (
     DIM,
@@ -36,21 +38,16 @@ COMPARED_BY_HEAD = {w for w in FOLLOWED if "mixed" in w or "before" in w or "gro
 @pytest.mark.parametrize("way", [w for w in FOLLOWED if w not in COMPARED_BY_HEAD])
 def test_followed(way, tmp_path):
     # torch has another kernel for inputs without a head axis, which the filter's operator gives
-    identity = 1e-6 if way == "sdpa_merged" else 0.0
+    another_kernel = way in ("sdpa_merged", "einsum_with_one_head_of_values")
+    identity = 1e-6 if another_kernel else 0.0
     report = check_backbone(lambda: Block(way), run, tmp_path, identity, unknown="trace")
     assert report.how == {"attn": "tracer"}
 
 
-def test_mixed_heads_are_followed_and_their_rows_reported():
+def test_mixed_heads_are_followed():
     model = Block("mixed_heads").double().eval()
-    plain = model(X.double())
     gfsa.plug(model, unknown="trace", filter=gfsa.Twicing)
-    with pytest.warns(UserWarning, match="rows of the attention map of attn do not sum to one"):
-        got = model(X.double())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(model(X.double()), got), "said once"
-    assert not torch.allclose(got, plain)
+    got = model(X.double())
     # by definition: 2A − A² of the mixed map
     attn = model.attn
     q, k, v = attn.qkv(X.double()).reshape(B, N, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
@@ -63,6 +60,7 @@ def test_mixed_heads_are_followed_and_their_rows_reported():
 
 REFUSED = [
     ("two_products", "more than one attention product"),
+    ("added_product", "in baddbmm with a tensor"),
     ("channels", r"4×4 over channels, not tokens"),
     ("linear_attention", "7×4, not square"),
     ("hand", "no product of a softmax with values"),
@@ -100,35 +98,9 @@ def test_refused(way, why):
 def test_dropout(place):
     model = Block("matmul")
     gfsa.plug(model, unknown="trace", wK=0.3, dropout_after=place)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # dropped rows do not sum to one, the map's do
-        assert not torch.equal(model(X), model(X))
+    assert not torch.equal(model(X), model(X))
     model.eval()
     assert torch.equal(model(X), model(X))
-
-
-def test_an_einsum_with_values_that_heads_share() -> None:
-    class OneHeadOfValues(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.num_heads = 2
-            self.q, self.kv = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            k, v = self.kv(x).chunk(2, -1)
-            q = self.q(x).unflatten(-1, (2, 4))
-            return torch.einsum("bihd,bjd->bhij", q, k).softmax(-1), v
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.einsum("bhij,bjd->bihd", *self.parts(x)).flatten(2)
-
-    module, x = OneHeadOfValues().double(), torch.randn(3, 5, 8, dtype=torch.float64)
-    gfsa.plug(module, unknown="trace")
-    nn.init.normal_(module.gfsa.theta)
-    matrix, v = module.parts(x)
-    filtered = module.gfsa.map(gfsa.operators.DenseOperator(matrix))
-    expected = torch.einsum("bhij,bjd->bihd", filtered, v).flatten(2)
-    torch.testing.assert_close(module(x), expected)
 
 
 def test_unknown_attention_is_reported_and_left_alone_by_default():
@@ -151,30 +123,6 @@ def test_what_looks_like_attention():
     assert not looks_like_attention(wrapper), "the innermost is meant"
 
 
-class KeepsBiases(WrittenAttention):
-    """Computes its biases once, as LeViT does in evaluation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.biases, self.kept = nn.Parameter(torch.zeros(HEADS, 1, N)), {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = self.kept.setdefault("cpu", self.biases * 1.0)
-        q, k, v = self.qkv(x).reshape(B, N, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        y = (q @ k.mT * DIM**-0.5 + bias).softmax(-1) @ v
-        return self.proj(y.transpose(1, 2).reshape(B, N, DIM))
-
-
-def test_the_proof_leaves_nothing_in_what_a_module_keeps() -> None:
-    model = nn.Sequential(KeepsBiases()).eval()
-    expected = copy.deepcopy(model)(X)
-    gfsa.plug(model, unknown="trace")
-    y = model(X)
-    assert torch.equal(y, expected)
-    y.sin().sum().backward()
-    assert model[0].biases.grad is not None
-
-
 class OutsideTorch(torch.autograd.Function):
     """A product that the tracer does not see, as that of quantised layers."""
 
@@ -195,32 +143,6 @@ def test_linear_layers_that_compute_outside_torch():
     gfsa.plug(model, unknown="trace")
     assert torch.equal(model(X), expected)
     assert not model.attn.qkv._forward_hooks
-
-
-class Extension(nn.Linear):
-    """A layer none of whose operations is dispatched, as with a compiled extension."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunction():
-            return F.linear(x, self.weight, self.bias)
-
-
-def test_another_tensor_in_a_layer_that_computes_outside_torch_is_another_path():
-    class Chosen(TwoInputs):
-        def forward(self, x, y):
-            return self.attend(x, *([y] * 2 if self.way == "cross" else [x] * 2))
-
-    module = Chosen().eval()
-    module.q, module.k, module.v = (Extension(DIM, DIM) for _ in range(3))
-    module.way = "unused"
-    gfsa.plug(module, unknown="trace")
-    y = torch.randn(B, N, DIM)
-    for _ in range(2):
-        module(X, y)
-    module.way = "cross"
-    with pytest.raises(TraceError, match="queries come from x and its keys from y"):
-        module(X, y)
-    assert not module.q._forward_hooks
 
 
 class Returning(WrittenAttention):
@@ -315,7 +237,7 @@ def test_weights_without_a_filtered_map_are_refused():
     module = Returning()
     module.way = "before_mixing"
     gfsa.plug(module, unknown="trace")
-    with pytest.raises(TraceError, match="not the map that multiplies its values"), pytest.warns():
+    with pytest.raises(TraceError, match="not the map that multiplies its values"):
         module(X)
 
 
@@ -360,15 +282,6 @@ def test_attention_to_another_sequence_of_the_same_length_is_refused(way):
     for _ in range(2):
         with pytest.raises(TraceError, match=r"cannot filter.*(x|y).*(cross-attention|tokens)"):
             module(X, other)
-
-
-def test_another_sequence_is_refused_after_one_that_was_the_same():
-    module = TwoInputs()
-    gfsa.plug(module, unknown="trace")
-    module(X, X)
-    module(X, X.clone())
-    with pytest.raises(ValueError, match="its key has other values than its query"):
-        module(X, X + 1)
 
 
 @pytest.mark.parametrize("way", ["other_values_only", "positions", "positions_in_values", "unused"])
@@ -513,17 +426,11 @@ class SpoolAttention(TwoInputs):
 
 def test_a_name_alone_does_not_make_attention_pool() -> None:
     layer = SpoolAttention()
-    refusals = [refusal_by_class_name(layer)]
-    layer.probe = nn.Parameter(torch.zeros(1, 1, DIM))
-    refusals.append(refusal_by_class_name(layer))
-    assert refusals[0] is None
-    assert refusals[1] is not None
-
-
-def test_a_fixed_number_of_keys_is_refused() -> None:
-    layer = SpoolAttention()
+    assert refusal_by_class_name(layer) is None
     layer.pool = nn.AdaptiveAvgPool2d(7)
-    assert "pool" in str(refusal_by_code(layer))
+    assert "pool" in str(refusal_by_code(layer)), "a fixed number of keys"
+    layer.probe = nn.Parameter(torch.zeros(1, 1, DIM))
+    assert refusal_by_class_name(layer) is not None
 
 
 class Convolved(WrittenAttention):

@@ -87,18 +87,8 @@ class WrittenAttention(nn.Module):
     def by_one_head_of_values(self, q, k, v):
         return (q @ k.mT).softmax(-1) @ v[:, :1]
 
-    def by_product_into_a_tensor(self, q, k, v):
-        attention = (q @ k.mT).softmax(-1)
-        if torch.is_grad_enabled():
-            return attention @ v
-        y = torch.empty_like(v)
-        torch.matmul(attention, v, out=y)
-        return y
-
-    def by_added_product(self, q, k, v):
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        attention = torch.baddbmm(torch.zeros_like(q @ k.mT), q, k.mT).softmax(-1)
-        return torch.baddbmm(v, attention, v, beta=0.5, alpha=2.0).unflatten(0, (-1, HEADS))
+    def by_einsum_with_one_head_of_values(self, q, k, v):
+        return torch.einsum("bhij,bjd->bhid", (q @ k.mT).softmax(-1), v[:, 0])
 
     def by_names_of_arguments(self, q, k, v):
         d = k.shape[-1]
@@ -147,6 +137,11 @@ class WrittenAttention(nn.Module):
     def by_two_products(self, q, k, v):
         attention = (q @ k.mT).softmax(-1)
         return F.scaled_dot_product_attention(q, k, attention @ v)
+
+    def by_added_product(self, q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        attention = torch.baddbmm(torch.zeros_like(q @ k.mT), q, k.mT).softmax(-1)
+        return torch.baddbmm(v, attention, v, beta=0.5, alpha=2.0).unflatten(0, (-1, HEADS))
 
     def by_channels(self, q, k, v):
         return ((q.mT @ k).softmax(-1) @ v.mT).mT

@@ -9,15 +9,8 @@ from typing import Literal
 from torch import Tensor, nn
 
 from gfsa.plugs.adapter import Adapter, SwapClass
-from gfsa.plugs.tracing.adapter import (
-    DOUBTFUL,
-    KNOWN_TRACER,
-    TRACER,
-    UNKNOWN,
-    TracerAdapter,
-    looks_like_attention,
-    may_be_attention,
-)
+from gfsa.plugs.tracing.adapter import DOUBTFUL, KNOWN_TRACER, TRACER, UNKNOWN, TracerAdapter
+from gfsa.plugs.tracing.candidates import looks_like_attention, may_be_attention
 
 Unknown = Literal["refuse", "trace"]
 """What to do with attention that no adapter knows."""

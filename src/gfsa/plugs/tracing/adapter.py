@@ -28,25 +28,9 @@ from gfsa.plugs.checks.proof import (
     crosses_by_design,
     require_same_tokens,
 )
-from gfsa.plugs.tracing.candidates import (
-    looks_like_attention,
-    may_be_attention,
-    refusal_by_class_name,
-    refusal_by_code,
-)
-from gfsa.plugs.tracing.capture import Proven, Trace, prove
-from gfsa.plugs.tracing.product import Memory, TraceError, Verified
-
-__all__ = [
-    "DOUBTFUL",
-    "KNOWN_TRACER",
-    "TRACER",
-    "UNKNOWN",
-    "TraceError",
-    "looks_like_attention",
-    "may_be_attention",
-]
-
+from gfsa.plugs.tracing.candidates import refusal_by_class_name, refusal_by_code
+from gfsa.plugs.tracing.product import Trace
+from gfsa.plugs.tracing.rehearsal import Memory, Verified, prove
 
 # arguments of known classes that may hold the tokens of another sequence
 _MAY_BE_OTHER_TOKENS = (*OTHER_SEQUENCE, "key", "memory", "q_global")
@@ -57,7 +41,7 @@ class Traced(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         memory: Memory = self.__dict__["_gfsa_memory"]
-        given = {**dict(zip(self.__dict__["_gfsa_inputs"], args, strict=False)), **kwargs}
+        given = {**dict(zip(memory.inputs, args, strict=False)), **kwargs}
         check_kinds(**{k: v for k, v in given.items() if isinstance(v, torch.fx.Proxy)})
         inputs = inputs_of(given)
         verified: Verified | str | None = None
@@ -70,13 +54,12 @@ class Traced(nn.Module):
 
                 return run(self, args, kwargs)
         else:
-            verified = self._verified(inputs, given, args, kwargs)
+            verified = self._verified(memory, inputs, given, args, kwargs)
         if isinstance(verified, Verified):
             for first, second in verified.equal_inputs:
                 require_same_tokens(self, inputs[first], inputs[second])
         wants_maps = self.__dict__[ADAPTER].wants_maps(self, given)
-        trace = Trace(self, _name(self), memory, verified, wants_maps)
-        with trace:
+        with Trace(self, self.__dict__.get(NAME, ""), verified, wants_maps) as trace:
             result = super().forward(*args, **kwargs)
         return trace.end(result)
 
@@ -85,10 +68,14 @@ class Traced(nn.Module):
         return super(Traced, own).forward(*args, **kwargs)
 
     def _verified(
-        self, inputs: Mapping[str, Tensor], given: Mapping[str, Any], args: Any, kwargs: Any
+        self,
+        memory: Memory,
+        inputs: Mapping[str, Tensor],
+        given: Mapping[str, Any],
+        args: Any,
+        kwargs: Any,
     ) -> Verified | str:
         """What is proven of this call: now, or by an earlier one with the same signature."""
-        memory: Memory = self.__dict__["_gfsa_memory"]
         kind = _kind(inputs, given)
         signature = (kind, *map(_described, given.values()), _state(self))
         verified = memory.verified.get(signature)
@@ -97,10 +84,9 @@ class Traced(nn.Module):
         if not all(map(can_be_differentiated, inputs.values())):
             return memory.for_any_batch.get(kind, _UNREADABLE)
         proven = prove(self, inputs, args, kwargs)
-        if not isinstance(proven, Proven):
-            return proven
-        memory.keep(signature, kind, *proven)
-        return proven.verified
+        if isinstance(proven, Verified):
+            memory.keep(signature, kind, proven)
+        return proven
 
     def _require_same_tokens(self, given: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> None:
         """Refuse another sequence by the name of its argument, where nothing is proven."""
@@ -128,22 +114,15 @@ def _refusal_of_switched(owner: nn.Module) -> str | None:
     )
 
 
-def _name(module: nn.Module) -> str:
-    name: str = module.__dict__.get(NAME) or type(module).__name__
-    return name
-
-
 def inputs_of(given: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a forward's arguments that may hold tokens, by name."""
-    return {name: x for key, value in given.items() for name, x in _named_tokens(key, value)}
-
-
-def _named_tokens(name: str, value: Any) -> list[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        return [(name, value)] if value.is_floating_point() and value.dim() >= 2 else []
-    if isinstance(value, (list, tuple)):
-        return [found for i, x in enumerate(value) for found in _named_tokens(f"{name}[{i}]", x)]
-    return []
+    found: dict[str, Tensor] = {}
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2:
+            found[name] = value
+        elif isinstance(value, (list, tuple)):
+            found |= inputs_of({f"{name}[{i}]": x for i, x in enumerate(value)})
+    return found
 
 
 def _kind(inputs: Mapping[str, Tensor], given: Mapping[str, Any]) -> Hashable:
@@ -153,11 +132,9 @@ def _kind(inputs: Mapping[str, Tensor], given: Mapping[str, Any]) -> Hashable:
         # a tensor may be two inputs
         first = next(first for first, other in inputs.items() if other is x)
         kind.append(f"{name}:{x.dim()}={first}")
-    for name, value in given.items():
-        # a flag that is off is as one that is not given
-        if isinstance(value, (bool, str)) and value:
-            kind.append(f"{name}={value}")
-    return tuple(kind)
+    # a flag that is off is as one that is not given
+    flags = [f"{n}={x}" for n, x in given.items() if isinstance(x, (bool, str)) and x]
+    return *kind, *flags
 
 
 def _described(value: Any) -> Hashable:
@@ -173,16 +150,15 @@ def _described(value: Any) -> Hashable:
 
 def _state(module: nn.Module) -> Hashable:
     """What a module keeps and may choose a path through its forward by; numbers may be counters."""
-    state: list[Hashable] = []
-    for name, value in vars(module).items():
-        if name.startswith("_gfsa"):
-            continue
+
+    def described(value: Any) -> Hashable:
         if isinstance(value, Tensor) and not value.is_floating_point():
             # an index, say
-            state.append((name, id(value)))
-        else:
-            state.append((name, value if isinstance(value, (bool, str)) else type(value)))
-    return tuple(state)
+            return id(value)
+        return value if isinstance(value, (bool, str)) else type(value)
+
+    own = [(n, described(x)) for n, x in vars(module).items() if not n.startswith("_gfsa")]
+    return tuple(own)
 
 
 _UNREADABLE = (
@@ -206,7 +182,7 @@ class TracerAdapter(Adapter):
     """Follows a module's softmax to its product with v, and its inputs to queries, keys and values.
 
     The module's own forward runs. It must contain exactly one attention product, whose map is over
-    the tokens of one input; otherwise the forward raises a :class:`TraceError` that names the
+    the tokens of one input; otherwise the forward raises a ``TraceError`` that names the
     module. Attention weights that the module returns are those of the filter.
     """
 
@@ -243,17 +219,15 @@ class TracerAdapter(Adapter):
         return True
 
     def install(self, module: nn.Module) -> None:
-        module.__dict__[CLASS] = type(module)
-        traced = _traced(type(module))  # type: ignore[arg-type]
-        module.__class__ = traced
-        module.__dict__["_gfsa_memory"] = Memory(self.known)
         # looked up here, not in a forward that may be compiled
-        inputs = inspect.signature(module.__dict__[CLASS].forward).parameters
-        module.__dict__["_gfsa_inputs"] = tuple(inputs)[1:]
+        inputs = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        module.__dict__["_gfsa_memory"] = Memory(inputs, self.known)
+        module.__dict__[CLASS] = type(module)
+        module.__class__ = _traced(type(module))  # type: ignore[arg-type]
 
     def remove(self, module: nn.Module) -> None:
         module.__class__ = module.__dict__.pop(CLASS)
-        del module.__dict__["_gfsa_memory"], module.__dict__["_gfsa_inputs"]
+        del module.__dict__["_gfsa_memory"]
         module.__dict__.pop(NAME, None)
 
     def on_filters_changed(self, model: nn.Module) -> None:

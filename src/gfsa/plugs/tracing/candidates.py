@@ -23,15 +23,11 @@ _KEYS = {"k", "key", "keys", "key_states"}
 _VALUES = {"v", "value", "values", "value_states"}
 # by how much some attention has fewer queries or keys than tokens
 _REDUCTIONS = (
-    "q_stride",
-    "query_stride",
-    "sr_ratio",
-    "sequence_reduction_ratio",
-    "sequences_reduction_ratio",
-    "spatial_reduction_ratio",
-)
+    "q_stride", "query_stride", "sr_ratio", "sequence_reduction_ratio",
+    "sequences_reduction_ratio", "spatial_reduction_ratio",
+)  # fmt: skip
 _POOLS = ("pool_q", "pool_k", "pool_v", "sr")
-_ATTENTION_CALLS = {"softmax", "Softmax", "scaled_dot_product_attention"}
+_ATTENTION_CALLS = {"softmax", "Softmax", "scaled_dot_product_attention", "flex_attention"}
 
 # class names of attention that has no n×n map over tokens, and the refusal for each
 _WITHOUT_MAP = {
@@ -116,8 +112,8 @@ def refusal_by_code(module: nn.Module) -> str | None:
     if not computes_softmax(module):
         return (
             f"{kind} calls neither softmax nor scaled_dot_product_attention, whose map could be "
-            "followed to its product with v; for flex_attention or a kernel of your own, "
-            "gfsa.register_adapter teaches gfsa the class"
+            "followed to its product with v; for a kernel of your own, gfsa.register_adapter "
+            "teaches gfsa the class"
         )
     if (reduction := _reduction(module)) is not None:
         return (
@@ -126,8 +122,11 @@ def refusal_by_code(module: nn.Module) -> str | None:
         )
     if getattr(module, "use_global", False) is True:
         return f"the queries of {kind} are given to it, and are other tokens than its keys"
-    inputs = {name.lower() for name in _inputs_of(module)}
-    if inputs & _KEYS and inputs & _VALUES and not _projects_tokens(module):
+    inputs = {name.lower() for name in inspect.signature(type(module).forward).parameters}
+    own = [child for child in module.children() if any(True for _ in child.parameters())]
+    # more than an output layer could make queries or keys
+    projects = len(own) > 1 or any(True for _ in module.parameters(recurse=False))
+    if inputs & _KEYS and inputs & _VALUES and not projects:
         return (
             f"{kind} is given queries, keys and values that were projected outside it, so whether "
             "they come from the same tokens cannot be followed"
@@ -171,62 +170,33 @@ def _has_softmax(cls: type[nn.Module]) -> bool:
         if any(_calls_attention(method) for method in methods.values()):
             return True
         # a method that calls super() runs the one that it overrides, too
-        overridden |= {name for name, method in methods.items() if not _calls_super(method)}
+        overridden |= {name for name, m in methods.items() if "super" not in _names(m, set(), 0)}
     return False
 
 
-def _calls_super(method: Any) -> bool:
-    method = inspect.unwrap(getattr(method, "__func__", method))
-    return isinstance(method, FunctionType) and "super" in method.__code__.co_names
-
-
 def _calls_attention(function: Any) -> bool:
-    if getattr(function, "__name__", None) in _ATTENTION_CALLS:
-        return True
+    return not _ATTENTION_CALLS.isdisjoint(_names(function, set()))
+
+
+def _names(function: Any, seen: set[CodeType], depth: int = 3) -> Iterator[str]:
+    """The names of a function, in its code, and in that of the functions that it calls by name."""
     function = inspect.unwrap(getattr(function, "__func__", function))
-    return isinstance(function, FunctionType) and any(
-        _ATTENTION_CALLS & set(code.co_names) for code in _codes(function, set())
-    )
-
-
-def _inputs_of(module: nn.Module) -> tuple[str, ...]:
-    return tuple(inspect.signature(inspect.unwrap(type(module).forward)).parameters)[1:]
-
-
-def _projects_tokens(module: nn.Module) -> bool:
-    """Whether a module has weights that could make queries or keys: more than an output layer."""
-    own = [child for child in module.children() if any(True for _ in child.parameters())]
-    return len(own) > 1 or any(True for _ in module.parameters(recurse=False))
-
-
-def _codes(function: FunctionType, seen: set[CodeType], depth: int = 3) -> Iterator[CodeType]:
-    """The code of a function, of functions inside it, and of those that it calls by name."""
+    yield str(getattr(function, "__name__", ""))
+    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+        for method in vars(function).values():
+            yield from _names(method, seen, depth)
+    if not isinstance(function, FunctionType) or function.__module__.startswith("torch."):
+        return
     pending: list[CodeType] = [function.__code__]
     while pending:
         code = pending.pop()
         if code in seen:
             continue
         seen.add(code)
-        yield code
+        yield from code.co_names
         pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        named = [function.__globals__.get(name) for name in code.co_names]
-        for called in (*named, *_enclosed(function)) if depth else ():
-            for inner in _functions(called):
-                yield from _codes(inner, seen, depth - 1)
-
-
-def _enclosed(function: FunctionType) -> list[Any]:
-    """What a function takes from the function around it, such as the method that it replaces."""
-    cells = function.__closure__ or ()
-    return [cell.cell_contents for cell in cells if cell != CellType()]
-
-
-def _functions(called: Any) -> list[FunctionType]:
-    """What may run if a name is called: a function, or the methods of an autograd function."""
-    if isinstance(called, type) and issubclass(called, torch.autograd.Function):
-        methods = [getattr(method, "__func__", None) for method in vars(called).values()]
-        return [method for method in methods if isinstance(method, FunctionType)]
-    called = inspect.unwrap(called) if callable(called) else called
-    if isinstance(called, FunctionType) and not called.__module__.startswith("torch."):
-        return [called]
-    return []
+        # what comes from the function around it may be the method that it replaces
+        cells = [c.cell_contents for c in function.__closure__ or () if c != CellType()]
+        for called in (*map(function.__globals__.get, code.co_names), *cells):
+            if depth and callable(called):
+                yield from _names(called, seen, depth - 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gfsa.plugs.tracing.product import TraceError
+from gfsa.plugs.tracing.capture import TraceError
 
 REASON = (
     "gfsa has not verified a traced attention module yet. Run one forward without torch.compile "

@@ -1,0 +1,407 @@
+"""Rehearse a forward up to its attention product, and prove that it is self-attention.
+
+The proof also shows which axis of the map the heads are on, for these sizes and for others.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+import sys
+import threading
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gfsa.plugs.checks.proof import (
+    Crossing,
+    Evidence,
+    are_same_tokens,
+    noise_like,
+    value_of_one,
+    without_transforms,
+)
+from gfsa.plugs.running import copied, same_random_numbers
+from gfsa.plugs.tracing.capture import Step, TraceError, Watch, is_over_last
+
+# norms whose statistics are over tokens: each token depends on all others, but only through them
+_NORMS = (F.batch_norm, F.instance_norm, F.group_norm)
+# what is subtracted from a whole row of scores does not change their softmax
+_SHIFTS = (torch.amax, Tensor.amax, torch.logsumexp, Tensor.logsumexp)
+_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
+
+
+class HeadLayout(NamedTuple):
+    """The place of the heads among the axes of a map ``(..., N, N)``.
+
+    ``before`` and ``after`` are the numbers of entries that are merged into this axis before and
+    after the heads; None if that depends on the batch.
+    """
+
+    rank: int
+    axis: int
+    before: int | None = 1
+    after: int | None = 1
+
+    @property
+    def is_merged(self) -> bool:
+        return (self.before, self.after) != (1, 1)
+
+    def split(self, x: Tensor, heads: int) -> Tensor:
+        """``x`` with its heads as the third axis from the end."""
+        if heads == 1:
+            return x.unsqueeze(-3)
+        axis = self.axis + x.dim()
+        if not self.is_merged:
+            return x.movedim(axis, -3)
+        before, after = (-1 if size is None else size for size in (self.before, self.after))
+        # a mask may be the same for all heads
+        x = x.unflatten(axis, (1, 1, 1) if x.shape[axis] == 1 else (before, heads, after))
+        return x.movedim(axis + 1, -3)
+
+    def join(self, y: Tensor, heads: int, shape: Sequence[int]) -> Tensor:
+        """The inverse of :meth:`split`: ``y`` in the leading sizes of ``shape``."""
+        if heads > 1:
+            y = y.movedim(-3, self.axis + self.rank + 1 if self.is_merged else self.axis)
+        return y.reshape(*shape[:-1], y.shape[-1])
+
+    def fits(self, scores: Sequence[int], heads: int) -> bool:
+        """Whether a map of this shape can have this layout."""
+        if heads == 1:
+            return True
+        if len(scores) != self.rank:
+            return False
+        size = scores[self.axis]
+        if self.before is None or self.after is None:
+            return size % (heads * (self.before or self.after or 1)) == 0
+        return size == heads * self.before * self.after
+
+    def for_any_batch(self, scores: Sequence[int], heads: int) -> HeadLayout | None:
+        """The layout for batches of other sizes, or None if this one does not show it.
+
+        A batch of one sample, or of as many samples as there are heads or tokens, does not: the
+        sizes that the module's code reads could then belong to another axis.
+        """
+        if heads == 1:
+            return self
+        samples, tokens = math.prod(scores[:-2]) // heads, scores[-1]
+        if len({samples, heads, tokens, 1}) < 4:
+            return None
+        if not self.is_merged:
+            return self
+        if 1 not in (self.before, self.after):
+            # which of the two grows with the batch is unknown
+            return None
+        return self._replace(before=None) if self.after == 1 else self._replace(after=None)
+
+
+def possible_layouts(scores: Sequence[int], heads: int) -> list[HeadLayout]:
+    """The layouts that a map of shape ``scores`` may have, judging by its sizes alone."""
+    rank = len(scores)
+    if heads == 1:
+        return [HeadLayout(rank, -3)]
+    found = []
+    for place, size in enumerate(scores[:-2]):
+        if size == 0:
+            # an empty batch; any place of the heads will do
+            found.append(HeadLayout(rank, place - rank, 0))
+        elif size % heads == 0:
+            rest = size // heads
+            befores = [before for before in range(1, rest + 1) if rest % before == 0]
+            found += [HeadLayout(rank, place - rank, b, rest // b) for b in befores]
+    # heads with an axis of their own come first
+    return sorted(found, key=lambda layout: layout.is_merged)
+
+
+class Verified(NamedTuple):
+    """What the proof has shown of one call of a module."""
+
+    layout: HeadLayout
+    equal_inputs: tuple[tuple[str, str], ...] = ()
+    """Pairs of inputs that must hold the same tokens."""
+    for_any_batch: HeadLayout | None = None
+    """The layout for batches of other sizes, if this one shows it."""
+
+
+# a module that is called with ever new sizes is proven again for some of them
+_CALLS_KEPT = 256
+
+
+@dataclass
+class Memory:
+    """What the proofs of one traced module have shown."""
+
+    inputs: tuple[str, ...] = ()
+    """The names of the arguments of its forward."""
+    known: bool = False
+    """Whether tests have verified the module's class: heads are the third axis from the end."""
+    verified: dict[Hashable, Verified] = field(default_factory=dict)
+    """By the signature of the call."""
+    for_any_batch: dict[Hashable, Verified] = field(default_factory=dict)
+    """By the kind of the call, without sizes: for graphs that are compiled."""
+
+    def keep(self, signature: Hashable, kind: Hashable, proven: Verified) -> None:
+        """Remember what was proven of a call, and for any batch of its kind if that is known."""
+        if len(self.verified) >= _CALLS_KEPT:
+            self.verified.clear()
+        self.verified[signature] = proven
+        if proven.for_any_batch is None:
+            return
+        general = Verified(proven.for_any_batch, proven.equal_inputs)
+        if self.for_any_batch.setdefault(kind, general) != general:
+            # two paths through the forward: which of them a compiled graph takes is unknown
+            self.for_any_batch[kind] = Verified(HeadLayout(0, 0))
+
+
+NOT_SQUARE = (
+    "its map is {}×{}, not square: cross-attention, pooling with a few queries, or decoding with a "
+    "cache (pass use_cache=False in transformers; an adapter of your own can keep A·v beside the "
+    "cache: docs/adapters.md) has no powers"
+)
+
+
+def no_heads(scores: Sequence[int], heads: int) -> str:
+    return f"its map has shape {tuple(scores)}, with no axis for its {heads} heads"
+
+
+class _Reached(BaseException):
+    """The forward has reached its product; no Exception, so that few modules catch it."""
+
+
+class Rehearsal(Watch):
+    """A forward up to its attention product, with gradients, on leaves in place of its inputs.
+
+    The map has the scores in place of their softmax, so that an entry depends on its own query and
+    key alone. What rescales whole rows or whole tensors is left out: sums of the map, and the
+    statistics of norms.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.hidden = False
+        """Whether a softmax is in an autograd function of the module's own."""
+        # the scores, or queries and keys; the values; the shape of the map
+        self.reached: tuple[tuple[Tensor, ...], Tensor, tuple[int, ...]] | None = None
+
+    def of_attention(self, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
+        self.reached = (query, key), value, (*query.shape[:-1], key.shape[-2])
+        raise _Reached
+
+    def of_flex(self, flex: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
+        return self.of_attention(query, key, value)
+
+    def of_map(self, step: Step, matrix: Tensor, values: Tensor) -> Any:
+        self.reached = (matrix,), values, tuple(matrix.shape)
+        raise _Reached
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func == _REQUIRES_GRAD and not args[0].is_leaf:
+            # flex_attention refuses gradients on a CPU, where this one ends before its kernels
+            return False
+        if func in _NORMS:
+            return args[0] if args else kwargs["input"]
+        if func in _SHIFTS and args:
+            args = (args[0].detach(), *args[1:])
+        return super().run(func, args, kwargs)
+
+    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super().follow(func, args, kwargs)
+        step = self.find(result)
+        if step is not None and not step.is_map:
+            step.tensor = result.detach()
+            return step.tensor
+        return result
+
+    def softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if not is_over_last(args, kwargs):
+            result: Tensor = self.run(func, args, kwargs)
+            return result
+        scores = args[0] if args else kwargs["input"]
+        self.hidden = self.hidden or not torch.is_grad_enabled()
+        # a mask that is added to the scores hides no entry here
+        scores = scores.masked_fill(scores.isinf(), -_MASKED)
+        scores = scores.to(kwargs.get("dtype") or scores.dtype)
+        self.steps.append(Step(scores))
+        return scores
+
+
+_UNPROVEN = (
+    "how its queries and keys follow from its inputs could not be followed ({}), so whether they "
+    "are the same tokens is unknown"
+)
+
+# numbers beyond this are those of a mask
+_MASKED = 1e4
+
+
+def prove(
+    module: Any, inputs: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Verified | str:
+    """Prove that a forward is attention of the module's tokens to themselves, or say why not.
+
+    The forward runs up to its product, on a copy of the module and of its arguments. Random
+    generators, buffers and a cache are afterwards as they were before. ``inputs`` are those of the
+    arguments that may hold tokens, by name.
+    """
+    found = _rehearse(module, inputs, {}, args, kwargs)
+    if not isinstance(found, Crossing):
+        return found
+    # another input may hold the same tokens, as in attention(x, x.clone())
+    equal: dict[str, str] = {}
+    names = [name for name in inputs if name in found.names]
+    for first, second in itertools.combinations(names, 2):
+        if first not in equal and are_same_tokens(inputs[first], inputs[second]):
+            equal.setdefault(second, first)
+    return _rehearse(module, inputs, equal, args, kwargs) if equal else found
+
+
+def _rehearse(
+    module: Any,
+    inputs: Mapping[str, Tensor],
+    equal: Mapping[str, str],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Verified | str:
+    """The proof by one rehearsal, in which each of the ``equal`` inputs is the other one."""
+    with ExitStack() as stack:
+        stack.enter_context(same_random_numbers(inputs.values()))
+        stack.enter_context(without_transforms())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_uncompiled())
+        leaves: dict[str, Tensor] = {}
+        by_id: dict[int, Tensor] = {}
+        for key, x in inputs.items():
+            if key in equal:
+                by_id[id(x)] = leaves[equal[key]]
+            elif id(x) not in by_id:
+                leaves[key] = by_id[id(x)] = _leaf(x)
+        rehearsal, replica = Rehearsal(module), _replica(module)
+        own = [_argument(value, by_id) for value in args]
+        named = {key: _argument(value, by_id) for key, value in kwargs.items()}
+        try:
+            with rehearsal:
+                module.run_untraced(replica, own, named)
+        except (_Reached, TraceError):
+            # the forward itself raises such an error again
+            pass
+        except Exception as error:
+            why = f"with gradients its forward raised {type(error).__name__}: {error}"
+            return _UNPROVEN.format(why)
+        if rehearsal.reached is None:
+            return _UNPROVEN.format("its forward had no attention product when it was verified")
+        pairs = tuple((first, second) for second, first in equal.items())
+        return _proof(leaves, rehearsal, module.gfsa.num_heads, pairs)
+
+
+_STANCE = threading.Lock()
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Functions that are compiled, as flex_attention is, run as written: a graph has no tensors."""
+    if "torch.nn.attention.flex_attention" not in sys.modules:
+        yield
+        return
+    with _STANCE, ExitStack() as stack:
+        # torch refuses where its compiler has given a frame up
+        with suppress(RuntimeError):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def _proof(
+    leaves: Mapping[str, Tensor],
+    rehearsal: Rehearsal,
+    heads: int,
+    equal: tuple[tuple[str, str], ...],
+) -> Verified | str:
+    """What gradients show of the product that a rehearsal has reached."""
+    assert rehearsal.reached is not None
+    scores, values, shape = rehearsal.reached
+    if shape[-2] != shape[-1]:
+        return NOT_SQUARE.format(*shape[-2:])
+    layouts = possible_layouts(shape, heads)
+    if layouts and (0 in shape or values.numel() == 0 or values.is_meta):
+        # nothing is computed, so any layout of these sizes will do
+        return Verified(layouts[0], equal)
+    for merged, layout in itertools.product((False, True), layouts):
+        sides = [layout.split(x, heads) for x in (*scores, values)]
+        evidence = Evidence(leaves, sides[:-1], sides[-1], rehearsal.hidden)
+        if len(layouts) > 1 and not evidence.separates_lead(merged):
+            continue
+        refusal = evidence.refusal()
+        if refusal is not None:
+            return refusal
+        return Verified(layout, equal, layout.for_any_batch(shape, heads))
+    return no_heads(shape, heads)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    """A leaf with the values of x, but without zeros and masks: they would stop gradients."""
+    x = value_of_one(x).detach()
+    return torch.where((x != 0) & (x.abs() < _MASKED), x, noise_like(x)).requires_grad_()
+
+
+def _argument(value: Any, leaves: Mapping[int, Tensor]) -> Any:
+    """An argument of the forward for a rehearsal, which may write into it."""
+    if isinstance(value, Tensor):
+        leaf = leaves.get(id(value))
+        return value_of_one(value).clone() if leaf is None else leaf.clone()
+    if type(value) in (list, tuple):
+        return type(value)(_argument(x, leaves) for x in value)
+    if value is None or callable(value) or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return value
+    # a cache, say
+    return copied(value)
+
+
+def _replica(module: nn.Module) -> nn.Module:
+    """A copy of a module and of those inside it, with the same weights and copies of its buffers.
+
+    Weights that are zero stop gradients, so they are replaced. So are linear layers that may
+    compute outside of torch, such as quantised ones.
+    """
+    copies: dict[nn.Module, nn.Module] = {}
+    for inner in module.modules():
+        copies[inner] = inner
+        if not isinstance(inner, torch.jit.ScriptModule):
+            copies[inner] = object.__new__(type(inner))
+            # what the copy keeps in a dict, as LeViT does its biases, is not the module's
+            attributes = vars(inner).items()
+            copies[inner].__dict__.update(
+                {n: copy.copy(x) if type(x) in (dict, list, set) else x for n, x in attributes}
+            )
+    for inner, own in copies.items():
+        if own is inner:
+            continue
+        own.__dict__["_modules"] = {n: m and copies[m] for n, m in inner._modules.items()}
+        own.__dict__["_parameters"] = {n: _weight(p) for n, p in inner._parameters.items()}
+        buffers = inner._buffers.items()
+        own.__dict__["_buffers"] = {
+            n: b if b is None else value_of_one(b).clone() for n, b in buffers
+        }
+        if isinstance(inner, nn.Linear) and type(inner).forward is not nn.Linear.forward:
+            own.__dict__["forward"] = functools.partial(_project, inner.out_features)
+    return copies[module]
+
+
+def _project(features: int, x: Tensor) -> Tensor:
+    return F.linear(x, noise_like(x.new_empty(features, x.shape[-1])))
+
+
+def _weight(weight: Tensor | None) -> Tensor | None:
+    if weight is None or not weight.is_floating_point() or weight.dim() < 2:
+        return weight
+    weight = value_of_one(weight)
+    if type(weight) not in (nn.Parameter, Tensor) or not weight.requires_grad or weight.is_meta:
+        return weight
+    zero = weight == 0
+    return torch.where(zero, noise_like(weight), weight.detach()) if bool(zero.any()) else weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -49,7 +50,8 @@ def info(
         return
 
     console = Console()
-    for title, lines in (("versions", versions()), ("devices", devices())):
+    tables: dict[str, Mapping[str, str | None]] = {"versions": versions(), "devices": devices()}
+    for title, lines in tables.items():
         table = Table(title=title, title_justify="left", show_header=False)
         for name, found in lines.items():
             table.add_row(name, found or "[dim]absent[/dim]")

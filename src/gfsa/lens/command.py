@@ -100,9 +100,10 @@ def diagnose(
             found.to_html(html)
         if json is not None:
             found.to_json(json)
-        for name, figure in found.figures.items() if figures is not None else ():
-            letters = (letter if letter.isalnum() else "-" for letter in name)
-            figure.savefig(figures / f"{''.join(letters).strip('-')}.pdf")
+        if figures is not None:
+            for name, figure in found.figures.items():
+                letters = (letter if letter.isalnum() else "-" for letter in name)
+                figure.savefig(figures / f"{''.join(letters).strip('-')}.pdf")
     except (ValueError, ImportError, OSError) as error:
         typer.echo(f"gfsa diagnose: {error}", err=True)
         raise typer.Exit(1) from error

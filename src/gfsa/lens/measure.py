@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from gfsa.lens.readings import Verdict
-from gfsa.operators import AttentionOperator, LinearOperator, Operator, SDPAOperator, combine
+from gfsa.operators import (
+    AttentionCall,
+    AttentionOperator,
+    LinearOperator,
+    Operator,
+    SDPAOperator,
+    combine,
+)
 from gfsa.operators.base import at_least_float32, repeat_heads
 
 
@@ -173,7 +180,7 @@ def frequency_response(
         outputs = torch.stack((spread[1], filtered))
         gains.append((outputs * keep).square().sum(-2))
     energy = torch.cat(gains, -1)[..., : modes.shape[-1]].unflatten(-1, (-1, 2)).sum(-1)
-    on_map, on_filter = (energy / size).sqrt()
+    on_map, on_filter = (energy / size).sqrt().unbind()
     return on_map, on_filter
 
 
@@ -310,7 +317,8 @@ def has_rows(operator: Operator) -> bool:
 def _rows(operator: Operator, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yields a block's first row, its rows ``(..., H, n, N)`` and which entries are not masked."""
     queries: Tensor
-    keys = call = None
+    keys: Tensor | None = None
+    call: AttentionCall | None = None
     if isinstance(operator, (AttentionOperator, SDPAOperator)):
         call = operator.call
         dtype = at_least_float32(call.q.dtype)

@@ -118,7 +118,7 @@ def to_plain(value: Any) -> Any:
         return {key: to_plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_plain(part) for part in value]
-    return to_plain(asdict(value)) if is_dataclass(value) else value
+    return to_plain(asdict(value)) if hasattr(value, "__dataclass_fields__") else value
 
 
 def from_plain(kind: Any, value: Any, where: str = "report") -> Any:

@@ -107,8 +107,8 @@ class LensReport:
             raise ValueError(
                 f"{path} is not a lens report: expected format {FORMAT!r}, got {found!r:.40}"
             )
-        kinds = {"models": list[ModelReading], "created": str, "gfsa": str, "data": str}
-        kinds["trajectories"] = dict[str, Trajectory]
+        kinds: dict[str, Any] = {"models": list[ModelReading], "created": str, "gfsa": str}
+        kinds |= {"data": str, "trajectories": dict[str, Trajectory]}
         try:
             read = {key: from_plain(kind, plain.get(key), key) for key, kind in kinds.items()}
             models = {model.name: model for model in read["models"]}

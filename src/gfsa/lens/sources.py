@@ -126,7 +126,7 @@ def _read_tensors(path: Path) -> list[dict[str, Tensor]]:
 
 def load_batches(source: Source, data: Data, batch: int, tokens: int) -> list[Any]:
     """The data as batches for ``source``."""
-    makes = {"tensors": _stacked, **source.makes}
+    makes: dict[str, Make] = {"tensors": _stacked, **source.makes}
     if data.kind not in makes:
         what = {"texts": "text", "random": "random inputs"}.get(data.kind, data.kind)
         raise ValueError(
@@ -314,9 +314,11 @@ def _makes(where: str, config: Any, longest: int, main: str) -> dict[str, Make]:
         return {"images": images, "random": random_images}
     if main != "input_ids":
         return {}
+    makes: dict[str, Make] = {"texts": texts}
     # a model of texts and images has the sizes of each in a config inside its own
-    has_size = hasattr(config, "vocab_size")
-    return {"texts": texts} | ({"random": random_texts} if has_size else {})
+    if hasattr(config, "vocab_size"):
+        makes["random"] = random_texts
+    return makes
 
 
 def positions_of(config: Any, model: nn.Module) -> int:

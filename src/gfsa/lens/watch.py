@@ -469,8 +469,7 @@ def attended_by_input(
 
 def _is_sequence_first(attention: nn.Module, looks_so: bool) -> bool:
     """As the attention declares, or as its arguments look."""
-    has_declared = hasattr(attention, "batch_first")
-    return attention.batch_first is False if has_declared else looks_so
+    return getattr(attention, "batch_first", not looks_so) is False
 
 
 def tokens_of(

@@ -48,7 +48,7 @@ class LensCallback(StepCallback, _callback_class()):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         # the step is over when the trainer has counted it
-        if self.monitor is None or self._step in (None, trainer.global_step):
-            return
-        self.monitor.after_step(self._step)
-        self._step = None
+        step = self._step
+        if self.monitor is not None and step is not None and step != trainer.global_step:
+            self.monitor.after_step(step)
+            self._step = None

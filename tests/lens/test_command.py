@@ -238,7 +238,8 @@ def test_what_cannot_be_done_is_said_in_a_line(arguments: list[str], said: str) 
     ("files", "said"),
     [
         (["adapter_config.json"], "is an adapter of peft"),
-        (["config.json", "environment.json"], "--set lens=true for a lens page, or show its"),
+        (["config.json", "environment.json"], "--set lens=true for a lens page"),
+        (["config.json", "environment.json", "coefficients.csv"], "diagnose --coefficients"),
     ],
 )
 def test_folders_without_a_model_of_transformers_say_what_they_are(

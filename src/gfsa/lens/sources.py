@@ -241,10 +241,13 @@ def _transformers(where: str) -> Source:
         ) from None
     # a run writes it before anything else; no model of transformers has such a file
     if Path(where, "environment.json").is_file():
+        coefficients, shown = Path(where, "coefficients.csv"), ""
+        if coefficients.is_file():
+            shown = ", or show its filters over training: gfsa diagnose --coefficients "
+            shown += f"{coefficients} --html page.html"
         raise ValueError(
             f"{where} is a run of gfsa train, whose model transformers cannot build. Train with "
-            "--set lens=true for a lens page, or show its filters over training: "
-            f"gfsa diagnose --coefficients {Path(where, 'coefficients.csv')} --html page.html"
+            f"--set lens=true for a lens page{shown}"
         )
     config = read_config(where)
     named = next(iter(config.architectures or ()), None)

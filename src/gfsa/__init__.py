@@ -58,14 +58,10 @@ def __getattr__(name: str) -> Any:
         return found
     if name in _PARTS:
         return import_module(f"gfsa.{name}")
-    if name in ("baselines", "models"):
-        return _of_experiments(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _of_experiments(name: str) -> Any:
+    if name not in ("baselines", "models"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from gfsa_experiments import baselines, models
+        return import_module(f"gfsa_experiments.{name}")
     except ModuleNotFoundError as error:
         if error.name != "gfsa_experiments":
             raise
@@ -74,7 +70,6 @@ def _of_experiments(name: str) -> Any:
             "installed: in a clone of the repository, pip install ./experiments",
             name=error.name,
         ) from None
-    return {"baselines": baselines, "models": models}[name]
 
 
 def __dir__() -> list[str]:

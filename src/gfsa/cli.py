@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 GROUP = "gfsa.commands"
 
-
 # the library's own commands, each a function of the same name in this module
 COMMANDS = {
     "diagnose": "gfsa.lens.command",
@@ -90,21 +89,20 @@ def build() -> typer.Typer:
     added = {entry.name: entry for entry in entry_points(group=GROUP)}
     # in the order in which people meet them
     for name in dict.fromkeys((*ELSEWHERE, *added, *COMMANDS)):
-        if name in COMMANDS or name in added:
-            is_own = name in COMMANDS
-            command = getattr(import_module(COMMANDS[name]), name) if is_own else added[name].load()
-            settings = getattr(command, "context_settings", None)
-            app.command(name, cls=Command, context_settings=settings)(command)
+        if name in COMMANDS:
+            command = getattr(import_module(COMMANDS[name]), name)
         else:
-            _add_missing(app, name, ELSEWHERE[name])
+            command = added[name].load() if name in added else _missing(name, ELSEWHERE[name])
+        settings = getattr(command, "context_settings", None)
+        app.command(name, cls=Command, context_settings=settings)(command)
     return app
 
 
-def _add_missing(app: typer.Typer, name: str, distribution: str) -> None:
+def _missing(name: str, distribution: str) -> Any:
     """A command that says which distribution has it, whatever its arguments."""
     import typer
 
-    def missing(context: Any) -> None:
+    def missing() -> None:
         folder = distribution.removeprefix("gfsa-")
         typer.echo(
             f"gfsa {name} is a command of {distribution}, which is not installed. "
@@ -113,8 +111,7 @@ def _add_missing(app: typer.Typer, name: str, distribution: str) -> None:
         )
         raise typer.Exit(2)
 
-    # typer reads the annotation, which is not a global name here
-    missing.__annotations__["context"] = typer.Context
+    missing.__doc__ = f"(in {distribution}, which is not installed)"
     anything = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-    help = f"(in {distribution}, which is not installed)"
-    app.command(name, context_settings=anything, help=help)(missing)
+    missing.context_settings = anything  # type: ignore[attr-defined]
+    return missing

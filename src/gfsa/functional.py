@@ -104,10 +104,6 @@ def which_backend(
         The decision: ``backend`` says whose attention kernels run (``"dense"``, ``"sdpa"`` for
         torch's, ``"fused"``), ``route`` and ``gradient`` which ones, ``reason`` why, and
         ``rejected`` which were preferred and why they do not serve. ``print`` shows all of it.
-
-    Raises:
-        TypeError: as :func:`graph_filter_attention`.
-        ValueError: likewise.
     """
     operator = AttentionOperator(q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)
     return operator.which(coeffs, v, exclusive is not None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,14 +12,8 @@ if TYPE_CHECKING:
     from gfsa.kernels.routes import Decision
 
 PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "timm",
-    "torch-geometric",
-    "speechbrain",
-    "peft",
-    "accelerate",
+    *("triton", "transformers", "timm", "torch-geometric"),
+    *("speechbrain", "peft", "accelerate"),
 )
 
 
@@ -43,29 +39,23 @@ def info(
         from gfsa.plugs.preview import describe, is_saved_with_filters
 
         try:
-            report = describe(model, unknown="trace" if trace else "refuse")
-            has_filters = is_saved_with_filters(model)
+            typer.echo(describe(model, unknown="trace" if trace else "refuse"))
+            if is_saved_with_filters(model):
+                typer.echo(
+                    f"{model} has filters already, which gfsa.from_pretrained loads; the lines "
+                    "above are for a model of its config without them"
+                )
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
-        typer.echo(report)
-        if has_filters:
-            typer.echo(
-                f"{model} has filters already, which gfsa.from_pretrained loads; the lines above "
-                "are for a model of its config without them"
-            )
         return
 
     console = Console()
-    versions_table = Table(title="versions", title_justify="left", show_header=False)
-    for name, version in versions().items():
-        versions_table.add_row(name, version or "[dim]absent[/dim]")
-    console.print(versions_table)
-
-    devices_table = Table(title="devices", title_justify="left", show_header=False)
-    for name, description in devices().items():
-        devices_table.add_row(name, description)
-    console.print(devices_table)
-
+    tables: dict[str, Mapping[str, str | None]] = {"versions": versions(), "devices": devices()}
+    for title, lines in tables.items():
+        table = Table(title=title, title_justify="left", show_header=False)
+        for name, found in lines.items():
+            table.add_row(name, found or "[dim]absent[/dim]")
+        console.print(table)
     for call, decision in decisions().items():
         console.print(f"{call}: {decision}", highlight=False)
 
@@ -86,7 +76,7 @@ def versions() -> dict[str, str | None]:
         "torch": torch.__version__,
         "CUDA (torch's build)": torch.version.cuda,
         "cuDNN": None if cudnn is None else str(cudnn),
-        **{name: version_of(name) for name in PACKAGES if name != "torch"},
+        **{name: version_of(name) for name in PACKAGES},
     }
 
 
@@ -114,18 +104,18 @@ def decisions() -> dict[str, Decision]:
 
     from gfsa.functional import which_backend
 
+    # device, dtype, tokens, head dim, whether causal; on a CPU all lengths are served alike
+    calls: list[tuple[str, torch.dtype, int, int, bool]] = [("cpu", torch.float32, 128, 64, False)]
+    if torch.cuda.is_available():
+        sizes = ((128, 64, False), (1024, 64, True), (2048, 128, True))
+        calls = [*(("cuda", torch.bfloat16, *size) for size in sizes), *calls]
     found: dict[str, Decision] = {}
-    for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
-        # elsewhere than on a GPU all lengths are served alike
-        lengths = ((128, 64, False), (1024, 64, True), (2048, 128, True))
-        for length, head_dim, causal in lengths if device == "cuda" else lengths[:1]:
-            # one number stands for all tokens: nothing is computed
-            dtype = torch.bfloat16 if device == "cuda" else torch.float32
-            tokens = torch.zeros(1, 1, 1, 1, device=device, dtype=dtype)
-            tokens = tokens.expand(8, 12, length, head_dim)
-            for degree in (1, 2):
-                coeffs = torch.zeros(degree + 1, device=device)
-                kind = "causal tokens" if causal else "tokens"
-                call = f"{device}, degree {degree}, {length} {kind}, head dim {head_dim}"
-                found[call] = which_backend(tokens, tokens, tokens, coeffs, is_causal=causal)
+    for (device, dtype, length, head_dim, causal), degree in itertools.product(calls, (1, 2)):
+        # one number stands for all tokens: nothing is computed
+        tokens = torch.zeros(1, 1, 1, 1, device=device, dtype=dtype)
+        tokens = tokens.expand(8, 12, length, head_dim)
+        coeffs = torch.zeros(degree + 1, device=device)
+        kind = "causal tokens" if causal else "tokens"
+        call = f"{device}, degree {degree}, {length} {kind}, head dim {head_dim}"
+        found[call] = which_backend(tokens, tokens, tokens, coeffs, is_causal=causal)
     return found

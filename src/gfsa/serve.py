@@ -9,21 +9,14 @@ def serve(context: typer.Context) -> None:
     """Serve a plugged model of transformers over HTTP: transformers serve, with the filters."""
     try:
         from gfsa.adapters.transformers.serving import run
-        from gfsa.plugs.saving.pretrained import one_line
-    except ImportError as error:
-        typer.echo(
-            f"gfsa serve needs {error.name or 'transformers'}: pip install 'transformers[serving]'",
-            err=True,
-        )
-        raise typer.Exit(2) from error
-    try:
+
         run(context.args)
-    except ImportError as error:
+    except (ImportError, ValueError, OSError) as error:
         # transformers looks for the packages of its server when it starts, and names them
-        typer.echo(f"gfsa serve: {error}", err=True)
-        raise typer.Exit(2) from error
-    except (ValueError, OSError) as error:
-        typer.echo(f"gfsa serve: {one_line(error)}", err=True)
+        message = " ".join(str(error).split())
+        if isinstance(error, ModuleNotFoundError):
+            message += ": pip install 'transformers[serving]'"
+        typer.echo(f"gfsa serve: {message}", err=True)
         raise typer.Exit(2) from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,8 +33,7 @@ def tune(
 
     gpu, shapes = tune_gpu.GPU(torch.device(device)), tuned.SHAPES
     rows: list[Row] = []
-    reasons: set[str] = set()
-    counter = itertools.count(1)
+    reasons: list[str] = []
 
     def count(done: int, of: int, what: str) -> None:
         if done % 16 == 0 or done == of:
@@ -43,10 +41,10 @@ def tune(
 
     def keep(shape: Shape, row: Row | str) -> None:
         if isinstance(row, str):
-            reasons.add(row)
+            reasons.append(row)
         else:
             rows.append(row)
-        count(next(counter), len(shapes), "measured")
+        count(len(rows) + len(reasons), len(shapes), "measured")
 
     file, interrupted = tuned.path(), False
     typer.echo(f"measures {len(shapes)} kinds of calls, and writes what it finds to {file}")
@@ -54,10 +52,8 @@ def tune(
         tune_gpu.measure(gpu, shapes, keep, lambda done, of: count(done, of, "compiled"))
     except KeyboardInterrupt:
         interrupted = True
-    for line in _table(rows):
+    for line in (*_table(rows), *(f"not served: {reason}" for reason in sorted(set(reasons)))):
         typer.echo(line)
-    for reason in sorted(reasons):
-        typer.echo(f"not served: {reason}")
     if not rows:
         why = "interrupted" if interrupted else "the fused kernels serve no call on this GPU"
         typer.echo(f"{why}: nothing was written", err=True)

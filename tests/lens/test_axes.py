@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import gfsa
 from gfsa.lens import diagnose, measure
-from support.lens import diagnosed, monitored, only
+from support.lens import SMALL_PAIR, diagnosed, monitored, only
 from support.tiny import TinyAttention, TinyBlock
 
 IN_DOUBT = "do not show which axis"
@@ -190,17 +190,12 @@ def test_a_valid_mask_is_compared_with_square_batches() -> None:
         diagnose(model, torch.randn(7, 7, 16), valid=valid)
 
 
-def xlnet() -> Any:
+def test_a_model_that_is_sequence_first_inside() -> None:
     import transformers as hf
 
     config = hf.XLNetConfig(vocab_size=31, d_model=32, n_layer=2, n_head=4, d_inner=32)
-    model = hf.XLNetModel(config).eval()
+    model, ids = hf.XLNetModel(config).eval(), torch.arange(27).reshape(3, 9)
     gfsa.plug(model, unknown="trace")
-    return model
-
-
-def test_a_model_that_is_sequence_first_inside() -> None:
-    model, ids = xlnet(), torch.arange(27).reshape(3, 9)
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states
     expected = {depth: similar(states[depth]) for depth in (1, 2)}
@@ -213,19 +208,8 @@ def test_a_model_that_is_sequence_first_inside() -> None:
 def test_ids_show_the_axes_of_a_model_without_filters() -> None:
     import transformers as hf
 
-    config = hf.FSMTConfig(
-        langs=["a", "b"],
-        src_vocab_size=31,
-        tgt_vocab_size=31,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-    )
-    model = hf.FSMTModel(config).eval()
+    sizes = {"src_vocab_size": 31, "tgt_vocab_size": 31, **SMALL_PAIR}
+    model = hf.FSMTModel(hf.FSMTConfig(langs=["a", "b"], **sizes)).eval()
     ids = torch.arange(27).reshape(3, 9) + 3
     with torch.no_grad():
         out = model(ids, output_hidden_states=True)

@@ -15,6 +15,7 @@ import gfsa
 from gfsa.lens import measure
 from gfsa.lens.monitor import Monitor, tensorboard
 from gfsa.lens.trajectory import Trajectory
+from support.lens import SMALL
 from support.tiny import TinyEncoder, padded_batch
 
 Logged = list[tuple[dict[str, float], int]]
@@ -138,23 +139,18 @@ def test_a_step_that_did_not_end_leaves_no_hooks() -> None:
     assert sum(name.startswith("lens/cosine") for name in logged[0][0]) == 3
 
 
-def test_a_step_in_which_no_block_runs_warns() -> None:
-    model = TinyEncoder()
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_in_which_no_block_runs_warns(compiled: bool) -> None:
+    model, batch = nn.ModuleDict({"net": TinyEncoder()}), padded_batch([6, 4])
     monitor = Monitor(model, lambda values, step: None, every=1)
+    if compiled:
+        model["net"].compile(backend="eager")
+        model["net"](**batch)
     monitor.before_step(0)
-    with pytest.warns(UserWarning, match="no block of the model ran"):
-        monitor.after_step(0)
-
-
-def test_a_compiled_part_is_named_as_the_reason() -> None:
-    model = nn.ModuleDict({"net": TinyEncoder()})
-    model["net"].compile(backend="eager")
-    monitor = Monitor(model, lambda values, step: None, every=1)
-    batch = padded_batch([6, 4])
-    model["net"](**batch)
-    monitor.before_step(0)
-    model["net"](**batch)
-    with pytest.warns(UserWarning, match=r"no block .* torch\.compile fused them"):
+    if compiled:
+        model["net"](**batch)
+    why = r"torch\.compile fused them" if compiled else "inside of a call"
+    with pytest.warns(UserWarning, match=f"no block of the model ran .*{why}"):
         monitor.after_step(0)
 
 
@@ -183,14 +179,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
 
     from gfsa.lens.callbacks.transformers import LensCallback
 
-    config = hf.BertConfig(
-        vocab_size=31,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=16,
-    )
-    model = hf.BertForSequenceClassification(config)
+    model = hf.BertForSequenceClassification(hf.BertConfig(**SMALL))
     gfsa.plug(model)
     mask = torch.arange(8) < torch.tensor([[8], [5]])
     item = {"input_ids": torch.arange(8), "labels": 1}

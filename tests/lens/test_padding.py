@@ -13,20 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gfsa
 from gfsa.lens import diagnose, measure
 from gfsa.lens.monitor import Monitor
-from gfsa.lens.tokens import shown_by_map
+from gfsa.lens.watch import shown_by_map
 from gfsa.operators import DenseOperator
-from support.lens import diagnosed, monitored, only
+from support.lens import SMALL, SMALL_PAIR, diagnosed, monitored, only
 from support.tiny import TinyBlock, TinyEncoder, padded_batch
 
 IDS = torch.arange(30).reshape(3, 10) % 17 + 3
 MASK = torch.arange(10) < torch.tensor([[10], [6], [8]])
-SMALL = {
-    "vocab_size": 31,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
 
 
 def after_blocks(model: nn.Module, inputs: Any, **options: Any) -> list[float]:
@@ -65,17 +58,8 @@ def outputs_of(blocks: Any, call: Callable[[], object]) -> list[Tensor]:
 def test_a_decoder_is_not_padded_as_its_source_is(plugged: bool) -> None:
     import transformers as hf
 
-    config = hf.BartConfig(
-        vocab_size=31,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        max_position_embeddings=32,
-    )
+    sizes = {**SMALL_PAIR, "decoder_layers": 2}
+    config = hf.BartConfig(vocab_size=31, max_position_embeddings=32, **sizes)
     model = hf.BartForConditionalGeneration(config).eval()
     if plugged:
         gfsa.plug(model, w0=0.2, wK=0.3)

@@ -15,6 +15,20 @@ from gfsa.lens.readings import ModelReading
 from gfsa.lens.trajectory import Trajectory
 from support.tiny import TinyEncoder, padded_batch
 
+# sizes of a model of transformers, and of one with an encoder and a decoder of a layer each
+SMALL = {
+    "vocab_size": 31,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+SMALL_PAIR = {"d_model": 32} | {
+    f"{part}_{what}": size
+    for part in ("encoder", "decoder")
+    for what, size in {"layers": 1, "attention_heads": 4, "ffn_dim": 32}.items()
+}
+
 
 def only(report: Any) -> ModelReading:
     """The reading of a report of one model."""

@@ -8,19 +8,13 @@ from collections.abc import Sequence
 # differ as well, so that a figure survives a black-and-white printer. The page has the same order
 # in lens.css
 COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#6A3D9A",
-    "#7F7F7F",
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
+    *("#E69F00", "#56B4E9", "#6A3D9A", "#7F7F7F"),
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 # by how a name begins, without spaces and capitals
-_RESERVED = (("plain", 0), ("gfsa", 1), ("degree1", 2))
+_RESERVED = {"plain": 0, "gfsa": 1, "degree1": 2}
 
 
 def series_of(names: Sequence[str]) -> list[int]:
@@ -30,18 +24,13 @@ def series_of(names: Sequence[str]) -> list[int]:
     """
     found: dict[str, int] = {}
     for name in names:
-        reserved = _reserved(name)
-        if reserved is not None and reserved not in found.values():
-            found[name] = reserved
+        plain = "".join(name.lower().split())
+        for start, number in _RESERVED.items():
+            if plain.startswith(start) and number not in found.values():
+                found[name] = number
     # a colour that is reserved for a method which is not there is free, but is taken last
-    kept = [number for _, number in _RESERVED]
-    free = [n for n in range(len(COLOURS)) if n not in kept] + kept
+    free = sorted(range(len(COLOURS)), key=lambda number: number in _RESERVED.values())
     left = [number for number in free if number not in found.values()] or free
     others = [name for name in names if name not in found]
     found |= {name: left[at % len(left)] for at, name in enumerate(others)}
     return [found[name] for name in names]
-
-
-def _reserved(name: str) -> int | None:
-    plain = "".join(name.lower().split())
-    return next((number for start, number in _RESERVED if plain.startswith(start)), None)

@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from gfsa.lens.report import LensReport
-    from gfsa.lens.sources import Data, Source
+    from gfsa.lens.sources import Data
 
 # options that say how models are measured
 _MEASURING = (
@@ -88,15 +88,9 @@ def diagnose(
             found = LensReport.from_json(report)
         elif model:
             inputs = read_data(data, samples, column)
-            found = _diagnose(
-                _load_sources(model, untrained),
-                inputs,
-                batch_size,
-                tokens,
-                layers=chosen,
-                spectral=spectral,
-                unknown="trace" if trace else "refuse",
-            )
+            options = {"layers": chosen, "spectral": spectral}
+            options["unknown"] = "trace" if trace else "refuse"
+            found = _diagnose(model, untrained, inputs, batch_size, tokens, **options)
         else:
             now = datetime.now(timezone.utc)
             found = LensReport({}, created=now.isoformat(timespec="seconds"))
@@ -135,34 +129,25 @@ def _make_places(html: Path | None, json: Path | None, figures: Path | None) -> 
             raise ValueError(f"{file} is a folder; name a file in it")
     for folder in (html and html.parent, json and json.parent, figures):
         if folder is not None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except (FileExistsError, NotADirectoryError) as error:
-                raise ValueError(
-                    f"{folder} cannot be a folder to write into: there is a file of that name"
-                ) from error
-
-
-def _load_sources(names: list[str], untrained: bool) -> list[Source]:
-    from gfsa.lens.sources import load_source
-
-    sources = [load_source(name, untrained) for name in names]
-    labels = [source.label for source in sources]
-    if len(set(labels)) < len(labels):
-        raise ValueError(f"two models have the same name ({', '.join(labels)}): use LABEL=MODEL")
-    return sources
+            folder.mkdir(parents=True, exist_ok=True)
 
 
 def _diagnose(
-    sources: list[Source], data: Data, batch: int, tokens: int, **options: Any
+    names: list[str], untrained: bool, data: Data, batch: int, tokens: int, **options: Any
 ) -> LensReport:
     """Measure all models on the inputs of the first one."""
     from gfsa.lens.diagnosis import diagnose as diagnose_models
     from gfsa.lens.readings import printable
-    from gfsa.lens.sources import load_batches, other_inputs, refuse_unfit
+    from gfsa.lens.sources import load_batches, load_source, other_inputs, refuse_unfit
 
+    sources = [load_source(name, untrained) for name in names]
+    models = {source.label: source.model for source in sources}
+    if len(models) < len(sources):
+        labels = ", ".join(source.label for source in sources)
+        raise ValueError(f"two models have the same name ({labels}): use LABEL=MODEL")
     first, *others = sources
     batches = load_batches(first, data, batch, tokens)
+    short = Path(data.name).name
     if tokens > first.longest and data.kind != "tensors":
         typer.echo(
             f"gfsa diagnose: {first.label} has positions for {first.longest} tokens: "
@@ -172,17 +157,16 @@ def _diagnose(
     for source in others:
         if other_inputs(first, source, data, tokens):
             typer.echo(
-                f"gfsa diagnose: {source.label} makes other inputs of {Path(data.name).name} than "
-                f"{first.label} (another tokenizer, or images of another size or scale), and "
-                f"is measured on those of {first.label}: its numbers may mean nothing. "
-                "Diagnose it alone",
+                f"gfsa diagnose: {source.label} makes other inputs of {short} than {first.label} "
+                "(another tokenizer, or images of another size or scale), and is measured on "
+                f"those of {first.label}: its numbers may mean nothing. Diagnose it alone",
                 err=True,
             )
     for source in sources:
         refuse_unfit(source, batches[0], data.name)
-    found = diagnose_models({s.label: s.model for s in sources}, batches, **options)
+    found = diagnose_models(models, batches, **options)
     is_random = data.kind == "random"
-    found.data = "random inputs without meaning" if is_random else printable(Path(data.name).name)
+    found.data = "random inputs without meaning" if is_random else printable(short)
     return found
 
 

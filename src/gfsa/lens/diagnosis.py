@@ -4,34 +4,66 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import sys
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from operator import length_hint
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GFSA, GraphFilter
-from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading, printable
-from gfsa.lens.record import LayerRecord, LensOptions
+from gfsa.lens import measure
+from gfsa.lens.readings import (
+    AttentionReading,
+    FeatureReading,
+    ModelReading,
+    OwnValue,
+    Spectrum,
+    printable,
+)
 from gfsa.lens.report import LensReport
-from gfsa.lens.tokens import AXES_IN_DOUBT, AxesInDoubtError, axes_in_doubt, checked_mask, tokens_of
-from gfsa.lens.watch import Layer, Watch
+from gfsa.lens.watch import (
+    AXES_IN_DOUBT,
+    AxesInDoubtError,
+    Layer,
+    Watch,
+    axes_in_doubt,
+    checked_mask,
+    tokens_of,
+)
 from gfsa.operators import Operator
+from gfsa.operators.base import own_share, repeat_heads
 from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import Unknown
-from gfsa.plugs.running import call, evaluating
+from gfsa.plugs.running import call
 from gfsa.plugs.sites import Layers, Site, accepting_sites, plugged_sites, select_layers, sites
-from gfsa.plugs.transaction import all_or_nothing
+from gfsa.plugs.transaction import unchanged
 
 Forward = Callable[[nn.Module, Any], Any]
 """Calls a model on a batch."""
+Valid = Tensor | Callable[[Any], Tensor | None] | None
+"""Which tokens count, or a function of the batch that says so."""
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What to measure, as :func:`diagnose` takes it."""
+
+    layers: Layers
+    features: bool
+    attention: bool
+    spectral: bool
+    spectral_samples: int
+    most_frequencies: int
+    most_tokens: int
 
 
 def diagnose(
@@ -41,7 +73,7 @@ def diagnose(
     features: bool = True,
     attention: bool = True,
     spectral: bool = True,
-    valid: Tensor | Callable[[Any], Tensor | None] | None = None,
+    valid: Valid = None,
     forward: Forward | None = None,
     max_batches: int | None = None,
     spectral_samples: int = 8,
@@ -102,8 +134,8 @@ def diagnose(
     for name, module in models.items():
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected an nn.Module, got {type(module).__name__} for {name!r}")
-    options = LensOptions(
-        features, attention, spectral, spectral_samples, most_frequencies, most_tokens
+    options = _Options(
+        layers, features, attention, spectral, spectral_samples, most_frequencies, most_tokens
     )
     is_one = isinstance(inputs, (Tensor, Mapping, tuple)) or not isinstance(inputs, Iterable)
     batches = [inputs] if is_one else inputs
@@ -112,21 +144,17 @@ def diagnose(
         batches = list(batches)
     known = length_hint(batches, -1)
     total = None if known < 0 else min(known, known if max_batches is None else max_batches)
+    if progress is None:
+        # a single batch needs no bar
+        progress = sys.stderr.isatty() and total != 1
     readings = {}
     for name, module in models.items():
         chosen = itertools.islice(batches, max_batches)
-        with _progress_bar(progress, name, total) as advance:
-            readings[name] = _measure(
-                name,
-                module,
-                chosen if is_one else map(_without_labels, chosen),
-                advance,
-                layers=layers,
-                options=options,
-                valid=valid,
-                forward=forward or _call,
-                unknown=unknown,
-            )
+        shown = _with_progress(chosen, name, total) if progress else chosen
+        readings[name] = _measure(
+            name, module, shown if is_one else map(_without_labels, shown), options, valid,
+            forward or _call, unknown,
+        )  # fmt: skip
     return LensReport(readings, created=datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
 
@@ -134,32 +162,23 @@ def _measure(
     name: str,
     model: nn.Module,
     batches: Iterable[Any],
-    advance: Callable[[], None],
-    *,
-    layers: Layers,
-    options: LensOptions,
-    valid: Tensor | Callable[[Any], Tensor | None] | None,
+    options: _Options,
+    valid: Valid,
     forward: Forward,
     unknown: Unknown,
 ) -> ModelReading:
-    """The readings of one model; ``advance`` is called after each batch."""
+    """The readings of one model."""
     # a compiled model would be compiled again for every hook; the module inside is not compiled
     model = getattr(model, "_orig_mod", model)
     parameters = sum(p.numel() for p in model.parameters())
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     start = time.perf_counter()
-    with (
-        evaluating(model),
-        torch.no_grad(),
-        no_nested_tensors(model),
-        plugged_everywhere(model, unknown) as (sites, bare, skipped),
-        Recorder(model, sites, layers, options) as recorder,
-    ):
+    with torch.no_grad(), _plugged_everywhere(model, unknown) as (sites, bare, skipped):
+        recorder = _Recorder(model, sites, options)
         for batch in batches:
             batch = _to_device(batch, device)
             with recorder.listening(valid(batch) if callable(valid) else valid, batch):
                 forward(model, batch)
-            advance()
         if not recorder.layers:
             raise ValueError("no attention layer ran: expected at least one batch in inputs")
         if recorder.in_doubt:
@@ -208,43 +227,29 @@ def _without_labels(batch: Any) -> Any:
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: _to_device(part, device) for key, part in batch.items()}
     if isinstance(batch, tuple):
         return tuple(_to_device(part, device) for part in batch)
-    if hasattr(batch, "to") and not inspect.isclass(batch):
-        return batch.to(device)
-    return batch
+    # transformers' batches are mappings, PyG's have a method
+    if isinstance(batch, Mapping):
+        return {key: _to_device(part, device) for key, part in batch.items()}
+    return batch.to(device) if hasattr(batch, "to") and not inspect.isclass(batch) else batch
 
 
-@contextmanager
-def _progress_bar(
-    progress: bool | None, title: str, total: int | None
-) -> Iterator[Callable[[], None]]:
-    """Yields a function that the caller calls after each batch."""
-    if progress is None:
-        # a single batch needs no bar
-        progress = sys.stderr.isatty() and total != 1
-    if not progress:
-        yield lambda: None
-        return
+def _with_progress(batches: Iterable[Any], name: str, total: int | None) -> Iterable[Any]:
     try:
         from rich.console import Console
-        from rich.progress import Progress
+        from rich.progress import track
     except ImportError:
         raise ImportError("a progress bar needs rich: pip install rich") from None
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"measuring {title}", total=total)
-        yield lambda: bar.advance(task)
+    console = Console(stderr=True)
+    return track(batches, f"measuring {name}", total, console=console, transient=True)
 
 
 @contextmanager
-def plugged_everywhere(
+def _plugged_everywhere(
     model: nn.Module, unknown: Unknown
 ) -> Iterator[tuple[dict[str, Site], set[str], dict[str, str]]]:
-    """Plug every attention module of the model that has no filter, and unplug it at the end.
+    """Evaluation mode, with a filter in every attention module; afterwards all is as it was.
 
     The added filters are ordinary attention, bit for bit, so the model computes what it did.
 
@@ -256,7 +261,12 @@ def plugged_everywhere(
     refusals = {name: site.refusal for name, site in found.items() if site.refusal is not None}
     bare = {name: site for name, site in accepting.items() if not site.is_plugged}
     # also if Ctrl-C comes while the filters are removed
-    with all_or_nothing(model):
+    with unchanged(model):
+        model.eval()
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                # it would pack padded batches into nested tensors, which have no axes
+                module.use_nested_tensor = False
         # in one pass, with no parameters
         ordinary = [(site, GFSA(site.num_heads, K=None, learn=())) for site in bare.values()]
         install(model, ordinary)
@@ -265,73 +275,36 @@ def plugged_everywhere(
         uninstall(model, [plugged[name] for name in bare])
 
 
-@contextmanager
-def no_nested_tensors(model: nn.Module) -> Iterator[None]:
-    """Keep torch's encoders from packing padded batches into nested tensors, which have no axes."""
-    packing = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor
-    ]
-    try:
-        for module in packing:
-            module.use_nested_tensor = False
-        yield
-    finally:
-        for module in packing:
-            module.use_nested_tensor = True
-
-
 # a layer is an attention module and the number of its earlier runs in the same forward: models
 # such as ALBERT run one module at every depth
-Key = tuple[str, int]
+_Key = tuple[str, int]
 
 
-class Recorder:
+class _Recorder:
     """Measures the layers of a model whose attention modules are all plugged (``sites``)."""
 
-    def __init__(
-        self, model: nn.Module, sites: dict[str, Site], layers: Layers, options: LensOptions
-    ) -> None:
+    def __init__(self, model: nn.Module, sites: dict[str, Site], options: _Options) -> None:
         self.sites = sites
         self.options = options
         attention = {name: site.module for name, site in sites.items()}
-        self.selected = select_layers(attention, layers)
-        self.watch = Watch(model, attention, self._on_layer, self._on_filter, reads=True)
+        self.selected = select_layers(attention, options.layers)
+        self.watch = Watch(model, attention, self._on_layer, self._on_filter)
         self.in_doubt: list[str] = []
         """Layers (or the input) whose tokens were left out: axes could not be told apart."""
         self.without_maps: dict[str, str] = {}
         """Layers whose response or singular values were left out, with the reason."""
-        self.entry = LayerRecord(0, options)
-        self.layers: dict[Key, LayerRecord] = {}
+        self.entry = _LayerRecord(0, options)
+        self.layers: dict[_Key, _LayerRecord] = {}
         self.samples = 0
         self.tokens = 0
-        self._handles: list[RemovableHandle] = []
-        self._valid: Tensor | None = None
-        self._turns: dict[str, int] = {}
-        # the layer whose filter ran last, and its record
-        self._last: tuple[Layer, LayerRecord] | None = None
-
-    def __enter__(self) -> Recorder:
-        for site in self.sites.values():
-            # the values with the depth term, which the filter multiplies by its map
-            self._handles.append(site.filter.register_forward_pre_hook(_mix_first))
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     @contextmanager
-    def listening(self, valid: Tensor | None = None, batch: Any = None) -> Iterator[None]:
-        """Around one forward of the model; padding masks that it is called with are used.
-
-        Args:
-            valid: ``(B, N)``, True where a token counts; overrides all other masks.
-            batch: what the call is made of; a padding mask in it counts as one that the model got.
-        """
-        self._valid, self._turns, self._last = checked_mask(valid), {}, None
+    def listening(self, valid: Any, batch: Any) -> Iterator[None]:
+        """Around one forward of the model on ``batch``; ``valid`` overrides all other masks."""
+        self._valid = checked_mask(valid)
+        self._turns: dict[str, int] = defaultdict(int)
+        # the layer whose filter ran last, and its record
+        self._last: tuple[Layer, _LayerRecord] | None = None
         self.watch.start(self._valid, batch)
         try:
             yield
@@ -345,32 +318,28 @@ class Recorder:
     def attention(self, bare: set[str]) -> list[AttentionReading]:
         """One reading a layer; those whose name is in ``bare`` have no filter of their own."""
         return [
-            record.attention_reading(
-                self._title(key), self.sites[key[0]].filter, bare=key[0] in bare
-            )
+            record.attention_reading(self._title(key), filter, bare=key[0] in bare)
             for key, record in self.layers.items()
-            if key[0] in self.selected and self.sites[key[0]].filter.is_polynomial
+            if key[0] in self.selected and (filter := self.sites[key[0]].filter).is_polynomial
         ]
 
-    def _title(self, key: Key) -> str:
+    def _title(self, key: _Key) -> str:
         name, turn = key
         return f"{name} (run {turn + 1})" if (name, 1) in self.layers else name
 
     def _on_filter(
         self, layer: Layer, filter: GraphFilter, operator: Operator, v: Tensor, y: Tensor
     ) -> None:
-        name, length = layer.name, v.shape[-2]
+        name, length, options = layer.name, v.shape[-2], self.options
         if y.shape[-2] != length:
             raise ValueError(
                 f"{name}: {y.shape[-2]} new tokens attend to {length}: the lens measures whole "
                 "sequences, not decoding steps; leave past_key_values out"
             )
-        turn = self._turns[name] = self._turns.get(name, -1) + 1
-        is_first = self._last is None
-        if (name, turn) not in self.layers:
-            self.layers[name, turn] = LayerRecord(len(self.layers) + 1, self.options)
-        record = self.layers[name, turn]
-        self._last = layer, record
+        key = name, self._turns[name]
+        self._turns[name] += 1
+        record = self.layers.setdefault(key, _LayerRecord(len(self.layers) + 1, options))
+        is_first, self._last = self._last is None, (layer, record)
         if is_first and layer.entered is not None:
             self._begin(layer, *layer.entered)
         if name not in self.selected:
@@ -381,9 +350,9 @@ class Recorder:
                 "its response is not"
             )
             return
-        if self.options.spectral and length > self.options.most_tokens:
+        if options.spectral and length > options.most_tokens:
             self.without_maps[name] = (
-                f"no singular values: maps of more than {self.options.most_tokens} tokens are not "
+                f"no singular values: maps of more than {options.most_tokens} tokens are not "
                 f"built, and these have {length} (most_tokens=)"
             )
         # (..., heads, tokens, features)
@@ -400,14 +369,13 @@ class Recorder:
         try:
             valid = layer.padding.of(sizes, entered.device)
             tokens = tokens_of(entered, attended, block, valid=valid)
+            if tokens is None:
+                return
+            sizes = (tokens.shape[0], tokens.shape[1])
         except AxesInDoubtError:
             # how many there are is known
             tokens = None
             self._leave_out(layer.name, "the input of the first block")
-        else:
-            if tokens is None:
-                return
-            sizes = (tokens.shape[0], tokens.shape[1])
         if self._valid is not None and self._valid.shape != sizes:
             raise ValueError(
                 f"valid must be a mask of the tokens that enter the first block, "
@@ -416,7 +384,7 @@ class Recorder:
         valid = layer.padding.of(sizes, entered.device)
         self.samples += sizes[0]
         self.tokens += sizes[0] * sizes[1] if valid is None else int(valid.sum())
-        if tokens is not None and self.options.features and layer.name in self.selected:
+        if tokens is not None and self._wants_features(layer.name):
             self.entry.add_features(tokens, self._mask(layer, tokens, "that enter the first block"))
 
     def _on_layer(self, layer: Layer) -> None:
@@ -426,7 +394,7 @@ class Recorder:
         tokens, name = layer.tokens, layer.name
         if tokens is None:
             self._leave_out(name, name)
-        elif self.options.features and name in self.selected:
+        elif self._wants_features(name):
             valid = self._mask(layer, tokens, f"that leave the block of {name}")
             self._last[1].add_features(tokens, valid)
 
@@ -442,18 +410,160 @@ class Recorder:
             )
         return valid
 
+    def _wants_features(self, layer: str) -> bool:
+        return self.options.features and layer in self.selected
+
     def _leave_out(self, layer: str, what: str) -> None:
         """Note tokens of a layer that are not measured, unless nobody asked for them."""
-        is_asked_for = self.options.features and layer in self.selected
-        if is_asked_for and what not in self.in_doubt:
+        if self._wants_features(layer) and what not in self.in_doubt:
             self.in_doubt.append(what)
-
-
-def _mix_first(filter: nn.Module, args: tuple[Operator, Tensor]) -> tuple[Operator, Tensor]:
-    assert isinstance(filter, GraphFilter)
-    return args[0], filter.mixed(*args)
 
 
 def _unless_all(valid: Tensor | None) -> Tensor | None:
     """A mask that hides something, else None: without a mask less is computed."""
     return None if valid is None or bool(valid.all()) else valid
+
+
+# points of the axis on which singular values of several lengths are averaged
+_POINTS = 64
+
+
+class _Mean:
+    """A running mean over samples that ignores NaN, element by element."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(())
+        self.count = torch.zeros(())
+
+    def add(self, values: Tensor) -> None:
+        """``values``: ``(samples, ...)``."""
+        values = values.detach().double().cpu()
+        self.total = self.total + values.nansum(0)
+        self.count = self.count + (~values.isnan()).sum(0)
+
+    def value(self) -> Any:
+        """A float, or nested lists of them; NaN where nothing was known."""
+        return (self.total / self.count).tolist()
+
+
+class _LayerRecord:
+    """The measurements of one layer so far, averaged over samples."""
+
+    def __init__(self, depth: int, options: _Options) -> None:
+        self.depth = depth
+        self.options = options
+        self.features: dict[str, _Mean] = defaultdict(_Mean)
+        self.heads: dict[str, _Mean] = defaultdict(_Mean)
+        self.frequencies: Tensor | None = None
+        self.spectral_samples = 0
+
+    def add_features(self, x: Tensor, valid: Tensor | None) -> None:
+        """Measure tokens ``(B, N, D)`` with their mask ``(B, N)``."""
+        most = measure.token_count(x, valid).clamp(max=x.shape[-1])
+        values = measure.singular_values(x, valid)
+        found = {
+            "cosine": measure.cosine_similarity(x, valid),
+            "effective_rank": measure.effective_rank(values),
+            "most_rank": most,
+            "residual": measure.rank_one_residual(x, valid),
+            "norm": measure.token_norm(x, valid),
+            "singular_values": _profile(self.features, "singular_values", values, most),
+        }
+        for name, value in found.items():
+            self.features[name].add(value)
+
+    def add_attention(
+        self, filter: GraphFilter, operator: Operator, v: Tensor, y: Tensor, valid: Tensor | None
+    ) -> None:
+        """Measure a map, the values ``(..., H, N, D)`` and the filter's output.
+
+        ``valid``: ``(..., N)`` or None.
+        """
+        options, found = self.options, dict[str, Tensor]()
+        is_short = v.shape[-2] <= options.most_tokens
+        of_heads = None if valid is None else valid[..., None, :]
+        if options.attention:
+            smoothed = operator.apply(v)
+            spread = repeat_heads(v, smoothed)
+            found["energy_before"] = measure.dirichlet_energy(spread, smoothed, of_heads)
+            found["energy_after"] = measure.dirichlet_energy(y, operator.apply(y), of_heads)
+            # a map that is known only by its products takes n/D products to build
+            if is_short or measure.has_rows(operator):
+                entropy, share = measure.attention_entropy(operator, v, valid)
+                found |= {"entropy": entropy, "entropy_share": share}
+            if filter.share() is not None:
+                own = {
+                    "own_part": own_share(v.new_ones(()), smoothed, spread).squeeze(-1),
+                    "own_cosine": torch.cosine_similarity(y.double(), spread.double(), dim=-1),
+                }
+                if is_short:
+                    matrix = measure.dense_map(operator, v)
+                    own["own_weight"] = matrix.diagonal(dim1=-2, dim2=-1)
+                for name, value in own.items():
+                    hidden = value if of_heads is None else value.masked_fill(~of_heads, math.nan)
+                    found[name] = hidden.nanmean(-1)
+        if options.spectral and self.spectral_samples < options.spectral_samples:
+            self.spectral_samples += v.shape[:-3].numel()
+            found |= self._responses(filter, operator, v, valid)
+            if is_short:
+                matrix = measure.dense_map(operator, v).double()
+                most = measure.token_count(matrix, of_heads)
+                values = measure.map_singular_values(matrix, valid)
+                profile = _profile(self.heads, "map_values", values, most)
+                found["map_values"] = profile * values[..., :1]
+        lead = v.dim() - 3
+        for name, value in found.items():
+            self.heads[name].add(value.flatten(0, lead - 1) if lead else value[None])
+
+    def _responses(
+        self, filter: GraphFilter, operator: Operator, v: Tensor, valid: Tensor | None
+    ) -> dict[str, Tensor]:
+        share, own = filter.share(), None
+        if share is not None:
+            share = share.detach()
+            own = own_share(share, operator.apply(v), repeat_heads(v, share[:, None, None]))
+        if self.frequencies is None:
+            most = self.options.most_frequencies
+            self.frequencies = measure.frequency_grid(v.shape[-2], most)
+        on_map, on_filter = measure.frequency_response(
+            operator, v, filter.coefficients().detach(), valid, self.frequencies, own
+        )
+        return {"map_response": on_map, "filter_response": on_filter}
+
+    def feature_reading(self, name: str) -> FeatureReading:
+        values = {what: mean.value() for what, mean in self.features.items()}
+        return FeatureReading(depth=self.depth, name=name, **values)
+
+    def attention_reading(self, name: str, filter: GraphFilter, bare: bool) -> AttentionReading:
+        """The reading; ``bare``: the layer has no filter besides the one the lens plugged."""
+        coefficients = filter.coefficients().detach().double().cpu()
+        missing = [math.nan] * filter.num_heads
+        means = {what: mean.value() for what, mean in self.heads.items()}
+        scalars = ("entropy", "entropy_share", "energy_before", "energy_after")
+        spectrum = own = None
+        if self.frequencies is not None:
+            spectrum = Spectrum(
+                frequencies=self.frequencies.tolist(),
+                map_response=means["map_response"],
+                filter_response=means["filter_response"],
+                map_values=means.get("map_values", []),
+            )
+        if "own_part" in means:
+            weight = means.get("own_weight", missing)
+            own = OwnValue(means["own_part"], weight, means["own_cosine"])
+        return AttentionReading(
+            depth=self.depth,
+            name=name,
+            filter=None if bare else repr(filter),
+            coefficients=coefficients.tolist(),
+            verdict=measure.verdicts(coefficients),
+            spectrum=spectrum,
+            own=own,
+            **{what: means.get(what, missing) for what in scalars},
+        )
+
+
+def _profile(means: dict[str, _Mean], name: str, values: Tensor, most: Tensor) -> Tensor:
+    """Singular values on the axis of the first batch: later ones may be longer or shorter."""
+    points = means[name].total.shape[-1] if name in means else min(values.shape[-1], _POINTS)
+    return measure.singular_profile(values, most, points)

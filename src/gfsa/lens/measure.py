@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gfsa.lens.readings import Verdict
 from gfsa.operators import (
+    AttentionCall,
     AttentionOperator,
     LinearOperator,
     Operator,
@@ -42,21 +43,20 @@ def cosine_similarity(x: Tensor, valid: Tensor | None = None) -> Tensor:
     weights = torch.where(directed, 1 / norms, 0.0)
     total = (weights[..., None, :] @ x).squeeze(-2)
     similar = total.square().sum(-1) - directed.sum(-1)
-    count = _count(x, valid)
+    count = token_count(x, valid)
     pairs = count * count - count
     return torch.where(pairs > 0, similar / pairs, math.nan)
 
 
 def rank_one_residual(x: Tensor, valid: Tensor | None = None) -> Tensor:
-    r"""The relative distance of the tokens from the mean token.
+    r"""The relative distance of the tokens from the mean token (Dong et al., 2021, another norm).
 
-    .. math:: \frac{\min_m \|X - 1 m^\top\|_F}{\|X\|_F} = \frac{\|X - 1 \bar x^\top\|_F}{\|X\|_F}
+    .. math:: \|X - 1 \bar x^\top\|_F \,/\, \|X\|_F
 
-    0: all tokens are the same vector; 1: their mean is zero. Dong et al. (2021) show that attention
-    alone drives it to 0 doubly exponentially; they use another norm.
+    0: all tokens are the same vector; 1: their mean is zero.
     """
     x = _only(x, valid)
-    mean = x.sum(-2, keepdim=True) / _count(x, valid)[..., None, None]
+    mean = x.sum(-2, keepdim=True) / token_count(x, valid)[..., None, None]
     # not computed as ‖X‖² − n‖x̄‖², which cancels when the tokens have collapsed
     residual = _only(x - mean, valid)
     size = torch.linalg.vector_norm(x, dim=(-2, -1))
@@ -66,7 +66,7 @@ def rank_one_residual(x: Tensor, valid: Tensor | None = None) -> Tensor:
 def token_norm(x: Tensor, valid: Tensor | None = None) -> Tensor:
     r"""Mean length of a token, :math:`\frac1n \sum_i \|x_i\|_2`."""
     norms = torch.linalg.vector_norm(_only(x, valid), dim=-1)
-    return norms.sum(-1) / _count(x, valid)
+    return norms.sum(-1) / token_count(x, valid)
 
 
 def singular_values(x: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -86,7 +86,7 @@ def effective_rank(values: Tensor) -> Tensor:
 
     .. math:: \exp\Big(-\sum_i p_i \log p_i\Big), \qquad p_i = \sigma_i / \sum_j \sigma_j
 
-    Between 1 (one direction) and the number of tokens or features, whichever is smaller.
+    Between 1 (one direction) and the smaller of the numbers of tokens and features.
     """
     total = values.sum(-1, keepdim=True)
     entropy = torch.special.entr(values / total).sum(-1)
@@ -98,10 +98,8 @@ def singular_profile(values: Tensor, rank: Tensor, points: int) -> Tensor:
 
     .. math:: s(u) = \sigma_{1 + \mathrm{round}(u (r - 1))} / \sigma_1, \qquad u \in [0, 1]
 
-    Args:
-        values: ``(..., R)``, largest first.
-        rank: ``(...)``: r, the largest rank of a sample of this size.
-        points: the number of evenly spaced u.
+    for ``points`` evenly spaced u, from values ``(..., R)``, largest first, and the largest rank r
+    of a sample of this size, ``(...)``.
     """
     u = torch.linspace(0, 1, points, dtype=values.dtype, device=values.device)
     last = (rank.clamp_min(1) - 1).to(values.dtype)
@@ -114,13 +112,8 @@ def dirichlet_energy(x: Tensor, smoothed: Tensor, valid: Tensor | None = None) -
 
     .. math:: E_A(x) = \frac{\|x\|^2 - \langle x, A x\rangle}{\|x\|^2}
 
-    0: neighbours on the graph have the same vector; 1: a token and its neighbours are orthogonal.
-    Only the symmetric part of A matters. With A = 11ᵀ/n it is the square of
-    :func:`rank_one_residual`.
-
-    Args:
-        x: ``(..., N, D)``.
-        smoothed: ``A·x``.
+    ``smoothed`` is A·x. 0: neighbours on the graph have the same vector; 1: a token and its
+    neighbours are orthogonal. With A = 11ᵀ/n it is the square of :func:`rank_one_residual`.
     """
     x, smoothed = _only(x, valid), _only(smoothed, valid)
     size = x.square().sum((-2, -1))
@@ -129,14 +122,9 @@ def dirichlet_energy(x: Tensor, smoothed: Tensor, valid: Tensor | None = None) -
 
 def token_count(x: Tensor, valid: Tensor | None = None) -> Tensor:
     """How many tokens count, ``(...)``."""
-    return _count(x, valid).long()
-
-
-def _count(x: Tensor, valid: Tensor | None) -> Tensor:
-    dtype = at_least_float32(x.dtype)
     if valid is None:
-        return torch.full(x.shape[:-2], float(x.shape[-2]), dtype=dtype, device=x.device)
-    return valid.to(dtype).sum(-1).expand(x.shape[:-2])
+        return torch.full(x.shape[:-2], x.shape[-2], device=x.device)
+    return valid.sum(-1).expand(x.shape[:-2])
 
 
 def _only(x: Tensor, valid: Tensor | None) -> Tensor:
@@ -170,7 +158,7 @@ def frequency_response(
 
     Args:
         operator: the map A.
-        v: the values of the layer, ``(..., H, N, D)``: their shape, dtype and device are used.
+        v: ``(..., H, N, D)``: its shape, dtype and device are used.
         coeffs: ``(heads, degree+1)``.
         valid: ``(..., N)`` or None.
         frequencies: ``(F,)``.
@@ -182,19 +170,18 @@ def frequency_response(
     modes = fourier_modes(v.shape[:-3], v.shape[-2], valid, frequencies.to(v.device))
     keep = 1.0 if valid is None else valid[..., None, :, None].double()
     size = modes.square().sum(-2).unflatten(-1, (-1, 2)).sum(-1)[..., None, :]
-    gains: list[list[Tensor]] = [[], []]
+    gains = []
     for block in _blocks(modes, v):
         powers = operator.powers(block, max(coeffs.shape[-1] - 1, 1))
         spread = [repeat_heads(power, powers[1]).double() for power in powers]
         filtered = combine(coeffs.double(), spread[: coeffs.shape[-1]])
         if own is not None:
-            filtered = filtered - own * repeat_heads(spread[0], filtered)
-        for gain, output in zip(gains, (spread[1], filtered), strict=True):
-            gain.append((output * keep).square().sum(-2))
-    energy = [
-        torch.cat(g, -1)[..., : modes.shape[-1]].unflatten(-1, (-1, 2)).sum(-1) for g in gains
-    ]
-    return (energy[0] / size).sqrt(), (energy[1] / size).sqrt()
+            filtered = filtered - own * spread[0]
+        outputs = torch.stack((spread[1], filtered))
+        gains.append((outputs * keep).square().sum(-2))
+    energy = torch.cat(gains, -1)[..., : modes.shape[-1]].unflatten(-1, (-1, 2)).sum(-1)
+    on_map, on_filter = (energy / size).sqrt().unbind()
+    return on_map, on_filter
 
 
 def fourier_modes(
@@ -262,15 +249,14 @@ def verdicts(coeffs: Tensor) -> list[Verdict]:
     differences = polynomial(numbers, sigma).abs() - numbers.sum(-1, keepdim=True).abs()
     noise = 1e-12 * numbers.abs().sum(-1, keepdim=True)
     is_less, is_more = differences < -noise, differences > noise
-    found: list[Verdict] = []
-    for less, more in zip(is_less, is_more, strict=True):
-        if not bool((less | more).any()):
-            found.append("all-pass")
-        elif not bool(more.any()):
-            found.append("low-pass")
-        else:
-            found.append("mixed" if bool(less.any()) else "high-pass")
-    return found
+    names: dict[tuple[bool, bool], Verdict] = {
+        (False, False): "all-pass",
+        (True, False): "low-pass",
+        (False, True): "high-pass",
+        (True, True): "mixed",
+    }
+    sides = zip(is_less.any(-1).tolist(), is_more.any(-1).tolist(), strict=True)
+    return [names[side] for side in sides]
 
 
 def _blocks(columns: Tensor, v: Tensor) -> list[Tensor]:
@@ -330,43 +316,32 @@ def has_rows(operator: Operator) -> bool:
 
 def _rows(operator: Operator, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yields a block's first row, its rows ``(..., H, n, N)`` and which entries are not masked."""
+    queries: Tensor
+    keys: Tensor | None = None
+    call: AttentionCall | None = None
     if isinstance(operator, (AttentionOperator, SDPAOperator)):
-        yield from _softmax_rows(operator)
+        call = operator.call
+        dtype = at_least_float32(call.q.dtype)
+        scale = 1 / math.sqrt(call.q.shape[-1]) if call.scale is None else call.scale
+        queries, keys = call.q.to(dtype) * scale, repeat_heads(call.k, call.q).to(dtype).mT
     elif isinstance(operator, LinearOperator):
-        columns, visible = operator.columns.mT, operator.visibility()
-        length = columns.shape[-1]
-        for start, stop in _spans(operator.rows.shape[:-1], length):
-            visible_here = visible.rows(start, stop, length, columns.device)
-            yield start, operator.rows[..., start:stop, :] @ columns, visible_here
+        queries, keys = operator.rows, operator.columns.mT
     else:
-        matrix = dense_map(operator, v)
-        for start, stop in _spans(matrix.shape[:-1], matrix.shape[-1]):
-            rows = matrix[..., start:stop, :]
-            yield start, rows, rows > 0
-
-
-def _softmax_rows(
-    operator: AttentionOperator | SDPAOperator,
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    call, visible = operator.call, operator.visibility()
-    q, mask = call.q, call.attn_mask
-    dtype = at_least_float32(q.dtype)
-    k = repeat_heads(call.k, q).to(dtype).mT
-    scale = 1 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
-    for start, stop in _spans(q.shape[:-1], k.shape[-1]):
-        scores = (q[..., start:stop, :].to(dtype) * scale) @ k
-        visible_here = visible.rows(start, stop, k.shape[-1], q.device)
-        if mask is not None and mask.dtype != torch.bool:
-            broadcast = mask.dim() < 2 or mask.shape[-2] == 1
-            scores = scores + (mask if broadcast else mask[..., start:stop, :])
-        scores = scores.masked_fill(~visible_here, -math.inf)
-        # a query that sees nothing has a row of zeros
-        yield start, scores.softmax(-1).masked_fill(~visible_here, 0.0), visible_here
-
-
-def _spans(rows: torch.Size, width: int) -> Iterator[tuple[int, int]]:
-    length = rows[-1]
-    others = math.prod(rows[:-1])
-    step = max(1, _ENTRIES // max(1, others * width))
+        queries = dense_map(operator, v)
+    length, visible = queries.shape[-2], operator.visibility()
+    step = max(1, _ENTRIES // max(1, queries.shape[:-1].numel()))
     for start in range(0, length, step):
-        yield start, min(start + step, length)
+        rows = queries[..., start : start + step, :]
+        if keys is None or visible is None:
+            yield start, rows, rows > 0
+            continue
+        rows, stop = rows @ keys, min(start + step, length)
+        seen = visible.rows(start, stop, length, rows.device)
+        if call is not None:
+            mask = call.attn_mask
+            if mask is not None and mask.dtype != torch.bool:
+                broadcast = mask.dim() < 2 or mask.shape[-2] == 1
+                rows = rows + (mask if broadcast else mask[..., start:stop, :])
+            # a query that sees nothing has a row of zeros
+            rows = rows.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen, 0.0)
+        yield start, rows, seen

@@ -6,13 +6,13 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gfsa.lens import measure
-from gfsa.lens.tokens import axes_in_doubt
-from gfsa.lens.watch import Layer, Watch, attention_modules
+from gfsa.lens.watch import Layer, Watch, attention_modules, axes_in_doubt
 from gfsa.plugs.checks.called import compiled_parts
 from gfsa.plugs.sites import filters_of
 
@@ -71,17 +71,13 @@ class Monitor:
 
     def after_step(self, step: int) -> None:
         """Call after the step; after the optimiser's step to log the updated filters."""
-        if not self._watch.is_on:
+        if not self._watch.stop():
             return
-        self.stop()
         values = self._means()
         if not values and not self._left_out:
-            compiled = self.compiled or compiled_parts(self.model)
-            why = (
-                ": torch.compile fused them; train without it to measure them"
-                if compiled
-                else " inside of a call model(x), or of a call of a part that has blocks"
-            )
+            why = " inside of a call model(x), or of a call of a part that has blocks"
+            if self.compiled or compiled_parts(self.model):
+                why = ": torch.compile fused them; train without it to measure them"
             warnings.warn(f"no block of the model ran in step {step}{why}", stacklevel=2)
         unknown = sorted(self._left_out - self._warned)
         if unknown:
@@ -115,13 +111,16 @@ class Monitor:
         """The mean coefficients, share and r of each layer, counted over all attention layers."""
         depth = {name: number for number, name in enumerate(self._attention, start=1)}
         values = {}
-        filters = {n: f for n, f in filters_of(self.model).items() if f.is_polynomial}
-        for name, filter in filters.items():
-            for power, value in enumerate(filter.coefficients().detach().mean(0).tolist()):
-                values[f"{self.prefix}/c{power}/{depth[name]:02d}"] = value
-            for what, numbers in (("share", filter.share()), ("r", filter.depth())):
-                if numbers is not None:
-                    values[f"{self.prefix}/{what}/{depth[name]:02d}"] = float(numbers.mean())
+        for name, filter in filters_of(self.model).items():
+            if not filter.is_polynomial:
+                continue
+            means = filter.coefficients().detach().mean(0).tolist()
+            numbers = {f"c{power}": mean for power, mean in enumerate(means)}
+            for what, terms in (("share", filter.share()), ("r", filter.depth())):
+                if terms is not None:
+                    numbers[what] = float(terms.detach().mean())
+            for what, value in numbers.items():
+                values[f"{self.prefix}/{what}/{depth[name]:02d}"] = value
         return values
 
 
@@ -146,3 +145,26 @@ def tensorboard(folder: str | Path) -> Log:
         writer.flush()
 
     return log
+
+
+class StepCallback:
+    """What the callbacks of training libraries share: a monitor, and where it logs to."""
+
+    def __init__(
+        self, every: int = 100, log_dir: str | Path | None = None, log: Log | None = None
+    ) -> None:
+        super().__init__()
+        self.every = every
+        self.log_dir = log_dir
+        # not self.log: Lightning gives every callback a log of its own
+        self._log = log
+        self.monitor: Monitor | None = None
+
+    def begin(self, model: nn.Module, folder: str | Path) -> None:
+        """Call in the process that logs, with the trainer's folder."""
+        log = self._log or tensorboard(self.log_dir or Path(folder) / "lens")
+        self.monitor = Monitor(model, log, self.every)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        if self.monitor is not None:
+            self.monitor.stop()

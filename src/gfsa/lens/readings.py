@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
-
-# five plain models that we trained (two ViTs on CIFAR-10, a language model on WikiText-2, encoders
-# on STS-B and BigCloneBench): their least and largest similarity by depth, as a share of all layers
-USUAL_SIMILARITY = (
-    (0.0, 0.06, 0.27),
-    (0.25, 0.16, 0.39),
-    (0.5, 0.18, 0.55),
-    (0.75, 0.19, 0.74),
-    (1.0, 0.23, 0.97),
-)
 
 Numbers = list[float]
 Verdict = Literal["low-pass", "high-pass", "all-pass", "mixed"]
@@ -99,8 +88,7 @@ class AttentionReading:
             if not modes or any(len(row) != modes for rows in responses for row in rows):
                 raise ValueError(f"{self.name}: expected a response at each of {modes} frequencies")
         # a head without coefficients is as wrong as none at all
-        rows = [len(column) for column in columns]
-        if not heads or not all(self.coefficients) or {*rows} != {heads}:
+        if not all([heads, *self.coefficients]) or any(len(rows) != heads for rows in columns):
             raise ValueError(f"{self.name}: expected coefficients and numbers of {heads} heads")
 
 
@@ -130,9 +118,7 @@ def to_plain(value: Any) -> Any:
         return {key: to_plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_plain(part) for part in value]
-    if hasattr(value, "__dataclass_fields__"):
-        return to_plain(asdict(value))
-    return value
+    return to_plain(asdict(value)) if hasattr(value, "__dataclass_fields__") else value
 
 
 def from_plain(kind: Any, value: Any, where: str = "report") -> Any:
@@ -162,12 +148,11 @@ def from_plain(kind: Any, value: Any, where: str = "report") -> Any:
         return printable(value)
     if kind is float and value is None:
         return math.nan
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # sums of larger ones overflow
-    if kind is float and is_number and abs(value) <= 1e100:
+    if kind is float and type(value) in (int, float) and abs(value) <= 1e100:
         return float(value)
     # and JavaScript has no larger ones
-    if kind is int and is_number and isinstance(value, int) and abs(value) <= 2**53:
+    if kind is int and type(value) is int and abs(value) <= 2**53:
         return value
     if origin is Literal and value in inside:
         return value
@@ -180,12 +165,8 @@ def printable(text: str) -> str:
 
     A terminal would obey the former, and no file in UTF-8 can hold the latter.
     """
-    return "".join(
-        letter.encode("unicode_escape").decode()
-        if letter != "\n" and unicodedata.category(letter) in ("Cc", "Cs")
-        else letter
-        for letter in text
-    )
+    controls = r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]"
+    return re.sub(controls, lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def csv_cell(text: str) -> str:

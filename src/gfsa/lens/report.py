@@ -107,17 +107,15 @@ class LensReport:
             raise ValueError(
                 f"{path} is not a lens report: expected format {FORMAT!r}, got {found!r:.40}"
             )
+        kinds: dict[str, Any] = {"models": list[ModelReading], "created": str, "gfsa": str}
+        kinds |= {"data": str, "trajectories": dict[str, Trajectory]}
         try:
-            models = from_plain(list[ModelReading], plain.get("models"), "models")
-            paths = from_plain(dict[str, Trajectory], plain.get("trajectories"), "trajectories")
-            created, version, data = (
-                from_plain(str, plain.get(key), key) for key in ("created", "gfsa", "data")
-            )
-            by_name = {model.name: model for model in models}
-            if len(by_name) < len(models):
+            read = {key: from_plain(kind, plain.get(key), key) for key, kind in kinds.items()}
+            models = {model.name: model for model in read["models"]}
+            if len(models) < len(read["models"]):
                 raise ValueError("two models have the same name")
-            paths = {name: path.checked() for name, path in paths.items()}
-            return cls(by_name, created, version, data, paths)
+            paths = {name: path.checked() for name, path in read["trajectories"].items()}
+            return cls(models, read["created"], read["gfsa"], read["data"], paths)
         except ValueError as error:
             raise ValueError(f"{path} is damaged, or was changed by hand: {error}") from error
 
@@ -140,16 +138,11 @@ def _table(model: ModelReading) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(
-        # a label in brackets is no markup
-        title=escape(f"{model.name} ({model.kind})"),
-        caption=caption(model),
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        title_justify="left",
-        caption_justify="left",
-    )
     headings, *layers = rows(model)
+    # a label in brackets is no markup
+    title = escape(f"{model.name} ({model.kind})")
+    left: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
+    table = Table(title=title, caption=caption(model), box=box.SIMPLE_HEAD, padding=0, **left)
     for heading in headings:
         is_text = heading == "filter"
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)

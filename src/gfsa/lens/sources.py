@@ -8,14 +8,13 @@ from __future__ import annotations
 import csv
 import functools
 import importlib
-import json
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +35,13 @@ Make = Callable[[Sequence[Any], int], Any]
 """Samples and the largest number of tokens of each → a batch."""
 
 
-@dataclass
-class Data:
+class Data(NamedTuple):
     """What ``--data`` names, read before any model is loaded."""
 
     name: str
     kind: Literal["random", "texts", "images", "tensors"]
     samples: Sequence[Any]
-    """Texts, paths of images, or numbers of rows."""
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Texts, paths of images, arguments of a model by name, or numbers of rows."""
 
 
 @dataclass
@@ -54,7 +51,7 @@ class Source:
     label: str
     model: nn.Module
     makes: dict[str, Make] = field(default_factory=dict)
-    """By kind of data: of texts, of PIL images, or at random by the number of samples alone."""
+    """By kind of data; at random by the number of samples alone."""
     longest: int = sys.maxsize
     """The most tokens that these functions make of a text."""
 
@@ -63,7 +60,8 @@ def read_data(name: str, samples: int, column: str = "") -> Data:
     """Read at most ``samples`` samples; ``column`` names the texts of a table."""
     path = Path(name)
     ending = path.suffix.lower()
-    if column and ending not in (".csv", ".tsv"):
+    is_table = ending in (".csv", ".tsv")
+    if column and not is_table:
         raise ValueError(f"--column names a column of a .csv or .tsv, which --data {name} is not")
     if name == "random":
         return Data(name, "random", range(samples))
@@ -75,8 +73,7 @@ def read_data(name: str, samples: int, column: str = "") -> Data:
     if not path.is_file():
         raise ValueError(f"--data {name!r} is neither a file nor a folder nor 'random'; {_PASS}")
     if ending == ".safetensors":
-        tensors = _read_tensors(path)
-        return Data(name, "tensors", range(len(next(iter(tensors.values()))))[:samples], tensors)
+        return Data(name, "tensors", _read_tensors(path)[:samples])
     if ending in (".json", ".jsonl", ".ndjson", ".parquet"):
         raise ValueError(f"{path}: write its texts one per line into a .txt, or export a .csv")
     try:
@@ -86,7 +83,7 @@ def read_data(name: str, samples: int, column: str = "") -> Data:
         raise ValueError(
             f"{path} is not text in UTF-8 ({error.reason}, byte {error.start}); {_PASS}"
         ) from error
-    lines = _column_of(path, text, column) if ending in (".csv", ".tsv") else text.splitlines()
+    lines = _column_of(path, text, column) if is_table else text.splitlines()
     lines = [line.strip() for line in lines if line.strip()]
     if not lines:
         raise ValueError(f"{path} has no text in it")
@@ -97,18 +94,18 @@ def _column_of(path: Path, text: str, column: str) -> list[str]:
     """The cells of a column; a header line without one is not a text."""
     head = text.split("\n", 1)[0]
     comma = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=head.count)
+    table = csv.DictReader(text.splitlines(keepends=True), delimiter=comma)
     try:
-        header, *rows = list(csv.reader(text.splitlines(keepends=True), delimiter=comma)) or [[]]
+        header, rows = table.fieldnames or (), list(table)
     except csv.Error as error:
         raise ValueError(f"{path} is damaged, or no table: {error}") from error
     if column not in header:
         got = f"it has no column {column!r}" if column else "--column names the one with the texts"
         raise ValueError(f"{path} is a table with the columns {', '.join(header) or 'none'}: {got}")
-    at = header.index(column)
-    return [row[at] for row in rows if len(row) > at]
+    return [row[column] or "" for row in rows]
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _read_tensors(path: Path) -> list[dict[str, Tensor]]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -116,48 +113,44 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         tensors = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from error
-    if not tensors:
-        raise ValueError("expected the model's arguments in --data, got a file without tensors")
-    single = [name for name, tensor in tensors.items() if not tensor.dim()]
-    if single:
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    # () of a tensor without dimensions
+    sizes = {shape[:1] for shape in shapes.values()}
+    if len(sizes) != 1 or sizes <= {(), (0,)}:
         raise ValueError(
-            f"the first dimension of a tensor in --data is its samples; {', '.join(single)} has "
-            "no dimension"
+            f"{path}: expected the model's arguments, each with as many samples in its first "
+            f"dimension, at least 1; got tensors of the shapes {shapes}"
         )
-    sizes = {name: len(tensor) for name, tensor in tensors.items()}
-    if not max(sizes.values()):
-        raise ValueError("the tensors in --data have no samples: their first dimension is 0")
-    if len(set(sizes.values())) != 1:
-        raise ValueError(f"the tensors differ in their number of samples: {json.dumps(sizes)}")
-    return tensors
+    return [dict(zip(tensors, row, strict=True)) for row in zip(*tensors.values(), strict=True)]
 
 
 def load_batches(source: Source, data: Data, batch: int, tokens: int) -> list[Any]:
     """The data as batches for ``source``."""
-    starts = range(0, len(data.samples), batch)
-    parts = [data.samples[start : start + batch] for start in starts]
-    if data.kind == "tensors":
-        rows = [slice(part[0], part[-1] + 1) for part in parts]
-        return [{name: tensor[at] for name, tensor in data.tensors.items()} for at in rows]
-    make = source.makes.get(data.kind)
-    if make is None:
+    makes: dict[str, Make] = {"tensors": _stacked, **source.makes}
+    if data.kind not in makes:
         what = {"texts": "text", "random": "random inputs"}.get(data.kind, data.kind)
         raise ValueError(
             f"{source.label} ({type(source.model).__name__}) takes no {what}; a .safetensors file "
             "with the arguments of its forward always does"
         )
+    starts = range(0, len(data.samples), batch)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        if data.kind == "images":
-            return [make([_open_image(path) for path in part], tokens) for part in parts]
-        return [make(part, tokens) for part in parts]
+        return [makes[data.kind](data.samples[at : at + batch], tokens) for at in starts]
 
 
-def _open_image(path: Path) -> Any:
+def _stacked(rows: Sequence[dict[str, Tensor]], most: int) -> dict[str, Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _open_images(paths: Sequence[Path]) -> list[Any]:
     from PIL import Image
 
-    with Image.open(path) as image:
-        return image.convert("RGB")
+    images = []
+    for path in paths:
+        with Image.open(path) as image:
+            images.append(image.convert("RGB"))
+    return images
 
 
 def other_inputs(first: Source, other: Source, data: Data, tokens: int) -> bool:
@@ -167,20 +160,15 @@ def other_inputs(first: Source, other: Source, data: Data, tokens: int) -> bool:
     """
     if data.kind in ("random", "tensors"):
         return False
-    some = replace(data, samples=data.samples[:_COMPARED])
+    some = data._replace(samples=data.samples[:_COMPARED])
     try:
         (own,) = load_batches(other, some, _COMPARED, tokens)
     # whatever a library raises for a tokenizer or settings of images that are not there
     except Exception:
         return False
     (given,) = load_batches(first, some, _COMPARED, tokens)
-    return _numbers(own) != _numbers(given)
-
-
-def _numbers(batch: Tensor | dict[str, Tensor]) -> Any:
-    if isinstance(batch, dict):
-        return {name: tensor.tolist() for name, tensor in batch.items()}
-    return batch.tolist()
+    own, given = (x if isinstance(x, dict) else {"": x} for x in (own, given))
+    return own.keys() != given.keys() or not all(torch.equal(own[key], given[key]) for key in own)
 
 
 def refuse_unfit(source: Source, batch: Any, data: str) -> None:
@@ -251,7 +239,16 @@ def _transformers(where: str) -> Source:
         raise ValueError(
             "this model needs transformers: pip install 'transformers>=5.15'"
         ) from None
-    _refuse_folder_of_another_kind(Path(where))
+    # a run writes it before anything else; no model of transformers has such a file
+    if Path(where, "environment.json").is_file():
+        coefficients, shown = Path(where, "coefficients.csv"), ""
+        if coefficients.is_file():
+            shown = ", or show its filters over training: gfsa diagnose --coefficients "
+            shown += f"{coefficients} --html page.html"
+        raise ValueError(
+            f"{where} is a run of gfsa train, whose model transformers cannot build. Train with "
+            f"--set lens=true for a lens page{shown}"
+        )
     config = read_config(where)
     named = next(iter(config.architectures or ()), None)
     kind: Any = getattr(hf, named, None) if isinstance(named, str) else None
@@ -270,64 +267,22 @@ def _transformers(where: str) -> Source:
             f"{where} cannot be loaded: {type(error).__name__}: {one_line(error)}"
         ) from error
     longest = positions_of(config, model)
-    inputs = _TransformersInputs(where, config, longest)
-    main, makes = getattr(model, "main_input_name", "input_ids"), dict[str, Make]()
-    if main == "input_ids":
-        makes["texts"] = inputs.texts
-        # a model of texts and images has the sizes of each in a config inside its own
-        if hasattr(config, "vocab_size"):
-            makes["random"] = inputs.random_texts
-    elif main == "pixel_values":
-        makes = {"images": inputs.images, "random": inputs.random_images}
-    return Source(where, model, makes, longest)
+    main = getattr(model, "main_input_name", "input_ids")
+    return Source(where, model, _makes(where, config, longest, main), longest)
 
 
-class _TransformersInputs:
-    """Builds the inputs of a transformers model.
+def _makes(where: str, config: Any, longest: int, main: str) -> dict[str, Make]:
+    """Functions that build inputs of a transformers model whose main input is ``main``."""
+    import transformers as hf
 
-    Args:
-        where: the model's folder, or its name on the hub.
-        config: the model's.
-        longest: the tokens that it has positions for.
-    """
-
-    def __init__(self, where: str, config: Any, longest: int) -> None:
-        self.where = where
-        self.config = config
-        self.longest = longest
-
-    def texts(self, lines: Sequence[str], most: int) -> dict[str, Any]:
-        length = min(most, self.longest)
-        tokens = self._tokenizer(
-            list(lines), padding=True, truncation=True, max_length=length, return_tensors="pt"
-        )
-        return self._finish(dict(tokens))
-
-    def images(self, found: Sequence[Any], most: int) -> dict[str, Any]:
-        import transformers as hf
-
-        processor = hf.AutoImageProcessor.from_pretrained(self.where)
-        return dict(processor(found, return_tensors="pt"))
-
-    def random_texts(self, rows: Sequence[Any], most: int) -> dict[str, Any]:
-        ids = torch.randint(self.config.vocab_size, (len(rows), min(most, self.longest)))
-        return self._finish({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-
-    def random_images(self, rows: Sequence[Any], most: int) -> dict[str, Any]:
-        side = self.config.image_size
-        side = side if isinstance(side, int) else side[0]
-        return {"pixel_values": torch.randn(len(rows), self.config.num_channels, side, side)}
-
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
-        import transformers as hf
-
+    @functools.cache
+    def tokenizer() -> Any:
         missing = (
-            f"{self.where} has no tokenizer, which --data needs for text: save the one that the "
+            f"{where} has no tokenizer, which --data needs for text: save the one that the "
             "model was trained with into it (tokenizer.save_pretrained)"
         )
         try:
-            found = hf.AutoTokenizer.from_pretrained(self.where)
+            found = hf.AutoTokenizer.from_pretrained(where)
         except (OSError, ValueError) as error:
             raise ValueError(f"{missing}; {type(error).__name__}: {one_line(error)}") from error
         if is_empty(found):
@@ -336,11 +291,37 @@ class _TransformersInputs:
             found.pad_token = found.eos_token
         return found
 
-    def _finish(self, batch: dict[str, Any]) -> dict[str, Any]:
-        used = {key: value for key, value in batch.items() if key in _FROM_TOKENIZER}
-        if self.config.is_encoder_decoder:
-            used["decoder_input_ids"] = used["input_ids"]
-        return used
+    def arguments(ids: dict[str, Any]) -> dict[str, Any]:
+        used = {key: value for key, value in ids.items() if key in _FROM_TOKENIZER}
+        return used | ({"decoder_input_ids": ids["input_ids"]} if config.is_encoder_decoder else {})
+
+    def texts(lines: Sequence[str], most: int) -> dict[str, Any]:
+        length = min(most, longest)
+        cut = {"padding": True, "truncation": True, "max_length": length}
+        return arguments(tokenizer()(list(lines), return_tensors="pt", **cut))
+
+    def random_texts(rows: Sequence[Any], most: int) -> dict[str, Any]:
+        ids = torch.randint(config.vocab_size, (len(rows), min(most, longest)))
+        return arguments({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+    def images(paths: Sequence[Path], most: int) -> dict[str, Any]:
+        processor = hf.AutoImageProcessor.from_pretrained(where)
+        return dict(processor(_open_images(paths), return_tensors="pt"))
+
+    def random_images(rows: Sequence[Any], most: int) -> dict[str, Any]:
+        size = config.image_size
+        side = size if isinstance(size, int) else size[0]
+        return {"pixel_values": torch.randn(len(rows), config.num_channels, side, side)}
+
+    if main == "pixel_values":
+        return {"images": images, "random": random_images}
+    if main != "input_ids":
+        return {}
+    makes: dict[str, Make] = {"texts": texts}
+    # a model of texts and images has the sizes of each in a config inside its own
+    if hasattr(config, "vocab_size"):
+        makes["random"] = random_texts
+    return makes
 
 
 def positions_of(config: Any, model: nn.Module) -> int:
@@ -367,26 +348,6 @@ def is_empty(tokenizer: Any) -> bool:
     return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, "▁"}
 
 
-def _refuse_folder_of_another_kind(folder: Path) -> None:
-    """Raise for folders that hold no whole model of transformers, though they look like it."""
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{folder} is an adapter of peft, without its base; pass the folder of a whole model: "
-            "gfsa.load_peft(base, folder).merge_and_unload().save_pretrained(...)"
-        )
-    # a run writes it before anything else; no model of transformers has such a file
-    if (folder / "environment.json").is_file():
-        coefficients = folder / "coefficients.csv"
-        over_training = (
-            f", or show its filters over training: gfsa diagnose --coefficients {coefficients} "
-            "--html page.html"
-        )
-        raise ValueError(
-            f"{folder} is a run of gfsa train, whose model transformers cannot build. Train with "
-            f"--set lens=true for a lens page{over_training if coefficients.is_file() else ''}"
-        )
-
-
 def _timm(name: str, untrained: bool) -> Source:
     try:
         import timm
@@ -397,9 +358,9 @@ def _timm(name: str, untrained: bool) -> Source:
     model = timm.create_model(name, pretrained=not untrained)
     settings = timm.data.resolve_model_data_config(model)
 
-    def images(found: Sequence[Any], most: int) -> Tensor:
+    def images(paths: Sequence[Path], most: int) -> Tensor:
         transform = timm.data.create_transform(**settings, is_training=False)
-        return torch.stack([transform(image) for image in found])
+        return torch.stack([transform(image) for image in _open_images(paths)])
 
     def random(rows: Sequence[Any], most: int) -> Tensor:
         return torch.randn(len(rows), *settings["input_size"])

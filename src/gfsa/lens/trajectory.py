@@ -155,13 +155,12 @@ class Trajectory:
             layer = layers.setdefault(name, LayerTrajectory(depth, name))
             if head == 1:
                 layer.coefficients.append([])
+            heads = layer.coefficients[-1]
+            if head != len(heads) + 1:
+                raise ValueError(f"step {step}, {name}: head {head} is out of order")
             cells = line[4:]
             # filters of a lower degree end with empty cells, in a spreadsheet's copy too
             while cells and not cells[-1]:
                 cells.pop()
-            row = [float(cell) for cell in cells]
-            heads = layer.coefficients[-1]
-            if head != len(heads) + 1:
-                raise ValueError(f"step {step}, {name}: head {head} is out of order")
-            heads.append(row)
+            heads.append([float(cell) for cell in cells])
         return cls(list(steps), list(layers.values())).checked()

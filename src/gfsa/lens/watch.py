@@ -1,10 +1,11 @@
-"""Hooks that find the tokens which leave each layer of a model, and their padding."""
+"""Hooks that find the tokens which leave each layer of a model: their axes, and their padding."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,18 +13,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter
-from gfsa.lens.tokens import (
-    Attended,
-    AxesInDoubtError,
-    Padding,
-    attended_by_input,
-    attended_by_values,
-    first_tensor,
-    padding_of,
-    tokens_of,
-)
 from gfsa.operators import Operator
-from gfsa.plugs.sites import accepting_sites, filters_of, sites
+from gfsa.plugs.sites import accepting_sites, filters_of, grouped_reasons, sites
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -50,10 +41,6 @@ class Layer:
     """Whether the attention module has returned."""
 
 
-OnLayer = Callable[[Layer], None]
-OnFilter = Callable[[Layer, GraphFilter, Operator, Tensor, Tensor], None]
-
-
 class Watch:
     """Hooks on a model that follow its layers, between :meth:`start` and :meth:`stop`.
 
@@ -65,26 +52,30 @@ class Watch:
         attention: its attention modules, by name.
         on_layer: called with a layer when it is over.
         on_filter: called after a layer's filter with the layer, the filter, its operator and
-            values, and its output.
-        reads: whether numbers may be read from the device, which waits for it.
+            values (with the depth term), and its output. Without it no number is read from the
+            device, which would wait for it.
     """
 
     def __init__(
         self,
         model: nn.Module,
         attention: Mapping[str, nn.Module],
-        on_layer: OnLayer,
-        on_filter: OnFilter | None = None,
-        reads: bool = False,
+        on_layer: Callable[[Layer], None],
+        on_filter: Callable[[Layer, GraphFilter, Operator, Tensor, Tensor], None] | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
         self.on_layer = on_layer
         self.on_filter = on_filter
-        self.reads = reads
         blocks = _blocks_around(model, attention)
         self._layer_of = {block: name for name, around in blocks.items() for block in around}
-        self._containers = _containers_around(blocks)
+        # the model, "", and all modules in it that contain blocks
+        self._containers = {""} | {
+            part
+            for name, own in blocks.items()
+            for part in _parts_around(name)
+            if len(part) < len(own[-1])
+        }
         # encoders, decoders and towers: the model has attention outside of them, on other tokens
         self._parts = {
             container
@@ -92,11 +83,6 @@ class Watch:
             if not all(name == container or _is_inside(name, container) for name in blocks)
         }
         self._handles: list[RemovableHandle] = []
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the model has hooks."""
-        return bool(self._handles)
 
     def start(self, valid: Tensor | None = None, batch: Any = None) -> None:
         """Add the hooks.
@@ -107,7 +93,7 @@ class Watch:
         """
         self.stop()
         self._valid = valid
-        self._batch = Arguments((), {"batch": batch}, passes_on=True)
+        self._batch = Arguments((), _with_batches({"batch": batch}), passes_on=True)
         # what the modules that run now were called with
         self._calls: dict[str, Arguments] = {}
         # the outermost container that runs now, and those that ran before
@@ -118,36 +104,36 @@ class Watch:
         self._entered: tuple[nn.Module, Tensor] | None = None
         modules = dict(self.model.named_modules())
         for name in dict.fromkeys((*self._containers, *self._layer_of)):
-            module = modules[name]
+            enter, leave = partial(self._enter, name), partial(self._leave, name)
             self._handles += [
-                module.register_forward_pre_hook(self._enter(name), with_kwargs=True),
-                module.register_forward_hook(self._leave(name), with_kwargs=True),
+                modules[name].register_forward_pre_hook(enter, with_kwargs=True),
+                modules[name].register_forward_hook(leave, with_kwargs=True),
             ]
         for name, filter in filters_of(self.model).items():
-            self._handles.append(filter.register_forward_hook(self._filter(name)))
+            if self.on_filter is not None:
+                self._handles.append(filter.register_forward_pre_hook(_mix_first))
+            self._handles.append(filter.register_forward_hook(partial(self._filtered, name)))
 
-    def stop(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
+    def stop(self) -> bool:
+        """Remove the hooks; says whether there were any."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
             handle.remove()
-        self._handles = []
+        return bool(handles)
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling():
-                # the compiler traces hooks inside a compiled block, whose own call has the masks
-                return
-            self._calls[name] = arguments(module, args, kwargs)
-            if name in self._containers:
-                self._begin_forward(name)
-            found = first_tensor((args, kwargs))
-            if self._outer is None or found is None or name not in self._layer_of:
-                return
-            # the first block to begin is the outermost block around the first attention
-            if self._layer is None and self._entered is None:
-                self._entered = (module, found)
-
-        return hook
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            # the compiler traces hooks inside a compiled block, whose own call has the masks
+            return
+        self._calls[name] = arguments(module, args, kwargs)
+        if name in self._containers:
+            self._begin_forward(name)
+        found = first_tensor((args, kwargs))
+        if self._outer is None or found is None or name not in self._layer_of:
+            return
+        # the first block to begin is the outermost block around the first attention
+        if self._layer is None and self._entered is None:
+            self._entered = (module, found)
 
     def _begin_forward(self, name: str) -> None:
         if self._outer not in (None, name):
@@ -161,23 +147,26 @@ class Watch:
         inside = [other == name or _is_inside(other, name) for other in self.attention]
         self._depth = inside.index(True) if True in inside else 0
 
-    def _leave(self, name: str) -> Callable[..., None]:
-        @torch.no_grad()
-        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            if self._outer is not None and name in self._layer_of:
-                self._end_block(self._layer_of[name], name, module, (args, kwargs), output)
-            if torch.compiler.is_compiling():
-                return
-            self._calls.pop(name, None)
-            if name == self._outer:
-                self._end_layer()
-                self._outer = None
+    @torch.no_grad()
+    def _leave(
+        self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if self._outer is not None and name in self._layer_of:
+            self._end_block(
+                self._layer_of[name], name, module, first_tensor((args, kwargs)), output
+            )
+        if torch.compiler.is_compiling():
+            return
+        self._calls.pop(name, None)
+        if name == self._outer:
+            self._end_layer()
+            self._outer = None
 
-        return hook
-
-    def _end_block(self, name: str, block: str, module: nn.Module, call: Any, output: Any) -> None:
+    def _end_block(
+        self, name: str, block: str, module: nn.Module, entered: Tensor | None, output: Any
+    ) -> None:
         """Keep what leaves a block: blocks end from the inside out, so the outermost is kept."""
-        entered, layer, is_attention = first_tensor(call), self._layer, block == name
+        layer, is_attention = self._layer, block == name
         if layer is None or layer.name != name or (is_attention and layer.has_ended):
             layer = self._begin_unfiltered(name, block, entered)
         layer.has_ended |= is_attention
@@ -185,7 +174,7 @@ class Watch:
         if layer.attended is None or found is None:
             return
         attended, valid = layer.attended, None
-        if self.reads and found.dim() == 2:
+        if self.on_filter is not None and found.dim() == 2:
             valid = layer.padding.of((attended.batch, attended.length), found.device)
         try:
             tokens = tokens_of(found.detach(), attended, module, entered, valid)
@@ -198,33 +187,36 @@ class Watch:
         """The layer whose innermost block has ended, and whose filter did not run."""
         # keyword arguments need not come in the order of the parameters
         x = first_tensor(self._calls[block].given) if block in self._calls else None
+        # ids and masks are (B, N)
+        matrices = {
+            tuple(value.shape)
+            for around, call in self._calls.items()
+            if _is_inside(name, around)
+            for value in call.given.values()
+            if isinstance(value, Tensor) and value.dim() == 2
+        }
         try:
             attended = attended_by_input(
-                self.attention[name], entered if x is None else x, self._matrices_around(name)
+                self.attention[name], entered if x is None else x, matrices
             )
         except AxesInDoubtError:
             attended = None
-        return self._begin_layer(name, attended, Padding(stated=[self.mask_of(name)]))
+        return self._begin_layer(name, attended, Padding(stated=[self._mask_of(name)]))
 
-    def _filter(self, name: str) -> Callable[..., None]:
+    @torch.no_grad()
+    def _filtered(self, name: str, filter: GraphFilter, args: Any, output: Any) -> None:
         """The hook on a filter, whose arguments show the tokens and the masks of the layer."""
-
-        @torch.no_grad()
-        def hook(filter: nn.Module, args: Any, output: Any) -> None:
-            if self._outer is None or args[1].is_nested:
-                return
-            operator, v = args[0].whole(), args[1].detach()
-            attended = attended_by_values(self.attention[name], v)
-            padding = padding_of(self.mask_of(name), operator, v, self._valid)
-            layer = self._begin_layer(name, attended, padding)
-            if self.on_filter is not None:
-                assert isinstance(filter, GraphFilter)
-                # what runs for a measurement is not followed itself
-                outer, self._outer = self._outer, None
-                self.on_filter(layer, filter, operator, v, output)
-                self._outer = outer
-
-        return hook
+        if self._outer is None or args[1].is_nested:
+            return
+        operator, v = args[0].whole(), args[1].detach()
+        attended = attended_by_values(self.attention[name], v)
+        padding = padding_of(self._mask_of(name), operator, v, self._valid)
+        layer = self._begin_layer(name, attended, padding)
+        if self.on_filter is not None:
+            # what runs for a measurement is not followed itself
+            outer, self._outer = self._outer, None
+            self.on_filter(layer, filter, operator, v, output)
+            self._outer = outer
 
     def _begin_layer(self, name: str, attended: Attended | None, padding: Padding) -> Layer:
         self._end_layer()
@@ -238,7 +230,7 @@ class Watch:
         if layer is not None:
             self.on_layer(layer)
 
-    def mask_of(self, layer: str) -> Tensor | None:
+    def _mask_of(self, layer: str) -> Tensor | None:
         """The padding mask that was handed down to a layer that runs now, True where one counts.
 
         A padding mask that a model is called with need not be about the tokens of every layer:
@@ -250,26 +242,26 @@ class Watch:
         calls.append((layer, self._batch, False))
         square = None
         for path, call, is_part in calls:
-            mask = _mask_among(call, path)
+            mask = call.mask(path)
             if mask is not None:
                 if mask.shape[0] != mask.shape[1]:
                     return mask
                 # (B, N) of as many samples as tokens, or pairs (N, N) that an inner module made:
                 # the outermost is the padding mask
                 square = mask
-            elif is_part and not _got_another_mask(call, path):
+            elif is_part and not call.has_another_mask(path):
                 break
         return square
 
-    def _matrices_around(self, layer: str) -> set[tuple[int, ...]]:
-        """The shapes of matrices among the arguments of the modules around a layer that runs."""
-        return {
-            tuple(value.shape)
-            for name, call in self._calls.items()
-            if _is_inside(layer, name)
-            for value in _with_batches(call).values()
-            if isinstance(value, Tensor) and value.dim() == 2
-        }
+
+def _mix_first(filter: GraphFilter, args: tuple[Operator, Tensor]) -> tuple[Operator, Tensor]:
+    """A hook that adds the depth term to the values, which the filter then takes as they are."""
+    return args[0], filter.mixed(*args)
+
+
+# names of masks in the arguments of models, and whether True means that a token counts
+_OF_SOURCE = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
+_OF_TARGET = {"decoder_attention_mask": True, "tgt_key_padding_mask": False}
 
 
 class Arguments(NamedTuple):
@@ -278,14 +270,37 @@ class Arguments(NamedTuple):
     takes: tuple[str, ...]
     """The parameters of its forward."""
     given: dict[str, Any]
-    """By name, in the order of the parameters. What only ``*args`` takes is not here."""
+    """By name, in the order of the parameters, and what is in those that are a whole batch. What
+    only ``*args`` takes is not here."""
     passes_on: bool
     """Whether its forward has ``*args``: a wrapper, whose arguments have names further inside."""
+
+    def mask(self, path: str) -> Tensor | None:
+        """The padding mask for the layer at ``path`` inside of the module."""
+        for name in self._mask_names(path):
+            mask = self.given.get(name)
+            if isinstance(mask, Tensor) and mask.dim() == 2:
+                return _counting(mask, {**_OF_SOURCE, **_OF_TARGET}[name])
+        return None
+
+    def has_another_mask(self, path: str) -> bool:
+        """Whether a mask may have come in another form, made further out: pairs, a description."""
+        names = self._mask_names(path) or [name for name in self.given if "mask" in name]
+        return self.passes_on or any(self.given.get(name) is not None for name in names)
+
+    def _mask_names(self, path: str) -> list[str]:
+        """The names of masks that are about the layer at ``path``."""
+        source, target = (
+            [name for name in names if name in self.takes or name in self.given]
+            for names in (_OF_SOURCE, _OF_TARGET)
+        )
+        if source and target:
+            return target if "decoder" in path else source
+        return source + target
 
 
 def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Bind the arguments of a call to the names of the forward's parameters."""
-    kinds = inspect.Parameter
     if isinstance(module, nn.Sequential):
         # it takes no masks, whatever its modules do with them
         return Arguments((), {}, passes_on=True)
@@ -293,59 +308,21 @@ def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         parameters = inspect.signature(module.forward).parameters
     except (TypeError, ValueError):
         # compiled code, whose parameters have no names
-        return Arguments((), kwargs, passes_on=True)
+        return Arguments((), _with_batches(kwargs), passes_on=True)
+    kinds = inspect.Parameter
     named = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
     positional = [name for name, p in parameters.items() if p.kind in named]
     given = {**dict(zip(positional, args, strict=False)), **kwargs}
-    order = [name for name in parameters if name in given]
-    order += [name for name in given if name not in parameters]
-    return Arguments(
-        takes=tuple(parameters),
-        given={name: given[name] for name in order},
-        passes_on=any(p.kind is kinds.VAR_POSITIONAL for p in parameters.values()),
-    )
+    ordered = {name: given[name] for name in (*parameters, *given) if name in given}
+    passes_on = any(p.kind is kinds.VAR_POSITIONAL for p in parameters.values())
+    return Arguments(tuple(parameters), _with_batches(ordered), passes_on)
 
 
-# names of masks in the arguments of models, and whether True means that a token counts
-_OF_SOURCE = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
-_OF_TARGET = {"decoder_attention_mask": True, "tgt_key_padding_mask": False}
-
-
-def _mask_among(call: Arguments, path: str) -> Tensor | None:
-    """The padding mask in the arguments of a module, for its layer at ``path`` inside of it."""
-    given = _with_batches(call)
-    for name in _masks_taken(call, path):
-        mask = given.get(name)
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            return _counting(mask, {**_OF_SOURCE, **_OF_TARGET}[name])
-    return None
-
-
-def _got_another_mask(call: Arguments, path: str) -> bool:
-    """Whether a mask may have come in another form: pairs or a description, made further out."""
-    given = _with_batches(call)
-    names = _masks_taken(call, path) or [name for name in given if "mask" in name]
-    return call.passes_on or any(given.get(name) is not None for name in names)
-
-
-def _masks_taken(call: Arguments, path: str) -> list[str]:
-    """The names of masks in a module's call that are about the layer at ``path`` inside of it."""
-    given = _with_batches(call)
-    source, target = (
-        [name for name in names if name in call.takes or name in given]
-        for names in (_OF_SOURCE, _OF_TARGET)
-    )
-    if source and target:
-        return target if "decoder" in path else source
-    return source + target
-
-
-def _with_batches(call: Arguments) -> dict[str, Any]:
-    """The arguments of a call, and what is in those that are a whole batch."""
-    given: dict[str, Any] = {}
-    for name, value in call.given.items():
-        given |= {name: value} | (dict(value) if isinstance(value, Mapping) else {})
-    return given
+def _with_batches(given: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        found |= {name: value} | (dict(value) if isinstance(value, Mapping) else {})
+    return found
 
 
 def _counting(mask: Tensor, counts: bool) -> Tensor:
@@ -366,34 +343,280 @@ def _blocks_around(model: nn.Module, attention: Iterable[str]) -> dict[str, list
     ``ModuleList``, ``Sequential`` or ``ModuleDict``: what a model repeats with depth.
     """
     modules = dict(model.named_modules())
-    names = list(attention)
-    found = {}
+    lists = (nn.ModuleList, nn.ModuleDict)
+    names, found = list(attention), {}
     for name in names:
-        parts = name.split(".")
-        blocks = [name]
-        for end in range(len(parts) - 1, 0, -1):
-            around = ".".join(parts[:end])
-            if sum(other == name or other.startswith(around + ".") for other in names) > 1:
+        found[name] = [name]
+        for part in _parts_around(name):
+            if any(other != name and _is_inside(other, part) for other in names):
                 break
-            parent = modules[".".join(parts[: end - 1])]
-            repeats = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-            if repeats and not isinstance(modules[around], (nn.ModuleList, nn.ModuleDict)):
-                blocks.append(around)
-        found[name] = blocks
+            parent = modules[part.rpartition(".")[0]]
+            if isinstance(parent, (*lists, nn.Sequential)) and not isinstance(modules[part], lists):
+                found[name].append(part)
     return found
 
 
-def _containers_around(blocks: dict[str, list[str]]) -> set[str]:
-    """The names of the model, ``""``, and of all modules in it that contain blocks."""
-    containers = {""}
-    for name, around in blocks.items():
-        parts = name.split(".")
-        inside = [".".join(parts[:end]) for end in range(1, len(parts))]
-        outside = min((inside.index(block) for block in around if block in inside), default=None)
-        containers.update(inside[:outside])
-    return containers
+def _parts_around(name: str) -> list[str]:
+    """The names of the modules that a module is in, the innermost first, without the model."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 
 
 def _is_inside(name: str, container: str) -> bool:
     """Whether the module ``name`` is inside of the module ``container``; no module is in itself."""
     return name != container and (not container or name.startswith(container + "."))
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The first floating-point tensor in a block's input or output: nested tuples, lists, dicts."""
+    if isinstance(value, Tensor):
+        # a nested tensor has no axis of tokens
+        has_tokens = value.is_floating_point() and value.dim() >= 2 and not value.is_nested
+        return value if has_tokens else None
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            found = first_tensor(part)
+            if found is not None:
+                return found
+    return None
+
+
+AXES_IN_DOUBT = (
+    "tokens were not measured, because their sizes do not show which axis is samples, tokens or "
+    "features, or they are nested tensors or samples of several lengths in one list. If there are "
+    "as many samples as tokens, take another batch size"
+)
+
+
+def axes_in_doubt(names: Iterable[str]) -> str:
+    """The warning about layers, or the input, whose tokens were not measured."""
+    return "; ".join(grouped_reasons(dict.fromkeys(names, AXES_IN_DOUBT)))
+
+
+# blocks with the layout that their attention's batch_first says; others may transpose around it
+_LIE_AS_DECLARED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+class AxesInDoubtError(Exception):
+    """Features can be read in several ways; no number is better than one that may be wrong."""
+
+
+class Attended(NamedTuple):
+    """The tokens that an attention attends to: their sizes identify the axes around it."""
+
+    batch: int
+    """How many samples; each window of an image is one."""
+    length: int
+    """Tokens of a sample."""
+    width: int
+    """Features of a token."""
+    sequence_first: bool = False
+    """Whether the attention has them as ``(N, B, D)``; blocks around it need not."""
+
+    def order_of(self, x: Tensor) -> bool | None:
+        """Whether ``x (·, ·, D)`` is sequence first, as its sizes show; None if they do not."""
+        sizes, batch_first = tuple(x.shape[:2]), (self.batch, self.length)
+        if self.batch == self.length or sizes not in (batch_first, batch_first[::-1]):
+            return None
+        if sizes != batch_first and not self.sequence_first and self.batch % self.length == 0:
+            # M samples, of which each is several windows of M tokens, have these sizes as well
+            raise AxesInDoubtError
+        return sizes != batch_first
+
+    def features_first_in(self, x: Tensor) -> bool | None:
+        """Whether a grid is ``(B, D, H, W)``, as its sizes show; None if they do not."""
+        total = self.batch * self.length
+        first, last = x[:, 0].numel() == total, x[..., 0].numel() == total
+        return None if first == last else first
+
+
+def attended_by_values(attention: nn.Module, v: Tensor) -> Attended:
+    """What an attention attends to, by the values ``(..., H, N, d)`` that its filter gets."""
+    lead = v.shape[:-3]
+    width = v.shape[-3:-2].numel() * v.shape[-1]
+    # tokens further apart in memory than samples were projected from (N, B, D)
+    is_turned = len(lead) == 1 and v.stride(-2) > v.stride(0)
+    return Attended(lead.numel(), v.shape[-2], width, _is_sequence_first(attention, is_turned))
+
+
+def attended_by_input(
+    attention: nn.Module, x: Tensor | None, around: Collection[tuple[int, ...]]
+) -> Attended:
+    """The same of an attention without a filter, by what it or a block around it was called with.
+
+    Args:
+        attention: the attention module.
+        x: the first floating-point tensor of the call.
+        around: shapes of matrices among the arguments of the modules around it. Those of ids and
+            masks are ``(B, N)``.
+    """
+    width = _width(attention)
+    if x is None or x.dim() > 4:
+        raise AxesInDoubtError
+    if x.dim() == 4:
+        samples, tokens = _tokens_of_grid(x, _by_width(x, width)).shape[:2]
+        return Attended(samples, tokens, width)
+    if x.dim() == 2:
+        return Attended(1, len(x), width, _is_sequence_first(attention, False))
+    one, other = x.shape[:2]
+    is_turned = (other, one) in around and (one, other) not in around
+    if _is_sequence_first(attention, is_turned):
+        return Attended(other, one, width, sequence_first=True)
+    return Attended(one, other, width)
+
+
+def _is_sequence_first(attention: nn.Module, looks_so: bool) -> bool:
+    """As the attention declares, or as its arguments look."""
+    return getattr(attention, "batch_first", not looks_so) is False
+
+
+def tokens_of(
+    x: Tensor,
+    attended: Attended,
+    block: nn.Module,
+    entered: Tensor | None = None,
+    valid: Tensor | None = None,
+) -> Tensor | None:
+    """Features as ``(B, N, D)``, or None if they are not features of tokens.
+
+    Args:
+        x: the input or output of a block: batch first, sequence first, a grid ``(B, H, W, D)`` or
+            ``(B, D, H, W)``, or all samples one after another ``(ΣN, D)``, as in graph libraries.
+        attended: what the attention in the block attends to.
+        block: the block, or the attention itself.
+        entered: the input of the block, whose sizes may show more than those of its output.
+        valid: ``(B, N)``; separates samples of several lengths, which reads from the device.
+    """
+    shown = [like for like in (x, entered) if like is not None and like.dim() == x.dim()]
+    if x.dim() == 4:
+        found = [attended.features_first_in(like) for like in shown]
+        # windows that reach beyond the grid have more tokens than it
+        return _tokens_of_grid(x, _first([*found, _by_width(x, attended.width)]))
+    if x.dim() == 3:
+        is_sequence_first = _first(attended.order_of(like) for like in shown)
+        if is_sequence_first is None:
+            is_sequence_first = attended.sequence_first
+            if is_sequence_first and not isinstance(block, _LIE_AS_DECLARED):
+                # SpeechBrain's blocks are batch first around such an attention, XLNet's are not
+                raise AxesInDoubtError
+        return x.transpose(0, 1) if is_sequence_first else x
+    if x.dim() != 2 or len(x) == attended.batch:
+        # one vector a sample is no token
+        return None
+    if len(x) == attended.batch * attended.length:
+        return x.unflatten(0, (attended.batch, attended.length))
+    if valid is None or int(valid.sum()) != len(x):
+        raise AxesInDoubtError
+    dense = x.new_zeros(*valid.shape, x.shape[-1])
+    dense[valid] = x
+    return dense
+
+
+def _first(answers: Iterable[bool | None]) -> bool | None:
+    return next((answer for answer in answers if answer is not None), None)
+
+
+def _by_width(x: Tensor, width: int) -> bool | None:
+    first, last = x.shape[1] == width, x.shape[3] == width
+    return None if first == last else first
+
+
+def _tokens_of_grid(x: Tensor, features_first: bool | None) -> Tensor:
+    if features_first is None:
+        raise AxesInDoubtError
+    return x.flatten(2).mT if features_first else x.flatten(1, 2)
+
+
+def _width(attention: nn.Module) -> int:
+    """The features of a token that enters an attention module; 0 if no projection shows it."""
+    for module in attention.modules():
+        for name in ("embed_dim", "in_features", "in_channels"):
+            found = getattr(module, name, None)
+            if isinstance(found, int):
+                return found
+    return 0
+
+
+@dataclass
+class Padding:
+    """The masks of a layer's tokens, each for the tensors whose shape it has."""
+
+    own: Tensor | None = None
+    """The mask of the user, which overrides all others."""
+    stated: Sequence[Tensor | None] = ()
+    """What the model was called with, and what the attention was told to hide. A token counts if
+    all of them say so."""
+    shown: Tensor | None = None
+    """What an attention map shows, where nothing is stated."""
+
+    def of(self, shape: Iterable[int], device: torch.device) -> Tensor | None:
+        """The mask of tokens of this shape, True where one counts; None if no mask is known."""
+        wanted = tuple(shape)
+        for masks in ([self.own], self.stated, [self.shown]):
+            fitting = [m.to(device) for m in masks if m is not None and tuple(m.shape) == wanted]
+            if fitting:
+                return torch.stack(fitting).all(0)
+        return None
+
+
+def padding_of(
+    handed_down: Tensor | None, operator: Operator, v: Tensor, own: Tensor | None = None
+) -> Padding:
+    """The padding of a layer whose filter was called with an operator and values.
+
+    ``handed_down`` is the mask that the modules around the layer got, ``own`` that of the user.
+    """
+    visible = operator.visibility()
+    # False where the operator's masks hide a token from every query
+    stated = (handed_down, None if visible is None else _of_keys(visible.visible_keys(), v))
+    shape = (*v.shape[:-3], v.shape[-2])
+    is_known = any(mask is not None and mask.shape == shape for mask in (own, *stated))
+    # reads all entries of a map
+    return Padding(own, stated, None if is_known else shown_by_map(operator, v))
+
+
+def shown_by_map(operator: Operator, v: Tensor) -> Tensor | None:
+    """``(..., N)``, False where all weights of a token are 0; None of a map not written out.
+
+    Queries that may see no key do not count. Softmax spreads them over all keys, because libraries
+    hide keys by adding a number so large that scores are lost in it.
+    """
+    if not operator.holds_matrix:
+        return None
+    matrix = operator.dense().detach()
+    matrix = matrix[(None,) * (3 - matrix.dim())]
+    spread = matrix.amax(-1) == matrix.amin(-1)
+    if matrix.shape[-1] > 1:
+        # the last row of a causal map is that of a query that sees all keys
+        is_causal = matrix[..., -2, -1] == 0
+        spread[..., -1] &= ~is_causal
+    # where all rows are alike, the model has learned nothing so far
+    spread &= ~spread.flatten(-2).all(-1)[..., None, None]
+    seen = (matrix > 0) & ~spread[..., None]
+    return _of_keys(seen.any(-2).any(-2), v)
+
+
+def _of_keys(keys: Tensor | None, v: Tensor) -> Tensor | None:
+    if keys is None or keys.shape[-1] != v.shape[-2]:
+        return None
+    return keys.expand(*v.shape[:-3], v.shape[-2])
+
+
+def checked_mask(valid: Any) -> Tensor | None:
+    """The argument ``valid`` of the lens as a bool tensor; a mask of 0 and 1 may have any dtype."""
+    if valid is None:
+        return None
+    if not isinstance(valid, Tensor):
+        raise TypeError(
+            f"valid must be a tensor (B, N), or a function of the batch that returns one, "
+            f"got {type(valid).__name__}"
+        )
+    others = valid[(valid != 0) & (valid != 1)]
+    if others.numel():
+        raise ValueError(
+            f"valid must be True or 1 where a token counts, and False or 0 elsewhere, got "
+            f"{others[0].item()}; of a mask that is added to scores: valid=mask == 0"
+        )
+    return valid.bool()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any
 
-from gfsa.lens.monitor import Log, Monitor, tensorboard
+from gfsa.lens.monitor import StepCallback
 
 
 def _callback_class() -> type:
@@ -20,7 +19,7 @@ def _callback_class() -> type:
     return object
 
 
-class LensCallback(_callback_class()):  # type: ignore[misc]
+class LensCallback(StepCallback, _callback_class()):  # type: ignore[misc]
     """Logs similarity, residual, norm and coefficients every N steps to TensorBoard.
 
     .. code-block:: python
@@ -35,39 +34,21 @@ class LensCallback(_callback_class()):  # type: ignore[misc]
         log: another log function, called with the numbers by name and the step.
     """
 
-    def __init__(
-        self, every: int = 100, log_dir: str | Path | None = None, log: Log | None = None
-    ) -> None:
-        super().__init__()
-        self.every = every
-        self.log_dir = log_dir
-        # not self.log: Lightning gives every callback a log of its own
-        self._log = log
-        self.monitor: Monitor | None = None
-        self._looking: int | None = None
+    # the optimiser's step that is being measured
+    _step: int | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if not trainer.is_global_zero:
-            return
-        log = self._log or tensorboard(self.log_dir or Path(trainer.default_root_dir) / "lens")
-        self.monitor = Monitor(pl_module, log, self.every)
+        if trainer.is_global_zero:
+            self.begin(pl_module, trainer.default_root_dir)
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self.monitor is not None and self._looking is None:
-            self._looking = trainer.global_step
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if self.monitor is not None and self._step is None:
+            self._step = trainer.global_step
             self.monitor.before_step(trainer.global_step)
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         # the step is over when the trainer has counted it
-        if self.monitor is None or self._looking is None or trainer.global_step == self._looking:
-            return
-        self.monitor.after_step(self._looking)
-        self._looking = None
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.monitor is not None:
-            self.monitor.stop()
+        step = self._step
+        if self.monitor is not None and step is not None and step != trainer.global_step:
+            self.monitor.after_step(step)
+            self._step = None

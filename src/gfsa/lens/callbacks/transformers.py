@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
-from gfsa.lens.monitor import Log, Monitor, tensorboard
+from gfsa.lens.monitor import StepCallback
 
 
-class LensCallback(TrainerCallback):
+class LensCallback(StepCallback, TrainerCallback):
     """Logs similarity, residual, norm and coefficients every N steps to TensorBoard.
 
     .. code-block:: python
@@ -23,19 +22,9 @@ class LensCallback(TrainerCallback):
         log: another log function, called with the numbers by name and the step.
     """
 
-    def __init__(
-        self, every: int = 100, log_dir: str | Path | None = None, log: Log | None = None
-    ) -> None:
-        self.every = every
-        self.log_dir = log_dir
-        self.log = log
-        self.monitor: Monitor | None = None
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        log = self.log or tensorboard(self.log_dir or Path(args.output_dir) / "lens")
-        self.monitor = Monitor(kwargs["model"], log, self.every)
+        if state.is_world_process_zero:
+            self.begin(kwargs["model"], args.output_dir)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.monitor is not None:
@@ -45,7 +34,3 @@ class LensCallback(TrainerCallback):
         if self.monitor is not None:
             # the trainer has counted the step by now
             self.monitor.after_step(state.global_step - 1)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.monitor is not None:
-            self.monitor.stop()

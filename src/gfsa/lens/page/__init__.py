@@ -9,8 +9,8 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from gfsa.lens.colours import series_of
-from gfsa.lens.readings import USUAL_SIMILARITY, ModelReading
-from gfsa.lens.sentences import caption, rows
+from gfsa.lens.readings import ModelReading
+from gfsa.lens.sentences import USUAL_SIMILARITY, caption, rows
 from gfsa.plugs.sites import grouped_reasons
 
 if TYPE_CHECKING:
@@ -60,22 +60,20 @@ def _data(report: LensReport) -> dict[str, Any]:
     plain = report.to_plain()
     names = list(dict.fromkeys([*report.models, *report.trajectories]))
     colours = dict(zip(names, series_of(names), strict=True))
-    plain["usual"] = {"similarity": USUAL_SIMILARITY}
-    plain["series"] = [colours[name] for name in report.models]
-    plain["trajectories"] = [
-        {"name": name, "series": colours[name], **trajectory}
-        for name, trajectory in plain["trajectories"].items()
-        # a model without filters that learn has nothing to draw
-        if trajectory["layers"]
-    ]
-    return plain
+    # a model without filters that learn has nothing to draw
+    paths = {name: path for name, path in plain["trajectories"].items() if path["layers"]}
+    return plain | {
+        "usual": {"similarity": USUAL_SIMILARITY},
+        "series": [colours[name] for name in report.models],
+        "trajectories": [{"name": n, "series": colours[n], **path} for n, path in paths.items()],
+    }
 
 
 def _headline(report: LensReport) -> str:
     """The sentences that compare, then those that advise."""
-    headline = report.headline
-    lines = [f"<p>{html.escape(sentence)}</p>" for sentence in headline.compares]
-    lines += [f'<p class="advice">{html.escape(sentence)}</p>' for sentence in headline.advises]
+    compares, advises = report.headline
+    lines = [f"<p>{html.escape(sentence)}</p>" for sentence in compares]
+    lines += [f'<p class="advice">{html.escape(sentence)}</p>' for sentence in advises]
     return "\n".join(lines)
 
 
@@ -83,26 +81,19 @@ def _looked_at(report: LensReport) -> str:
     parts = []
     if report.models:
         parts.append(report.data or "inputs without a name (report.data gives them one)")
-        extents: dict[str, list[str]] = {}
-        for model in report.models.values():
-            extents.setdefault(_extent(model), []).append(model.name)
-        parts += [f"{', '.join(names)}: {extent}" for extent, names in extents.items()]
     for name, trajectory in report.trajectories.items():
-        parts.append(
-            f"{name} over training: {len(trajectory.steps)} records up to step "
-            f"{trajectory.steps[-1] if trajectory.steps else 0}"
-        )
+        parts.append(f"{len(trajectory.steps)} records of {name} over training")
     return f"Looked at: {'; '.join(parts)}."
 
 
-def _extent(model: ModelReading) -> str:
+def _facts(model: ModelReading) -> str:
     heads = sum(len(layer.coefficients) for layer in model.attention)
-    text = f"{model.samples:,} samples, {model.tokens:,} tokens"
-    if model.attention:
-        text += f", {len(model.attention)} attention layers with {heads} heads"
-    if model.spectral_samples:
-        text += f", responses on {model.spectral_samples:,} samples"
-    return text
+    return (
+        f"{model.kind}, {model.parameters:,} parameters ({model.filter_parameters:,} in filters); "
+        f"{len(model.attention)} attention layers with {heads} heads on {model.samples:,} samples, "
+        f"{model.tokens:,} tokens (responses on {model.spectral_samples:,} samples); "
+        f"{model.seconds:.1f} s"
+    )
 
 
 def _summary(report: LensReport) -> str:
@@ -111,21 +102,18 @@ def _summary(report: LensReport) -> str:
     colours = series_of(list(report.models))
     for number, (name, sentences) in zip(colours, report.findings.items(), strict=True):
         model = report.models[name]
-        facts = (
-            f"{model.kind}, {model.parameters:,} parameters"
-            f" ({model.filter_parameters:,} in filters); {model.seconds:.1f} s"
-        )
-        items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
-        skipped = "".join(
-            f"<li>{html.escape(reason)}</li>" for reason in grouped_reasons(model.skipped)
-        )
-        if skipped:
-            items += f"<li>Not measured:<ul>{skipped}</ul></li>"
+        items = _items(sentences)
+        if model.skipped:
+            items += f"<li>Not measured:<ul>{_items(grouped_reasons(model.skipped))}</ul></li>"
         cards.append(
             f'<article class="card summary" data-series="{number}"><h2>{html.escape(name)}</h2>'
-            f'<p class="facts">{html.escape(facts)}</p><ul>{items}</ul></article>'
+            f'<p class="facts">{html.escape(_facts(model))}</p><ul>{items}</ul></article>'
         )
     return "\n".join(cards)
+
+
+def _items(texts: list[str]) -> str:
+    return "".join(f"<li>{html.escape(text)}</li>" for text in texts)
 
 
 def _table(model: ModelReading) -> str:

@@ -84,8 +84,8 @@ def save(model: nn.Module, path: str | Path) -> None:
 
     Raises:
         TypeError: if ``model`` is not an ``nn.Module``.
-        ValueError: if the model has no filters, a filter is of a class that :func:`load` cannot
-            build, or a value is not finite or has been offloaded.
+        ValueError: if the model has no filters, or one that :func:`load` could not build again: of
+            a class of the caller's own, or with values that are not finite or offloaded.
 
     Examples:
         >>> report = gfsa.plug(model)
@@ -272,12 +272,17 @@ def restore(
         tensors: the numbers, by the name of the layer and of the filter's parameter.
         source: where they are from, for messages.
         other_versions: whether layers may have the names of another version of the model's library.
-        max_degree: the highest degree that is accepted.
+        max_degree: as in :func:`load`.
         check_only: leave the model as it is.
     """
     planned = _plan(model, description, source, other_versions, max_degree)
     plugged = plugged_sites(model)
-    _check_tensors(planned, tensors, source)
+    expected = {f"{saved}.{key}" for saved, _, filter in planned for key in numbers_of(filter)}
+    if expected != tensors.keys():
+        raise ValueError(
+            f"{source} and its description disagree: missing {some_of(expected - tensors.keys())}, "
+            f"not expected {some_of(tensors.keys() - expected)}; save the filters again"
+        )
     if not check_only:
         refuse_sharded(plugged, "load filters")
     if plugged and set(plugged) != {site.name for _, site, _ in planned}:
@@ -318,15 +323,15 @@ def _plan(
     entries = _entries_of(description, source)
     layers: dict[str, list[str]] = {}
     # attention comes first where several modules share a name without prefixes
-    for name in (*tracing, *dict(model.named_modules())):
+    for name in dict.fromkeys((*tracing, *dict(model.named_modules()))):
         layers.setdefault(canonical_name(model, name), []).append(name)
     renamed = renamed_layers(model, refusing, tracing, entries) if other_versions else {}
     planned: _Plan = []
     others = []
     for saved, entry in entries.items():
         name = renamed.get(saved) or _layer_of(model, saved, layers, tracing, description, source)
-        # the oldest versions, and checkpoints of whole models, do not say which layers were traced
-        traced = entry.get(_TRACED, files.DIGEST not in description)
+        # older versions, and checkpoints of whole models, do not say which layers were traced
+        traced = entry.get(_TRACED, True)
         site = (tracing if traced is True else refusing).get(name)
         if site is None or site.refusal:
             reason = "it is not attention" if site is None else site.refusal
@@ -377,17 +382,15 @@ def _entries_of(description: Mapping[str, Any], source: str) -> dict[str, dict[s
             "version"
         )
     entries = description.get("filters")
-    if not isinstance(entries, dict) or not entries:
+    if (
+        not isinstance(entries, dict)
+        or not entries
+        or not all(isinstance(entry, dict) for entry in entries.values())
+    ):
         raise ValueError(
-            f"{source} describes no filters: expected an entry for each layer under 'filters', got "
-            f"{entries!r:.40}; save the filters of a plugged model again"
+            f"{source} describes no filters: expected an object for each layer under 'filters', "
+            f"got {entries!r:.40}; save the filters of a plugged model again"
         )
-    for name, entry in entries.items():
-        if not isinstance(entry, dict):
-            raise ValueError(
-                f"{source}: the entry of {name!r:.80} describes no filter: expected an object with "
-                f"a 'kind', got {entry!r:.40}; save the filters again"
-            )
     return entries
 
 
@@ -402,15 +405,13 @@ def _layer_of(
     """The name in ``model`` of a saved layer."""
     if saved not in layers:
         # checkpoints of whole models and adapters do not say it
-        saved_from = description.get("model")
-        which = f", {saved_from!r:.80}" if saved_from else ""
+        which = f", {description['model']!r:.80}" if description.get("model") else ""
         raise ValueError(
-            f"{source} has a filter for the layer {saved!r:.80}, which "
-            f"{type(model).__name__} does not have; load it into the model that it "
-            f"was saved from{which}"
+            f"{source} has a filter for the layer {saved!r:.80}, which {type(model).__name__} does "
+            f"not have; load it into the model that it was saved from{which}"
         )
-    name = layers[saved][0]
-    others = [other for other in layers[saved] if other in attention and other != name]
+    name, *others = layers[saved]
+    others = [other for other in others if other in attention]
     if others:
         raise ValueError(
             f"{source} has a filter for {saved!r}, which both {name} and {others[0]} can be; "
@@ -437,28 +438,6 @@ def _check_backbone(site: Site, entry: Mapping[str, Any], source: str) -> None:
     )
 
 
-def _check_tensors(planned: _Plan, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Refuse tensors that are not those of the rebuilt filters."""
-    expected = {
-        f"{saved}.{key}": value
-        for saved, _, filter in planned
-        for key, value in numbers_of(filter).items()
-    }
-    missing, extra = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
-    if missing or extra:
-        raise ValueError(
-            f"{source} and its description disagree: missing {some_of(missing)}, "
-            f"not expected {some_of(extra)}; save the filters again"
-        )
-    for name, wanted in expected.items():
-        found = tensors[name]
-        if found.shape != wanted.shape or found.dtype not in _DTYPES:
-            raise ValueError(
-                f"{source}: {name} should be floating point of shape {tuple(wanted.shape)}, "
-                f"got {found.dtype} of shape {tuple(found.shape)}; save the filters again"
-            )
-
-
 def _fill(
     saved: str, site: Site, filter: GraphFilter, tensors: Mapping[str, Tensor], source: str
 ) -> None:
@@ -476,7 +455,14 @@ def _fill(
     with torch.inference_mode(False), torch.no_grad():
         filter.to(dtype=dtype)
         for key, value in numbers_of(filter).items():
-            value.copy_(tensors[f"{saved}.{key}"])
+            found = tensors[f"{saved}.{key}"]
+            if found.shape != value.shape or found.dtype not in _DTYPES:
+                raise ValueError(
+                    f"{source}: {saved}.{key} should be floating point of shape "
+                    f"{tuple(value.shape)}, got {found.dtype} of shape {tuple(found.shape)}; save "
+                    "the filters again"
+                )
+            value.copy_(found)
             _check_finite(value, f"{source}: {saved}.{key}", f"in {value.dtype}")
         # files have polynomials alone
         for term in (filter.coefficients(), filter.share(), filter.depth()):

@@ -22,13 +22,7 @@ from torch import Tensor, nn
 from gfsa.filters.spec import EXTRA, MOST_DEGREE
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.saving.checkpoint import described_by, load, restore
-from gfsa.plugs.saving.files import (
-    FILE,
-    HUB_ARGUMENTS,
-    download_filters,
-    filter_tensors,
-    other_loader,
-)
+from gfsa.plugs.saving.files import FILE, HUB_ARGUMENTS, download, filter_tensors, other_loader
 from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.sites import check_model, filters_of, plugged_sites, sites
 from gfsa.plugs.transaction import all_or_nothing
@@ -102,14 +96,7 @@ def from_pretrained(
             "those of transformers: load the model with its own from_pretrained, then the filters "
             "that gfsa.save wrote with gfsa.load"
         )
-    if kwargs.get("output_loading_info"):
-        raise ValueError(
-            "output_loading_info is not supported, because it would list the filters as "
-            "unexpected; leave it out"
-        )
-    refusal = _refusal_of_other_weights(kwargs)
-    if refusal is not None:
-        raise ValueError(f"filters are read from the safetensors of the weights: {refusal}")
+    _refuse_options(kwargs)
     # the config may be the caller's own, or in a folder inside
     refusal = None if {"config", "subfolder"} & kwargs.keys() else refusal_of_path(path)
     if refusal is not None:
@@ -135,18 +122,25 @@ def _hub_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
 
 
-def _refusal_of_other_weights(kwargs: Mapping[str, Any]) -> str | None:
-    """Why the weights would be of other files than the filters, or None if they would not."""
+def _refuse_options(kwargs: Mapping[str, Any]) -> None:
+    """Raise for options with which the weights are of other files than the filters."""
+    if kwargs.get("output_loading_info"):
+        raise ValueError(
+            "output_loading_info is not supported, because it would list the filters as "
+            "unexpected; leave it out"
+        )
     if kwargs.get("gguf_file"):
-        return f"a GGUF file has none, got gguf_file={kwargs['gguf_file']!r:.80}"
-    if kwargs.get("use_safetensors") is False:
-        return "got use_safetensors=False; leave it out"
-    if any(f".{CHILD}." in key for key in kwargs.get("state_dict") or ()):
-        return (
+        other = f"a GGUF file has none, got gguf_file={kwargs['gguf_file']!r:.80}"
+    elif kwargs.get("use_safetensors") is False:
+        other = "got use_safetensors=False; leave it out"
+    elif any(f".{CHILD}." in key for key in kwargs.get("state_dict") or ()):
+        other = (
             "those in state_dict would be ignored; leave it out, and call "
             "model.load_state_dict(state_dict) afterwards"
         )
-    return None
+    else:
+        return
+    raise ValueError(f"filters are read from the safetensors of the weights: {other}")
 
 
 def is_of_diffusers(model_class: Any) -> bool:
@@ -167,22 +161,21 @@ def restore_filters(
     Args:
         model: a model of transformers.
         path: the folder, or a name on the hub.
-        hub: arguments that say where on the hub it is (``revision``, ``token`` …).
+        hub: some of :data:`~gfsa.plugs.saving.files.HUB_ARGUMENTS`.
         variant: the variant of the weights, as in ``model.fp16.safetensors``.
-        max_degree: the highest degree that is accepted.
+        max_degree: as in :func:`from_pretrained`.
 
     Returns:
         Whether the checkpoint has filters.
     """
-    layers = _layers_on_disk(model)
-
-    def name_of(layer: str) -> str:
-        name = canonical_name(model, layer)
-        return layers.get(name, layer)
-
     found = filter_tensors(files_of(path, hub, variant), str(path))
     if not found:
         return False
+    layers = _layers_on_disk(model)
+
+    def name_of(layer: str) -> str:
+        return layers.get(canonical_name(model, layer), layer)
+
     description, tensors = described_by(found, name_of)
     restore(model, description, tensors, str(path), other_versions=True, max_degree=max_degree)
     # it is true of the files, and would be saved again after gfsa.unplug
@@ -319,7 +312,7 @@ def load_peft(
             "already. Add another one with model.load_adapter(path, adapter_name=...)"
         )
     source = str(path)
-    found = filter_tensors([_adapter_file(path, kwargs)], source)
+    found = filter_tensors([_file_of(path, _ADAPTER, kwargs)], source)
     if not found:
         return _load_beside(model, path, max_degree, kwargs)
     description, tensors = described_by(found, functools.partial(canonical_name, model))
@@ -339,17 +332,14 @@ def _load_beside(
     """Load an adapter without filters, and the filters that gfsa.save wrote beside it."""
     import peft
 
-    without = f"{path} has no filters: its adapter was saved without modules_to_save=['gfsa'], and"
-    advice = "Load it with peft.PeftModel.from_pretrained"
-    if Path(path).is_dir():
-        folder = Path(path) / (kwargs.get("subfolder") or "")
-        if not (folder / FILE).is_file():
-            raise ValueError(f"{without} gfsa.save wrote none beside it. {advice}")
-    else:
-        try:
-            folder = download_filters(str(path), _hub_arguments(kwargs))
-        except FileNotFoundError as error:
-            raise ValueError(f"{without} none can be read beside it: {error}. {advice}") from error
+    try:
+        folder = _file_of(path, FILE, kwargs).parent
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{path} has no filters: its adapter was saved without modules_to_save=['gfsa'], and "
+            f"gfsa.save wrote none beside it ({error}). Load it with "
+            "peft.PeftModel.from_pretrained"
+        ) from error
     with all_or_nothing(model), _without_warning():
         loaded = peft.PeftModel.from_pretrained(model, str(path), **kwargs)
         load(loaded, folder, max_degree=max_degree)
@@ -372,28 +362,17 @@ def _reset(model: nn.Module) -> None:
                 filter.theta.zero_()
 
 
-def _adapter_file(path: str | Path, kwargs: dict[str, Any]) -> Path:
-    """The adapter's safetensors, downloaded if ``path`` is a name on the Hub."""
-    if Path(path).is_dir():
-        file = Path(path) / (kwargs.get("subfolder") or "") / _ADAPTER
-        if not file.is_file():
-            advice = other_loader(file.parent, "gfsa.load_peft") or (
-                "filters are read from safetensors only; save the adapter with "
-                "model.save_pretrained"
-            )
-            raise FileNotFoundError(f"{file} does not exist: {advice}")
-        return file
-    # peft depends on it
-    import huggingface_hub
-
-    try:
-        file = huggingface_hub.hf_hub_download(str(path), _ADAPTER, **_hub_arguments(kwargs))
-        return Path(file)
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"{path} is neither a folder here with an adapter of peft, nor can {_ADAPTER} be read "
-            f"from the Hub: {type(error).__name__}: {' '.join(str(error).split()):.300}"
-        ) from error
+def _file_of(path: str | Path, name: str, kwargs: dict[str, Any]) -> Path:
+    """A file of an adapter's folder, downloaded if ``path`` is a name on the Hub."""
+    if not Path(path).is_dir():
+        return download(str(path), _hub_arguments(kwargs), name)
+    file = Path(path) / (kwargs.get("subfolder") or "") / name
+    if not file.is_file():
+        advice = other_loader(file.parent, "gfsa.load_peft") or (
+            "filters are read from safetensors only; save the adapter with model.save_pretrained"
+        )
+        raise FileNotFoundError(f"{file} does not exist: {advice}")
+    return file
 
 
 def check_loaded(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
@@ -434,12 +413,7 @@ def without_filters_in_load_report() -> Iterator[None]:
 
 
 def read_config(path: str, **kwargs: Any) -> Any:
-    """``AutoConfig.from_pretrained``, but it raises ValueError if ``path`` is not such a model.
-
-    Args:
-        path: a folder, or a name on the Hub.
-        kwargs: for ``AutoConfig.from_pretrained``.
-    """
+    """``AutoConfig.from_pretrained``, but it raises ValueError if ``path`` is not such a model."""
     import transformers
 
     refusal = refusal_of_path(path)
@@ -465,13 +439,11 @@ def refusal_of_path(path: str | Path) -> str | None:
         # whoever asks loads whole models
         found = other_loader(folder, "gfsa.from_pretrained") or f"{path} has no config.json"
         return f"{found}; {expected}"
-    if folder.is_file():
-        return f"{path} is a file; {expected}"
     if str(path).startswith("~"):
         return f"{path} does not exist: only a shell expands ~, Path(...).expanduser() does here"
     # on Windows an absolute path begins with a drive
-    if folder.is_absolute() or str(path).startswith("."):
-        return f"{path} does not exist; {expected}"
+    if folder.is_file() or folder.is_absolute() or str(path).startswith("."):
+        return f"{path} {'is a file' if folder.is_file() else 'does not exist'}; {expected}"
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -235,43 +235,91 @@ def give_rate(optimizer: Any, model: nn.Module, filter_lr: float) -> None:
         optimizer.add_param_group(filter_group(of_filters, filter_lr))
 
 
-# plugged models, and the optimizers that were looked at
-_WATCHED: WeakSet[nn.Module] = WeakSet()
-_SEEN: WeakSet[Any] = WeakSet()
+# plugged models, each with the steps in which their filters got gradients and did not move, and the
+# versions of their numbers at the first of these
+_WATCHED: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
+# the Muons that were looked at
+_MUONS: WeakSet[Any] = WeakSet()
+# how many steps optimizers may make before one of them must have moved a filter
+_STEPS = 10
 
 
 def watch_optimizers(model: nn.Module) -> None:
-    """Warn at the first step of an optimizer for matrices alone that has filters of ``model``."""
+    """Look at the optimizers that train ``model`` before they make a step.
+
+    One for matrices alone that has filters, and one without them while no other moves them, are
+    warned of once. A copy of the model is not watched.
+    """
     _listen()
-    _WATCHED.add(model)
+    _WATCHED[model] = 0, 0
 
 
 @functools.cache
 def _listen() -> None:
     # torch's hook for all optimizers: a parameter does not know its own
-    register_optimizer_step_pre_hook(_warn_of_muon)
+    register_optimizer_step_pre_hook(_look_at)
 
 
-def _warn_of_muon(optimizer: Any, args: Any, kwargs: Any) -> None:
-    kind = type(optimizer).__name__
-    if "Muon" not in kind or optimizer in _SEEN:
+def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
+    is_new_muon = "Muon" in type(optimizer).__name__ and optimizer not in _MUONS
+    waiting = [model for model, (steps, _) in _WATCHED.items() if steps < _STEPS]
+    if torch.compiler.is_compiling() or not (is_new_muon or waiting):
         return
-    _SEEN.add(optimizer)
+    if is_new_muon:
+        _MUONS.add(optimizer)
+        _warn_of_muon(optimizer)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for model in waiting:
+        _look_for_filters(model, held)
+
+
+def _look_for_filters(model: nn.Module, held: set[int]) -> None:
+    """Warn if ``held`` are parameters of ``model`` in the last of too many steps without filters.
+
+    They move in a step of any optimizer, which need not be one of torch: versions show it.
+    """
+    own = [p for p in _learned_by_filters(model).values() if p.requires_grad]
+    steps, start = _WATCHED[model]
+    versions = sum(p._version for p in own)
+    if not own:
+        del _WATCHED[model]
+    elif any(id(p) in held for p in own) or (steps and versions != start):
+        _WATCHED[model] = _STEPS, versions
+    elif any(p.grad is not None for p in own) and any(id(p) in held for p in model.parameters()):
+        _WATCHED[model] = steps + 1, versions
+        if steps + 1 == _STEPS:
+            warnings.warn(
+                f"in {_STEPS} training steps of {type(model).__name__} other weights have changed, "
+                "but no filter has, although filters got gradients: the optimizer does not have "
+                "their parameters. Build it after gfsa.plug, with gfsa.parameter_groups(model, "
+                "...) or model.parameters(); to keep the filters as they are, call "
+                "requires_grad_(False) on them",
+                stacklevel=4,
+            )
+
+
+def _learned_by_filters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {
+        f"{name}.{own}": parameter
+        for name, filter in model.named_modules()
+        if isinstance(filter, GraphFilter)
+        for own, parameter in filter.named_parameters()
+    }
+
+
+def _warn_of_muon(optimizer: Any) -> None:
     # some implementations have groups for AdamW, too
     groups = (group for group in optimizer.param_groups if group.get("use_muon", True))
     held = {id(parameter) for group in groups for parameter in group["params"]}
-    names = [
-        name
-        for model in _WATCHED
-        for name, module in model.named_modules()
-        if isinstance(module, GraphFilter) and any(id(p) in held for p in module.parameters())
-    ]
+    learned = [pair for model in _WATCHED for pair in _learned_by_filters(model).items()]
+    names = [name.rpartition(".")[0] for name, parameter in learned if id(parameter) in held]
     if names:
         warnings.warn(
-            f"{kind} has the filters {some_of(names)}, and orthogonalises their numbers, "
-            "(heads, learned numbers), as if they were a matrix: give it the other weights, and "
-            "the filters to AdamW (gfsa.parameter_groups(model, ...) has a group of each)",
-            stacklevel=3,
+            f"{type(optimizer).__name__} has the filters {some_of(names)}, and orthogonalises "
+            "their numbers, (heads, learned numbers), as if they were a matrix: give it the other "
+            "weights, and the filters to AdamW (gfsa.parameter_groups(model, ...) has a group of "
+            "each)",
+            stacklevel=4,
         )
 
 

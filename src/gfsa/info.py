@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,15 +41,16 @@ def info(
     from rich.table import Table
 
     if model:
-        from gfsa.plugs.preview import describe, is_saved_with_filters
+        from gfsa.plugs.preview import describe
+        from gfsa.plugs.saving.pretrained import has_filters
 
         try:
             report = describe(model, unknown="trace" if trace else "refuse")
-            has_filters = is_saved_with_filters(model)
+            is_plugged = Path(model).is_dir() and has_filters(model)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         typer.echo(report)
-        if has_filters:
+        if is_plugged:
             typer.echo(
                 f"{model} has filters already, which gfsa.from_pretrained loads; the lines above "
                 "are for a model of its config without them"

@@ -32,7 +32,19 @@ _REPLICATE = ("torch.distributed._composable.replicate", "DDP")
 
 def refuse_distributed(model: nn.Module, changed: Iterable[nn.Module]) -> None:
     """Raise if new parameters in the ``changed`` modules of ``model`` would not be synchronised."""
-    reason = _wrapper_inside(model) or _sharded(changed) or _wrapper_around(model)
+    reason = _wrapper_around(model)
+    for module in changed:
+        if any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
+            reason = (
+                f"the parameters of a {type(module).__name__} are distributed over processes "
+                "already (DTensors of fully_shard or parallelize_module)"
+            )
+    for name, module in model.named_modules():
+        wrapper = _wrapper_kind(type(module))
+        if wrapper is not None:
+            where = f"{name} of {type(model).__name__}" if name else "the model"
+            reason = f"{where} is wrapped by {wrapper} already"
+            break
     if reason is not None:
         raise ValueError(
             f"{reason}, so the gradients of parameters that are added now would not be "
@@ -49,25 +61,6 @@ def _wrapper_kind(kind: type) -> str | None:
             return _WRAPPERS[base.__name__]
         if (base.__module__, base.__name__) == _REPLICATE:
             return "replicate"
-    return None
-
-
-def _wrapper_inside(model: nn.Module) -> str | None:
-    for name, module in model.named_modules():
-        wrapper = _wrapper_kind(type(module))
-        if wrapper is not None:
-            where = f"{name} of {type(model).__name__}" if name else "the model"
-            return f"{where} is wrapped by {wrapper} already"
-    return None
-
-
-def _sharded(changed: Iterable[nn.Module]) -> str | None:
-    for module in changed:
-        if any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
-            return (
-                f"the parameters of a {type(module).__name__} are distributed over processes "
-                "already (DTensors of fully_shard or parallelize_module)"
-            )
     return None
 
 

@@ -116,7 +116,6 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
         The passes before and after; ``report.undo()`` puts the old filters back.
 
     Raises:
-        TypeError: if ``model`` is not an ``nn.Module``.
         ValueError: if the model has no filters, they are wrapped by another library or distributed
             over processes, or ``tolerance`` is not a finite number of at least zero.
     """

@@ -317,21 +317,17 @@ def _load_weights(model: nn.Module, rest: Mapping[str, Tensor]) -> None:
     update = getattr(module, "checkpoint_filter_fn", None)
     if module.__name__.startswith("timm.") and callable(update):
         rest = dict(update(dict(rest), model))
-    # buffers that the checkpoint has and the model does not, or the other way round
-    given = {k: v for k, v in rest.items() if k in own or not _BUFFERS.search(k)}
-    given |= {k: v for k, v in own.items() if k not in given and _BUFFERS.search(k)}
-    # of tied weights the checkpoint may name one
-    shared: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        shared.setdefault(id(parameter), []).append(name)
-    for names in shared.values():
-        for known in [name for name in names if name in given][:1]:
-            given = dict.fromkeys(names, given[known]) | given
     advice = "Build the model that was trained, or load the weights yourself and pass weights=False"
     try:
-        missing, extra = model.load_state_dict(given, strict=False)
+        missing, extra = model.load_state_dict(rest, strict=False)
     except RuntimeError as error:
         raise ValueError(f"{' '.join(str(error).split()):.600}. {advice}") from error
+    # buffers that the checkpoint has and the model does not, or the other way round
+    missing, extra = ([k for k in keys if not _BUFFERS.search(k)] for keys in (missing, extra))
+    # of tied weights the checkpoint may name one
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    loaded = {id(parameter) for name, parameter in parameters.items() if name in rest}
+    missing = [name for name in missing if id(parameters.get(name)) not in loaded]
     if missing or extra:
         raise ValueError(
             f"the weights of the checkpoint are not those of {type(model).__name__}: missing "

@@ -74,12 +74,7 @@ def write(folder: Path, description: Mapping[str, Any], tensors: Mapping[str, Te
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The description, a JSON object of any content, and the tensors of a save.
-
-    Raises:
-        FileNotFoundError: if there is no save in ``folder``.
-        ValueError: if a file is damaged or too large.
-    """
+    """The description, a JSON object of any content, and the tensors of a save."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -108,12 +103,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def other_loader(folder: str | Path, caller: str) -> str | None:
-    """What a folder is and what loads it; None if the caller loads it, or if it is another folder.
-
-    Args:
-        folder: a folder in which the caller has not found its files.
-        caller: the function that looked for them, as users call it: ``"gfsa.load"``.
-    """
+    """What a folder is and what loads it; None if ``caller`` does, or if it is another folder."""
     for file, (kind, loader, argument) in _FOLDERS.items():
         if (Path(folder) / file).is_file():
             call = f'{loader}({argument}, "{folder}")'
@@ -250,10 +240,7 @@ def hub_library(name: str) -> Any:
 def download(name: str, wanted: Mapping[str, Any], file: str = FILE) -> Path:
     """A file of a repository, downloaded or from the cache; filters that are too large are not.
 
-    Args:
-        name: the repository.
-        wanted: some of :data:`HUB_ARGUMENTS`.
-        file: its name; beside filters of an older version lies their description.
+    ``wanted`` are some of :data:`HUB_ARGUMENTS`.
     """
     try:
         hub = hub_library(f"{name!r} is no folder here; reading it from the Hub")

@@ -262,12 +262,10 @@ def _listen() -> None:
 
 
 def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
-    kind = type(optimizer).__name__
-    is_new_muon = "Muon" in kind and optimizer not in _MUONS
-    waiting = [model for model, (steps, _) in _WATCHED.items() if steps < _STEPS]
-    if torch.compiler.is_compiling() or not (is_new_muon or waiting):
+    if torch.compiler.is_compiling():
         return
-    if is_new_muon:
+    kind = type(optimizer).__name__
+    if "Muon" in kind and optimizer not in _MUONS:
         _MUONS.add(optimizer)
         # some implementations have groups for AdamW, too
         matrices = _held_by(g for g in optimizer.param_groups if g.get("use_muon", True))
@@ -280,7 +278,7 @@ def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
                 "and the filters to AdamW (gfsa.parameter_groups(model, ...) has a group of each)",
                 stacklevel=3,
             )
-    for model in waiting:
+    for model in [model for model, (steps, _) in _WATCHED.items() if steps < _STEPS]:
         _look_for_filters(model, _held_by(optimizer.param_groups))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -36,17 +37,20 @@ def info(
     from rich.table import Table
 
     if model:
-        from gfsa.plugs.preview import describe, is_saved_with_filters
+        from gfsa.plugs.preview import describe
+        from gfsa.plugs.saving.pretrained import has_filters
 
         try:
-            typer.echo(describe(model, unknown="trace" if trace else "refuse"))
-            if is_saved_with_filters(model):
-                typer.echo(
-                    f"{model} has filters already, which gfsa.from_pretrained loads; the lines "
-                    "above are for a model of its config without them"
-                )
+            report = describe(model, unknown="trace" if trace else "refuse")
+            is_plugged = Path(model).is_dir() and has_filters(model)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
+        typer.echo(report)
+        if is_plugged:
+            typer.echo(
+                f"{model} has filters already, which gfsa.from_pretrained loads; the lines above "
+                "are for a model of its config without them"
+            )
         return
 
     console = Console()

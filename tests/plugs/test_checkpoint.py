@@ -313,13 +313,13 @@ def plugged_model() -> Any:
 def test_weights_of_other_files_than_the_filters_are_refused(tmp_path: Path) -> None:
     model = plugged_model()
     model.save_pretrained(tmp_path)
-    for options, message in (
-        ({"use_safetensors": False}, "use_safetensors=False"),
-        ({"gguf_file": "model.gguf"}, "a GGUF file has none"),
-        ({"state_dict": model.state_dict()}, "those in state_dict would be ignored"),
-        ({"output_loading_info": True}, "output_loading_info is not supported"),
+    for options in (
+        {"use_safetensors": False},
+        {"gguf_file": "model.gguf"},
+        {"state_dict": model.state_dict()},
+        {"output_loading_info": True},
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"leave out {next(iter(options))}"):
             gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path, **options)
 
 

@@ -16,10 +16,11 @@ from gfsa.adapters.transformers import past
 from gfsa.adapters.transformers.adapter import _Arguments, _look_at_inputs
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.operators import attention
-from support.zoo import VOCABULARY, ZOO, randomise
+from support.zoo import SMALL, VOCABULARY, ZOO, randomise
 
 transformers.logging.set_verbosity_error()
 
+_SIZES = {**SMALL, "vocab_size": VOCABULARY, "num_key_value_heads": 4, "eos_token_id": None}
 DECODERS = ["gpt2", "llama", "mistral", "gemma2", "gpt_oss"]
 PAIRS = ["bart", "t5"]
 NEW = 8
@@ -439,15 +440,10 @@ def test_a_cache_keeps_powers_of_the_same_heads_in_short_and_long_calls(
 def sharing(request: pytest.FixtureRequest) -> Any:
     """Four layers of two kinds, the last two of which look at keys and values of the first two."""
     config = getattr(transformers, f"{request.param}TextConfig")(
-        vocab_size=VOCABULARY,
-        vocab_size_per_layer_input=VOCABULARY,
-        hidden_size=32,
+        **{**_SIZES, "vocab_size_per_layer_input": VOCABULARY, "num_hidden_layers": 4},
         hidden_size_per_layer_input=8,
-        num_hidden_layers=4,
-        num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        intermediate_size=32,
         layer_types=["sliding_attention", "full_attention"] * 2,
         sliding_window=6,
         num_kv_shared_layers=2,
@@ -480,14 +476,7 @@ def test_layers_that_share_keys_have_powers_of_their_own(
 
 
 def test_a_layer_that_attends_twice_is_refused_with_a_cache() -> None:
-    config = transformers.DiffLlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=32,
-    )
+    config = transformers.DiffLlamaConfig(**{**_SIZES, "num_hidden_layers": 1})
     model = transformers.DiffLlamaForCausalLM(config).eval()
     gfsa.plug(model)
     ids = prompt()["input_ids"]
@@ -497,16 +486,6 @@ def test_a_layer_that_attends_twice_is_refused_with_a_cache() -> None:
             model(ids)
 
 
-_SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "intermediate_size": 32,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
 # a recurrent mixer and attention share a layer of the cache, and one module serves several depths
 _ZAMBA = {
     "num_hidden_layers": 4,
@@ -523,7 +502,7 @@ _ZAMBA = {
 
 def test_a_cache_that_keeps_more_than_keys_and_values() -> None:
     torch.manual_seed(0)
-    model = transformers.Zamba2ForCausalLM(transformers.Zamba2Config(**_SIZES, **_ZAMBA)).eval()
+    model = transformers.Zamba2ForCausalLM(transformers.Zamba2Config(**{**_SIZES, **_ZAMBA})).eval()
     ids = prompt()["input_ids"]
     with torch.no_grad():
         plain = model(ids, use_cache=False).logits

@@ -457,8 +457,3 @@ class TestArguments:
     def test_weights_need_save_pretrained(self) -> None:
         with pytest.raises(ValueError, match="TransformerEncoder has no save_pretrained"):
             gfsa.push_to_hub(plugged(encoder()), "user/filters", weights=True)
-
-    @pytest.mark.parametrize("results", [["accuracy"], {"accuracy": [1]}, {1: 2}])
-    def test_results(self, results: Any) -> None:
-        with pytest.raises(TypeError, match="results must be a dict"):
-            gfsa.push_to_hub(plugged(encoder()), "user/filters", results=results)

@@ -23,19 +23,13 @@ from gfsa.plugs import FilterNotCalledError
 from gfsa.plugs.checks.called import _CallHook
 from gfsa.plugs.preview import build, describe
 from support.tiny import TinyEncoder
-from support.zoo import ZOO
+from support.zoo import SMALL, ZOO
 
 transformers.logging.set_verbosity_error()
 
 
 def bert(layers: int = 4) -> transformers.BertModel:
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        intermediate_size=32,
-    )
+    config = transformers.BertConfig(**{**SMALL, "num_hidden_layers": layers})
     return transformers.BertModel(config).eval()
 
 
@@ -568,13 +562,7 @@ def test_on_the_command_line():
 
 
 def test_a_folder_that_has_filters_already_says_so(tmp_path):
-    config = hf.BertConfig(
-        vocab_size=8,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-    )
+    config = hf.BertConfig(**{**SMALL, "num_hidden_layers": 1})
     config.save_pretrained(tmp_path)
     for plugged in (None, False, True):
         if plugged is not None:

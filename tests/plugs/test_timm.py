@@ -182,20 +182,6 @@ def test_compiles_into_one_graph():
     torch.testing.assert_close(compiled(IMAGE), model(IMAGE))
 
 
-def test_fx_needs_plugged_layers_as_leaves():
-    model = build("ViT, DeiT").eval()
-    gfsa.plug(model, wK=0.2)
-    with pytest.raises(TypeError, match=r"got Proxy; torch\.fx .* a leaf"):
-        torch.fx.symbolic_trace(model)
-
-    class Tracer(torch.fx.Tracer):
-        def is_leaf_module(self, module, name):
-            return hasattr(module, "gfsa") or super().is_leaf_module(module, name)
-
-    traced = torch.fx.GraphModule(model, Tracer().trace(model))
-    assert torch.equal(traced(IMAGE), model(IMAGE))
-
-
 @pytest.mark.parametrize(
     ("name", "plugged", "skipped"),
     [("levit_128s", 9, 2), ("twins_svt_small", 11, 7), ("maxvit_nano_rw_256", 14, 0)],

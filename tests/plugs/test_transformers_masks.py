@@ -15,6 +15,7 @@ from torch import Tensor
 import gfsa
 from gfsa.operators import AttentionOperator, attention, blocked
 from support.measuring import LargestTensor
+from support.zoo import SMALL
 
 transformers = pytest.importorskip("transformers")
 
@@ -38,20 +39,9 @@ def gpt2(depth: int = 2, **options: Any) -> Any:
 
 
 def decoder(kind: str, depth: int, **options: Any) -> Any:
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=depth,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        **options,
-    )
+    sizes = {**SMALL, "num_hidden_layers": depth, "num_key_value_heads": 2, "head_dim": 8}
+    ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    config = getattr(transformers, f"{kind}Config")(**sizes, **ends, **options)
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
@@ -61,13 +51,7 @@ def both(depth: int) -> list[str]:
 
 
 def bert(depth: int) -> Any:
-    config = transformers.BertConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=depth,
-        num_attention_heads=2,
-    )
+    config = transformers.BertConfig(**{**SMALL, "num_hidden_layers": depth})
     return transformers.BertModel(config)
 
 

@@ -17,7 +17,7 @@ import gfsa
 from gfsa.operators import AttentionOperator
 from gfsa.plugs import SwapClass
 from gfsa.plugs.registry import _registered
-from support.zoo import randomise
+from support.zoo import SMALL, randomise
 
 
 class Attention(nn.Module):
@@ -228,22 +228,13 @@ def test_a_compiled_model_is_tried_uncompiled() -> None:
 
 
 def test_linear_attention_of_hybrids_is_named() -> None:
+    linear = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
     config = transformers.Qwen3NextConfig(
-        vocab_size=20,
-        hidden_size=16,
-        num_hidden_layers=4,
-        num_attention_heads=2,
+        **{**SMALL, **linear, **experts, "num_hidden_layers": 4},
         num_key_value_heads=1,
         head_dim=8,
-        intermediate_size=16,
-        linear_num_value_heads=2,
-        linear_num_key_heads=2,
-        linear_key_head_dim=8,
         linear_value_head_dim=8,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=8,
-        shared_expert_intermediate_size=8,
     )
     report = gfsa.plug(transformers.Qwen3NextModel(config), dry_run=True)
     assert list(report.plugged) == ["layers.3.self_attn"]
@@ -252,13 +243,7 @@ def test_linear_attention_of_hybrids_is_named() -> None:
 
 
 def llama() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=20,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=8,
-    )
+    config = transformers.LlamaConfig(**SMALL)
     return transformers.LlamaForCausalLM(config).eval()
 
 

@@ -17,6 +17,14 @@ from census.catalogue import build_transformers
 
 VOCABULARY = 61
 LENGTH = 10
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+}
+"""Sizes under the names that most configs of transformers have for them."""
 
 
 @dataclass(frozen=True)

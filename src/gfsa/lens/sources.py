@@ -254,11 +254,7 @@ def _transformers(where: str) -> Source:
     kind: Any = getattr(hf, named, None) if isinstance(named, str) else None
     if not (isinstance(kind, type) and issubclass(kind, hf.PreTrainedModel)):
         kind = hf.AutoModel
-    try:
-        # filters are saved in safetensors only; without such files it is an ordinary model
-        plugged = has_filters(where)
-    except FileNotFoundError:
-        plugged = False
+    plugged = has_filters(where)
     try:
         model = from_pretrained(kind, where) if plugged else kind.from_pretrained(where)
     # whatever transformers raises for damaged or missing files

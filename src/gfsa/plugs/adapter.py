@@ -174,13 +174,6 @@ class SwapClass(Adapter):
 
     def remove(self, module: nn.Module) -> None:
         module.__class__ = module.__dict__.pop(CLASS)
-        module.__dict__.pop(NAME, None)
-
-    def on_filters_changed(self, model: nn.Module) -> None:
-        # errors of a forward name the layer
-        for name, module in model.named_modules():
-            if isinstance(module, self.filtered) and CLASS in module.__dict__:
-                module.__dict__[NAME] = name
 
 
 def refusal_of_own_forward(module: nn.Module) -> str | None:

@@ -26,6 +26,7 @@ from gfsa.plugs.sites import (
     accepting_sites,
     check_model,
     listed_reasons,
+    parameters_in,
     plugged_sites,
     refuse_wrapped,
     report_of,
@@ -160,8 +161,8 @@ def plug(
         planned, report = _planned(model, found, layers, factory, place, inputs)
         if depth:
             _add_depth(planned)
-            report.parameters = _parameters(planned)
         _refuse_before_first(found, planned)
+        report.parameters = parameters_in(planned)
         report.dry_run = dry_run
         if any(filter.starts_exclusive for _, filter in planned):
             report.note = (
@@ -193,14 +194,12 @@ def _refuse_arguments(others: Mapping[str, Any]) -> None:
 
 
 def _check_degree(degree: int | None, given: Mapping[str, Any]) -> None:
-    if degree is None:
-        return
-    if isinstance(degree, bool) or degree not in (1, 2):
+    if degree is not None and (isinstance(degree, bool) or degree not in (1, 2)):
         raise ValueError(
             f"degree must be 1 (c0·I + c1·A) or 2 (the default), got {degree!r:.40}; for others "
             "pass filter=lambda heads: gfsa.Polynomial(heads, degree=…)"
         )
-    if "K" in given or given.get("power") == "exact":
+    if degree is not None and ("K" in given or given.get("power") == "exact"):
         raise ValueError("degree and K (or power='exact') both set the degree; pass one of them")
 
 
@@ -213,7 +212,6 @@ def unplug(model: nn.Module) -> None:
         model: a plugged model; it is changed in place.
 
     Raises:
-        TypeError: if ``model`` is not an ``nn.Module``.
         ValueError: if the model has no filters, or another library (peft) wraps them.
 
     Examples:
@@ -325,33 +323,20 @@ def _without(
     for name, reason in refused.items():
         del report.plugged[name], report.how[name]
         report.skipped[name] = reason
-    kept = [(site, filter) for site, filter in planned if site.name not in refused]
-    report.parameters = _parameters(kept)
-    return kept
-
-
-def _parameters(planned: Sequence[tuple[Site, GraphFilter]]) -> int:
-    return sum(p.numel() for _, filter in planned for p in filter.parameters())
+    return [(site, filter) for site, filter in planned if site.name not in refused]
 
 
 def _add_depth(planned: Sequence[tuple[Site, GraphFilter]]) -> None:
     """Give every filter but the first of each stack a depth term."""
     filters = {site.name: filter for site, filter in planned}
-    for pattern, (first, *others) in stacks_of(filters).items():
+    for pattern, (_, *others) in stacks_of(filters).items():
         if not others:
             raise ValueError(
                 f"depth=True adds the first layer's values in the layers above it, but {pattern} "
                 "has one filtered layer: plug without it, or choose layers with "
                 "plug(..., layers=...)"
             )
-        heads = filters[first].num_heads
         for name in others:
-            if filters[name].num_heads != heads:
-                raise ValueError(
-                    f"depth=True adds the values of {first}, which has {heads} heads, in {name}, "
-                    f"which has {filters[name].num_heads}: choose layers with the same heads with "
-                    "plug(..., layers=...)"
-                )
             filters[name].add_depth()
 
 

@@ -32,7 +32,7 @@ _REPLICATE = ("torch.distributed._composable.replicate", "DDP")
 
 def refuse_distributed(model: nn.Module, changed: Iterable[nn.Module]) -> None:
     """Raise if new parameters in the ``changed`` modules of ``model`` would not be synchronised."""
-    reason = _wrapper_inside(model) or _sharded(changed) or _wrapper_around(model)
+    reason = next(_reasons(model, changed), None)
     if reason is not None:
         raise ValueError(
             f"{reason}, so the gradients of parameters that are added now would not be "
@@ -52,37 +52,28 @@ def _wrapper_kind(kind: type) -> str | None:
     return None
 
 
-def _wrapper_inside(model: nn.Module) -> str | None:
+def _reasons(model: nn.Module, changed: Iterable[nn.Module]) -> Iterator[str]:
     for name, module in model.named_modules():
         wrapper = _wrapper_kind(type(module))
         if wrapper is not None:
             where = f"{name} of {type(model).__name__}" if name else "the model"
-            return f"{where} is wrapped by {wrapper} already"
-    return None
-
-
-def _sharded(changed: Iterable[nn.Module]) -> str | None:
+            yield f"{where} is wrapped by {wrapper} already"
     for module in changed:
         if any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
-            return (
+            yield (
                 f"the parameters of a {type(module).__name__} are distributed over processes "
                 "already (DTensors of fully_shard or parallelize_module)"
             )
-    return None
-
-
-def _wrapper_around(model: nn.Module) -> str | None:
-    """A wrapper that contains ``model``, which itself has no reference to it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    # a wrapper that is no longer in use may still wait for the garbage collector
+        return
+    # a wrapper around the model, which has no reference to it; one that is no longer in use may
+    # still wait for the garbage collector
     gc.collect()
     # by type(), because objects of other libraries may raise when their class is asked for
     for found in [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]:
         wrapper = _wrapper_kind(type(found))
         if wrapper is not None and any(module is model for module in found.modules()):
-            return f"{type(model).__name__} is part of a model that is wrapped by {wrapper} already"
-    return None
+            yield f"{type(model).__name__} is part of a model that is wrapped by {wrapper} already"
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:

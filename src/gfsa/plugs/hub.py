@@ -58,9 +58,8 @@ def push_to_hub(
         repository: ``"user/name"``; it is created if it does not exist.
         weights: upload what ``model.save_pretrained`` writes, too: a whole transformers model,
             which :func:`gfsa.from_pretrained` loads, or an adapter of peft, which
-            :func:`gfsa.load_peft` loads. Weights of an earlier upload that have other file names
-            (in one file before, in several now) are deleted in the same commit: they would be
-            loaded in place of these.
+            :func:`gfsa.load_peft` loads. The commit deletes weights of an earlier upload under
+            other file names, which would be loaded in place of these.
         base_model: the backbone's name on the Hub, for the card; by default the name that the
             model was loaded from, if it knows one.
         results: metric → value, for the card.
@@ -73,14 +72,11 @@ def push_to_hub(
         The address of the commit.
 
     Raises:
-        TypeError: if ``model`` is not an ``nn.Module``, or ``results`` are not numbers or texts by
-            name.
-        ImportError: if huggingface_hub is not installed.
         ValueError: if the model has no filters or they are sharded over processes, a name is not
             valid, or ``weights=True`` cannot save the model's weights.
     """
     check_model(model)
-    _refuse(model, repository, weights, base_model, results)
+    _refuse(model, repository, weights, base_model)
     hub = hub_library("gfsa.push_to_hub")
     backbone = base_model or base_model_of(model)
     place = json.dumps(repository)
@@ -100,7 +96,7 @@ def push_to_hub(
             write_filters(model, folder)
             is_adapter = (folder / "adapter_config.json").is_file()
             what = "An adapter with" if is_adapter else "A model with"
-            use = (_use_of_adapter if is_adapter else _use_of_model)(model, folder, place)
+            use = _mark(model, folder, place, is_adapter)
             stale += () if is_adapter else _WEIGHTS
         section = _section(model, what, use, backbone, results)
         api = hub.HfApi(token=token)
@@ -109,9 +105,19 @@ def push_to_hub(
             api.create_branch(repository, branch=revision, exist_ok=True)
         try:
             old = Path(api.hf_hub_download(repository, CARD, revision=revision))
-            text = _updated(old.read_text(encoding="utf-8"), section)
+            text, *others = _SECTION.split(old.read_text(encoding="utf-8"))
+            text = text + section + "".join(others) if others else f"{text.rstrip()}\n\n{section}\n"
         except (hub.errors.EntryNotFoundError, hub.errors.RevisionNotFoundError):
-            text = _new_card(repository, backbone, section)
+            lines = [
+                "---",
+                "library_name: gfsa",
+                "tags:",
+                "- gfsa",
+                "- graph-filter-self-attention",
+            ]
+            lines += [] if backbone is None else [f"base_model: {backbone}"]
+            lines += ["---", "", f"# {repository.rpartition('/')[2]}", "", section, ""]
+            text = "\n".join(lines)
         (folder / CARD).write_text(text, encoding="utf-8")
         commit = api.upload_folder(
             repo_id=repository,
@@ -123,24 +129,13 @@ def push_to_hub(
     return str(commit.commit_url)
 
 
-def _refuse(
-    model: nn.Module, repository: Any, weights: bool, base_model: str | None, results: Any
-) -> None:
+def _refuse(model: nn.Module, repository: Any, weights: bool, base_model: str | None) -> None:
     """Raise for what the Hub does not take, a card cannot show, or nobody could load again."""
     if not isinstance(repository, str) or not is_hub_name(repository):
         raise ValueError(f"repository must be 'user/name', got {repository!r:.80}")
     if base_model is not None and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base_model):
         raise ValueError(
             f"base_model must be a name on the Hub, 'user/name' or 'name', got {base_model!r:.80}"
-        )
-    if results is not None and not (
-        isinstance(results, Mapping)
-        and all(isinstance(name, str) for name in results)
-        and all(isinstance(value, (int, float, str)) for value in results.values())
-    ):
-        raise TypeError(
-            "results must be a dict of metric → number or text, such as {'CoLA, Matthews': 0.61}; "
-            f"got {results!r:.120}"
         )
     kind = type(model).__name__
     if not filters_of(model):
@@ -162,31 +157,30 @@ def _refuse(
         )
 
 
-def _use_of_model(model: nn.Module, folder: Path, place: str) -> str:
-    """Mark a whole model as one with filters; returns how to load it."""
-    _mark(folder / "config.json", CONFIG_ENTRY, model)
-    cls = type(model)
-    name = cls.__name__ if cls.__module__.startswith("transformers.") else "AutoModel"
-    load = f"model = gfsa.from_pretrained({name}, {place})"
-    return _code(f"from transformers import {name}", "", load) + (
-        f"\n\n`{name}.from_pretrained` alone loads the weights **without the filters**: it lists "
-        "them as UNEXPECTED in its load report."
-    )
-
-
-def _use_of_adapter(model: nn.Module, folder: Path, place: str) -> str:
-    """Mark an adapter as one with filters, which peft warns about; returns how to load it."""
-    _mark(folder / "adapter_config.json", PEFT_ENTRY, model)
-    return _code("", f"model = gfsa.load_peft(base_model, {place})") + (
-        "\n\n`PeftModel.from_pretrained` alone loads the adapter **without the filters** if the "
-        "base model is not plugged."
-    )
-
-
-def _mark(file: Path, key: str, model: nn.Module) -> None:
+def _mark(model: nn.Module, folder: Path, place: str, is_adapter: bool) -> str:
+    """Mark a whole model or an adapter as one with filters; returns how to load it."""
+    if is_adapter:
+        # peft warns about entries that it does not know
+        file, key = folder / "adapter_config.json", PEFT_ENTRY
+        use = _code("", f"model = gfsa.load_peft(base_model, {place})")
+        alone = (
+            "`PeftModel.from_pretrained` alone loads the adapter **without the filters** if the "
+            "base model is not plugged."
+        )
+    else:
+        file, key = folder / "config.json", CONFIG_ENTRY
+        cls = type(model)
+        name = cls.__name__ if cls.__module__.startswith("transformers.") else "AutoModel"
+        load = f"model = gfsa.from_pretrained({name}, {place})"
+        use = _code(f"from transformers import {name}", "", load)
+        alone = (
+            f"`{name}.from_pretrained` alone loads the weights **without the filters**: it lists "
+            "them as UNEXPECTED in its load report."
+        )
     content = json.loads(file.read_text(encoding="utf-8"))
     content[key] = {"layers": len(filters_of(model)), "gfsa": __version__}
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return f"{use}\n\n{alone}"
 
 
 def base_model_of(model: nn.Module) -> str | None:
@@ -196,20 +190,6 @@ def base_model_of(model: nn.Module) -> str | None:
     known += [pretrained.get("hf_hub_id")] if isinstance(pretrained, Mapping) else []
     names = (name for name in known if isinstance(name, str) and is_hub_name(name))
     return next((name for name in names if not Path(name).exists()), None)
-
-
-def _new_card(repository: str, backbone: str | None, section: str) -> str:
-    lines = ["---", "library_name: gfsa", "tags:", "- gfsa", "- graph-filter-self-attention"]
-    lines += [] if backbone is None else [f"base_model: {backbone}"]
-    return "\n".join([*lines, "---", "", f"# {repository.rpartition('/')[2]}", "", section, ""])
-
-
-def _updated(old: str, section: str) -> str:
-    """A card with a new section; everything else in it stays as it is."""
-    text, *others = _SECTION.split(old)
-    if not others:
-        return f"{old.rstrip()}\n\n{section}\n"
-    return text + section + "".join(others)
 
 
 def _section(

@@ -11,7 +11,7 @@ from torch import nn
 
 from gfsa.filters import GraphFilter
 from gfsa.filters.depth import FirstValues
-from gfsa.plugs.adapter import ADAPTER, CHILD, CLASS, has_bound_forward
+from gfsa.plugs.adapter import ADAPTER, CHILD, CLASS, NAME, has_bound_forward
 from gfsa.plugs.checks.called import (
     remove_checks,
     stop_checking,
@@ -29,7 +29,6 @@ def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> No
 
     If anything raises, Ctrl-C included, the model is as it was.
     """
-    _refuse_offloaded_whole(model, [site for site, _ in planned])
     with all_or_nothing(model):
         for site, filter in planned:
             if ADAPTER in site.module.__dict__:
@@ -71,15 +70,6 @@ def connect_depth(model: nn.Module) -> None:
     by_name = {name: site.filter for name, site in plugged_sites(model).items()}
     if not any(filter.has_depth for filter in by_name.values()):
         return
-    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    for config in configs:
-        groups = getattr(config, "num_hidden_groups", None)
-        if groups is not None and groups < config.num_hidden_layers:
-            raise ValueError(
-                f"the depth term needs layers that run once, but {type(config).__name__} has "
-                f"{groups} groups of layers for {config.num_hidden_layers} depths: plug without "
-                "depth=True"
-            )
     for name, module in model.named_modules():
         if getattr(module, "is_kv_shared_layer", False):
             raise ValueError(
@@ -160,6 +150,7 @@ def detach(site: Site) -> None:
     site.adapter.remove(site.module)
     delattr(site.module, CHILD)
     del site.module.__dict__[ADAPTER]
+    site.module.__dict__.pop(NAME, None)
     forget_tokens(site.module)
 
 
@@ -188,16 +179,17 @@ def refuse_changed_since(plugged: Iterable[Site]) -> None:
 
 
 def notify_adapters(model: nn.Module, changed: Iterable[Site]) -> None:
-    """Tell the adapters of these sites that the filters of ``model`` have changed."""
+    """Name the plugged modules of ``model``, and tell the adapters of these sites of the change."""
+    for name, site in plugged_sites(model).items():
+        # errors of a forward name the layer
+        site.module.__dict__[NAME] = name
     for adapter in {site.adapter for site in changed}:
         adapter.on_filters_changed(model)
 
 
 def dtype_for(module: nn.Module) -> torch.dtype | None:
-    """The precision of a module's filter, None for the filter's own.
-
-    Filters stay in float32 in a half-precision model, where small optimiser steps would be lost.
-    """
+    """The precision of a module's filter, None for the filter's own."""
+    # float32 in a half-precision model, too, where small optimiser steps would be lost
     double = any(p.dtype == torch.float64 for p in module.parameters())
     return torch.float64 if double else None
 
@@ -215,23 +207,6 @@ def device_of(module: nn.Module) -> torch.device | None:
                 return torch.device(execution_device)
     tensor = next((x for x in (*module.parameters(), *module.buffers())), None)
     return None if tensor is None else tensor.device
-
-
-def _refuse_offloaded_whole(model: nn.Module, planned: Iterable[Site]) -> None:
-    """Raise if accelerate offloads a block as a whole, by a list of weights that it made before."""
-    offloaded = [
-        f"{name}." if name else ""
-        for name, module in model.named_modules()
-        for hook in _accelerate_hooks(getattr(module, "_hf_hook", None))
-        if getattr(hook, "offload", False) and getattr(hook, "place_submodules", False)
-    ]
-    for site in planned:
-        if f"{site.name}.".startswith(tuple(offloaded)):
-            raise ValueError(
-                f"accelerate offloads the block around {site.name} as a whole "
-                "(preload_module_classes) and would not find the weights of the filter: plug "
-                "first, then offload"
-            )
 
 
 def _accelerate_hooks(hook: Any) -> Iterator[Any]:

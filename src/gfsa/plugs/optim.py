@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +35,10 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer, in which the filters have a learning rate of their own.
 
-    A filter has a few numbers per head, which hardly change in a short fine-tuning run at the
-    model's usual learning rate. Frozen parameters are left out. In a comparison, tune the plain
-    model too: trained from scratch, its gains may need a high learning rate as much as filters do.
-    With ``gain_lr`` and without ``filter_lr``, a model without filters is accepted.
+    A filter has a few numbers per head, which hardly change in a short run at the model's usual
+    learning rate. Frozen parameters are left out. In a comparison, tune the plain model too: its
+    gains may need a high learning rate as much as filters do. With ``gain_lr`` and without
+    ``filter_lr``, a model without filters is accepted.
 
     Args:
         model: a plugged model.
@@ -58,7 +59,6 @@ def parameter_groups(
         left out.
 
     Raises:
-        TypeError: if ``model`` is not an ``nn.Module``.
         ValueError: if the model has no filters (unless ``gain_lr`` alone is given), ``filter_lr``
             finds no parameter to train, or a rate is not a finite number of at least zero.
 
@@ -143,11 +143,10 @@ class FilterRate:
         trainer.train()
 
     The trainer builds the optimizer that ``args`` ask for; then the filters are moved into a group
-    of their own, with ``filter_lr`` and no weight decay. The scheduler multiplies both rates,
-    gradients are clipped as before, a checkpoint resumes exactly, and ``filter_learning_rate`` is
-    logged beside ``learning_rate``. This also holds where ``Trainer`` accepts no ready optimizer:
-    FSDP 2, and DeepSpeed with an optimizer from its config. An optimizer that cannot have such a
-    group is refused before the first step.
+    of their own, with ``filter_lr`` and no weight decay. The scheduler multiplies both rates, a
+    checkpoint resumes exactly, and ``filter_learning_rate`` is logged. This also holds where
+    ``Trainer`` accepts no ready optimizer: FSDP 2, and DeepSpeed with an optimizer from its config.
+    An optimizer that cannot have such a group is refused before the first step.
 
     Args:
         *args, **kwargs: for the trainer.
@@ -189,7 +188,8 @@ class FilterRate:
 
     def _get_learning_rate(self) -> Any:
         # the trainer asks when a step is done, before the scheduler moves on
-        self._filter_rate_of_step = rate_in(self.optimizer)
+        rates = [g["lr"] for g in self.optimizer.param_groups if g.get("name") == FILTERS]
+        self._filter_rate_of_step = float(rates[0]) if rates else None
         return super()._get_learning_rate()  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -200,17 +200,20 @@ class FilterRate:
 
 
 def give_rate(optimizer: Any, model: nn.Module, filter_lr: float) -> None:
-    """Move the filters of ``model`` into a group of their own in ``optimizer``.
+    """Move the filters of ``model`` into a group of their own in ``optimizer``, once.
 
-    ``optimizer`` has not made a step and has no scheduler. It may also be what stands for an
-    optimizer from DeepSpeed's config: an object with ``params`` alone. A second call changes
-    nothing.
+    It has no scheduler yet, and may be what stands for an optimizer from DeepSpeed's config: an
+    object with ``params`` alone.
     """
     of_filters = trained_parameters(model, filter_lr)
     wanted = {id(parameter) for parameter in of_filters}
     stands_for_config = not hasattr(optimizer, "param_groups")
-    groups = _groups_of(optimizer.params) if stands_for_config else optimizer.param_groups
-
+    if stands_for_config:
+        params = list(optimizer.params)
+        groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+        groups = [{**group, "params": list(group["params"])} for group in groups]
+    else:
+        groups = optimizer.param_groups
     present = next((group for group in groups if group.get("name") == FILTERS), None)
     if present is not None:
         rate = present.get("initial_lr", present["lr"])
@@ -220,9 +223,7 @@ def give_rate(optimizer: Any, model: nn.Module, filter_lr: float) -> None:
                 "give the rate once"
             )
         return
-
-    held = {id(parameter) for group in groups for parameter in group["params"]}
-    if not wanted <= held:
+    if not wanted <= _held_by(groups):
         raise ValueError(
             f"filter_lr={filter_lr}: {type(optimizer).__name__} does not hold the filters' "
             f"parameters in its groups, so they cannot have a rate of their own there. {_INSTEAD}"
@@ -235,50 +236,86 @@ def give_rate(optimizer: Any, model: nn.Module, filter_lr: float) -> None:
         optimizer.add_param_group(filter_group(of_filters, filter_lr))
 
 
-# plugged models, and the optimizers that were looked at
-_WATCHED: WeakSet[nn.Module] = WeakSet()
-_SEEN: WeakSet[Any] = WeakSet()
+# plugged models, each with the steps in which their filters got gradients and did not move, and the
+# versions of their numbers at the last of these
+_WATCHED: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
+# the Muons that were looked at
+_MUONS: WeakSet[Any] = WeakSet()
+# how many steps optimizers may make before one of them must have moved a filter
+_STEPS = 10
 
 
 def watch_optimizers(model: nn.Module) -> None:
-    """Warn at the first step of an optimizer for matrices alone that has filters of ``model``."""
+    """Look at the optimizers that train ``model`` before they make a step.
+
+    One for matrices alone that has filters, and one without them while nothing else moves them, are
+    warned of once. A copy of the model is not watched.
+    """
     _listen()
-    _WATCHED.add(model)
+    _WATCHED[model] = 0, 0
 
 
 @functools.cache
 def _listen() -> None:
     # torch's hook for all optimizers: a parameter does not know its own
-    register_optimizer_step_pre_hook(_warn_of_muon)
+    register_optimizer_step_pre_hook(_look_at)
 
 
-def _warn_of_muon(optimizer: Any, args: Any, kwargs: Any) -> None:
-    kind = type(optimizer).__name__
-    if "Muon" not in kind or optimizer in _SEEN:
+def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
         return
-    _SEEN.add(optimizer)
-    # some implementations have groups for AdamW, too
-    groups = (group for group in optimizer.param_groups if group.get("use_muon", True))
-    held = {id(parameter) for group in groups for parameter in group["params"]}
-    names = [
-        name
-        for model in _WATCHED
-        for name, module in model.named_modules()
-        if isinstance(module, GraphFilter) and any(id(p) in held for p in module.parameters())
-    ]
-    if names:
-        warnings.warn(
-            f"{kind} has the filters {some_of(names)}, and orthogonalises their numbers, "
-            "(heads, learned numbers), as if they were a matrix: give it the other weights, and "
-            "the filters to AdamW (gfsa.parameter_groups(model, ...) has a group of each)",
-            stacklevel=3,
-        )
+    kind = type(optimizer).__name__
+    if "Muon" in kind and optimizer not in _MUONS:
+        _MUONS.add(optimizer)
+        # some implementations have groups for AdamW, too
+        matrices = _held_by(g for g in optimizer.param_groups if g.get("use_muon", True))
+        learned = [pair for model in _WATCHED for pair in _learned_by_filters(model).items()]
+        names = [name.rpartition(".")[0] for name, p in learned if id(p) in matrices]
+        if names:
+            warnings.warn(
+                f"{kind} has the filters {some_of(names)}, and orthogonalises their numbers, "
+                "(heads, learned numbers), as if they were a matrix: give it the other weights, "
+                "and the filters to AdamW (gfsa.parameter_groups(model, ...) has a group of each)",
+                stacklevel=3,
+            )
+    for model in [model for model, (steps, _) in _WATCHED.items() if steps < _STEPS]:
+        _look_for_filters(model, _held_by(optimizer.param_groups))
 
 
-def rate_in(optimizer: Any) -> float | None:
-    """The present rate of the filters' group, or None if there is no such group."""
-    rates = [group["lr"] for group in optimizer.param_groups if group.get("name") == FILTERS]
-    return float(rates[0]) if rates else None
+def _look_for_filters(model: nn.Module, held: set[int]) -> None:
+    """Warn if ``held`` are parameters of ``model`` in the last of too many steps without filters.
+
+    Another optimizer that moves filters need not be one of torch: versions show it.
+    """
+    own = [p for p in _learned_by_filters(model).values() if p.requires_grad]
+    steps, before = _WATCHED[model]
+    versions = sum(p._version for p in own)
+    if not own or any(id(p) in held for p in own) or (steps and versions != before):
+        _WATCHED[model] = _STEPS, versions
+    elif any(p.grad is not None for p in own) and any(id(p) in held for p in model.parameters()):
+        _WATCHED[model] = steps + 1, versions
+        if steps + 1 == _STEPS:
+            warnings.warn(
+                f"in {_STEPS} training steps of {type(model).__name__} other weights have changed, "
+                "but no filter has, although filters got gradients: the optimizer does not have "
+                "their parameters. Build it after gfsa.plug, with gfsa.parameter_groups(model, "
+                "...) or model.parameters(); to keep the filters as they are, call "
+                "requires_grad_(False) on them",
+                stacklevel=4,
+            )
+
+
+def _held_by(groups: Iterable[dict[str, Any]]) -> set[int]:
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def _learned_by_filters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {
+        f"{name}.{own}": parameter
+        for name, filter in model.named_modules()
+        if isinstance(filter, GraphFilter)
+        for own, parameter in filter.named_parameters()
+    }
 
 
 def refuse_scheduler_from_config(scheduler: Any) -> None:
@@ -291,11 +328,3 @@ def refuse_scheduler_from_config(scheduler: Any) -> None:
         "(warmup_max_lr, cycle_max_lr), the filters too. Remove it from the config: "
         f"TrainingArguments(lr_scheduler_type=…, warmup_steps=…) schedules instead. Or: {_INSTEAD}"
     )
-
-
-def _groups_of(params: Any) -> list[dict[str, Any]]:
-    params = list(params)
-    is_grouped = bool(params) and isinstance(params[0], dict)
-    if not is_grouped:
-        return [{"params": params}]
-    return [{**group, "params": list(group["params"])} for group in params]

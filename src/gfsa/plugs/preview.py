@@ -12,7 +12,7 @@ from torch import nn
 
 from gfsa.plugs.api import plug
 from gfsa.plugs.registry import Unknown
-from gfsa.plugs.saving.pretrained import has_filters, read_config
+from gfsa.plugs.saving.pretrained import read_config
 from gfsa.plugs.sites import PlugReport
 
 
@@ -27,24 +27,16 @@ def describe(name: str, unknown: Unknown = "refuse", **arguments: Any) -> PlugRe
     return plug(build(name), unknown=unknown, dry_run=True, **arguments)
 
 
-def is_saved_with_filters(name: str) -> bool:
-    """Whether ``name`` is a folder that was saved from a plugged model."""
-    if not Path(name).is_dir():
-        return False
-    try:
-        return has_filters(name)
-    except FileNotFoundError:
-        # a config without weights, or weights that are not in safetensors, where filters are
-        return False
-
-
 def build(name: str) -> nn.Module:
     """The model on the meta device, where it has shapes but no weights, so any size fits."""
-    if Path(name).is_dir():
-        _transformers()
+    has_timm, has_transformers = map(importlib.util.find_spec, ("timm", "transformers"))
+    is_folder = Path(name).is_dir()
+    if not has_transformers and (is_folder or not has_timm):
+        raise ValueError(f"cannot build {name!r}: pip install timm 'transformers>=5.15'")
+    if is_folder:
         return _from_config(read_config(name, local_files_only=True), f"the config of {name}")
     names: list[str] = []
-    if _installed("timm"):
+    if has_timm:
         import timm
 
         if timm.is_model(name):
@@ -52,17 +44,13 @@ def build(name: str) -> nn.Module:
                 model: nn.Module = timm.create_model(name, pretrained=False)
             return model
         names += timm.list_models()
-    if _installed("transformers"):
-        types = _transformers().CONFIG_MAPPING
-        if name in types:
-            config = _transformers().AutoConfig.for_model(name)
+    if has_transformers:
+        import transformers
+
+        if name in transformers.CONFIG_MAPPING:
+            config = transformers.AutoConfig.for_model(name)
             return _from_config(config, f"the default config of {name!r}")
-        names += list(types)
-    if not names:
-        raise ValueError(
-            f"cannot build {name!r}: neither timm nor transformers is installed "
-            "(pip install timm transformers)"
-        )
+        names += list(transformers.CONFIG_MAPPING)
     similar = difflib.get_close_matches(name, names, n=3)
     raise ValueError(
         f"{name!r} is not a timm architecture, a transformers model type or a local folder with a "
@@ -72,9 +60,11 @@ def build(name: str) -> nn.Module:
 
 
 def _from_config(config: Any, source: str) -> nn.Module:
+    import transformers
+
     try:
         with torch.device("meta"):
-            model: nn.Module = _transformers().AutoModel.from_config(config)
+            model: nn.Module = transformers.AutoModel.from_config(config)
     except (TypeError, ValueError, AttributeError) as error:
         # the default config of some types is incomplete
         raise ValueError(
@@ -82,15 +72,3 @@ def _from_config(config: Any, source: str) -> nn.Module:
             "folder"
         ) from error
     return model
-
-
-def _transformers() -> Any:
-    if not _installed("transformers"):
-        raise ValueError("this model needs transformers: pip install 'transformers>=5.15'")
-    import transformers
-
-    return transformers
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None

@@ -17,6 +17,7 @@ from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.checks.called import watch_forwards
 from gfsa.plugs.distributed import refuse_distributed
 from gfsa.plugs.install import attach, detach, notify_adapters, refuse_changed_since
+from gfsa.plugs.optim import watch_optimizers
 from gfsa.plugs.running import call, evaluating
 from gfsa.plugs.sites import Site, plugged_sites, refuse_sharded, refuse_wrapped
 from gfsa.plugs.transaction import all_or_nothing
@@ -58,7 +59,6 @@ class PruneReport:
             ValueError: if filters were added, removed, replaced or trained since.
         """
         before = {name: site.filter for name, site in self._sites.items()}
-        _refuse_distributed(self._model, self._sites, before)
         now = {name: getattr(site.module, CHILD, None) for name, site in self._sites.items()}
         numbers = zip(_numbers_of(self._pruned), self._numbers, strict=True)
         if (
@@ -116,7 +116,6 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
         The passes before and after; ``report.undo()`` puts the old filters back.
 
     Raises:
-        TypeError: if ``model`` is not an ``nn.Module``.
         ValueError: if the model has no filters, they are wrapped by another library or distributed
             over processes, or ``tolerance`` is not a finite number of at least zero.
     """
@@ -130,7 +129,6 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
     # filters that are created in inference mode could never be trained
     with torch.inference_mode(False):
         pruned = {name: _pruned(site.filter, tolerance) for name, site in plugged.items()}
-    _refuse_distributed(model, plugged, pruned)
     expected = None if inputs is None else _outputs(model, inputs)
     report = PruneReport(
         float(tolerance),
@@ -156,38 +154,27 @@ def _exchange(
     model: nn.Module, sites: Mapping[str, Site], wanted: Mapping[str, GraphFilter | None]
 ) -> None:
     """Give each of these sites the wanted filter, or none, if it has another one."""
-    fresh = {}
+    now = {name: getattr(site.module, CHILD, None) for name, site in sites.items()}
+    changed = {name: site for name, site in sites.items() if now[name] is not wanted[name]}
+    fresh = {
+        name: (site.module, f) for name, site in changed.items() if (f := wanted[name]) is not None
+    }
+    learning = [module for module, filter in fresh.values() if filter.theta is not None]
+    if learning:
+        refuse_distributed(model, learning)
     with all_or_nothing(model), torch.inference_mode(False):
-        for name, site in sites.items():
-            now, new = getattr(site.module, CHILD, None), wanted[name]
-            if now is new:
-                continue
-            if now is not None:
-                detach(replace(site, child=now))
-            if new is not None:
-                attach(site, new)
-                fresh[name] = site.module, new
+        for name, site in changed.items():
+            if (old := now[name]) is not None:
+                detach(replace(site, child=old))
+            if name in fresh:
+                attach(site, fresh[name][1])
         notify_adapters(model, sites.values())
         watch_forwards(model, fresh)
+        watch_optimizers(model)
 
 
 def _numbers_of(filters: Mapping[str, GraphFilter | None]) -> list[Tensor]:
     return [p for filter in filters.values() if filter is not None for p in filter.parameters()]
-
-
-def _refuse_distributed(
-    model: nn.Module, sites: Mapping[str, Site], wanted: Mapping[str, GraphFilter | None]
-) -> None:
-    """Raise if ``model`` is distributed and would get other filters with parameters."""
-    changed = [
-        site.module
-        for name, site in sites.items()
-        if (new := wanted[name]) is not None
-        and new is not getattr(site.module, CHILD, None)
-        and new.theta is not None
-    ]
-    if changed:
-        refuse_distributed(model, changed)
 
 
 def _pruned(old: GraphFilter, tolerance: float) -> GraphFilter | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,27 @@ from gfsa.plugs.sites import (
 )
 from gfsa.plugs.transaction import all_or_nothing
 
-# where the attention dropout of that code acts
-_DROPOUT: dict[str, DropoutPlace] = {"lamb": "filter", "beta": "filter", "w_K": "attention"}
-_WITH_LAMB = {"vit", "deit", "cait", "swin", "roberta", "t5", "bart", "plbart"}
-# of the backbones whose parameter is w_K, these have no option w_0
-_WITHOUT_W0 = {"graphormer"}
+# what the published code calls the learned number of a head, and where its attention dropout acts
+_PARAMETERS: dict[str, DropoutPlace] = {"lamb": "filter", "w_K": "attention", "beta": "filter"}
+
+# backbone → K by default, of the code that drops entries of A and of that which drops entries of H
+_DROPS_MAP = {"bert": 3, "albert": 3, "roberta": 3, "gpt2": 3, "graphormer": 2}
+_DROPS_FILTER = {"vit": 4, "deit": 4, "cait": 4, "swin": 3, "t5": 3}
+_DROPS_FILTER |= {"speech": 2, "bart": 2, "plbart": 2}
+_PAPER: dict[str, tuple[int, DropoutPlace]] = {
+    **{name: (K, "attention") for name, K in _DROPS_MAP.items()},
+    **{name: (K, "filter") for name, K in _DROPS_FILTER.items()},
+}
+# K is written into the files that call the parameter lamb; RoBERTa's is of the code task
+_HARD_CODED = {**_DROPS_FILTER, "roberta": 4}
+# classes of other libraries that are one of the paper's backbones
+_BACKBONES = {
+    "VisionTransformer": "deit",
+    "Cait": "cait",
+    "SwinTransformer": "swin",
+    "Graphormer": "graphormer",
+    "TransformerASR": "speech",
+}
 
 
 def convert(
@@ -123,7 +139,7 @@ def convert(
             )
         with torch.device("cpu"), torch.inference_mode(False):
             filter = GFSA(heads, K=K, learn=("wK",), w0=w0, wK=numbers.tolist())
-        filter.dropout_after = _DROPOUT[parameter]
+        filter.dropout_after = _PARAMETERS[parameter]
         planned.append((site, filter))
     if not planned:
         raise ValueError(
@@ -146,10 +162,8 @@ def _settings(
     config = getattr(model, "config", None)
     backbones = backbones_of(model)
     if K is None and parameter == "lamb":
-        # K is written into the files that call the parameter lamb; RoBERTa's is of the code task
-        known = {4 if name == "roberta" else _PAPER[name]["K"] for name in backbones & _WITH_LAMB}
-        if len(known) == 1:
-            (K,) = known
+        known = {_HARD_CODED[name] for name in backbones & _HARD_CODED.keys()}
+        K = known.pop() if len(known) == 1 else None
     elif K is None:
         # the default of the published configs is 0, for a run without filters
         K = getattr(config, "K", None) or None
@@ -158,10 +172,10 @@ def _settings(
             f"K of this checkpoint is not known: its parameter {parameter!r} does not tell, and "
             f"neither does {type(model).__name__}. Pass K= as in the command of the training run"
         )
-    if w0 is None and (parameter != "w_K" or backbones & _WITHOUT_W0):
-        w0 = 0.0
-    elif w0 is None:
-        w0 = getattr(config, "w_0", None)
+    if w0 is None:
+        # an option of the language models alone
+        is_option = parameter == "w_K" and "graphormer" not in backbones
+        w0 = getattr(config, "w_0", None) if is_option else 0.0
     if w0 is None:
         raise ValueError(
             "w0 of this checkpoint is not known: it is an option (--w_0) of the published language "
@@ -176,16 +190,14 @@ def match_by_name(
 ) -> dict[str, Site]:
     """The site of each layer of the checkpoint: of the same name, or of one that ends alike."""
     canonical = {name: canonical_name(model, name) for name in found}
-    matched: dict[str, Site] = {}
+    by_site: dict[str, list[str]] = {}
     missing = []
     for layer in layers:
         wanted = canonical_name(model, layer)
-        same = [name for name in found if canonical[name] == wanted]
-        same = same or [
+        same = [name for name, own in canonical.items() if own == wanted] or [
             name
-            for name in found
-            if f".{canonical[name]}".endswith(f".{wanted}")
-            or f".{wanted}".endswith(f".{canonical[name]}")
+            for name, own in canonical.items()
+            if f".{own}".endswith(f".{wanted}") or f".{wanted}".endswith(f".{own}")
         ]
         if len(same) > 1:
             raise ValueError(
@@ -193,7 +205,7 @@ def match_by_name(
                 "the part of the model that it belongs to"
             )
         if same:
-            matched[layer] = found[same[0]]
+            by_site.setdefault(same[0], []).append(layer)
         else:
             missing.append(layer)
     if missing:
@@ -202,16 +214,13 @@ def match_by_name(
             f"not have; its attention layers are {some_of(found)}. Build the backbone of the "
             "published code, or match layers by their order (by_order=True, weights=False)"
         )
-    by_site: dict[str, list[str]] = {}
-    for layer, site in matched.items():
-        by_site.setdefault(site.name, []).append(layer)
     for name, several in by_site.items():
         if len(several) > 1:
             raise ValueError(
                 f"the checkpoint has {len(several)} filters for {name}: {some_of(several)}; pass "
                 "the weights of one model (without averaged copies beside them)"
             )
-    return matched
+    return {layer: found[name] for name, (layer,) in by_site.items()}
 
 
 def match_by_order(layers: Collection[str], found: Mapping[str, Site]) -> dict[str, Site]:
@@ -223,23 +232,13 @@ def match_by_order(layers: Collection[str], found: Mapping[str, Site]) -> dict[s
             f"has {len(accepting)} ({some_of(site.name for site in accepting)}): they cannot be "
             "matched by order. Build the backbone that was trained"
         )
-    return dict(zip(_by_number(layers), accepting, strict=True))
+    # a file may sort 10 before 2: each stack in the order of its numbers
+    stacks = [pattern_of(layer) for layer in layers]
+    ordered = sorted(
+        layers, key=lambda name: (stacks.index(pattern_of(name)), list(map(int, numbers_in(name))))
+    )
+    return dict(zip(ordered, accepting, strict=True))
 
-
-def _by_number(layers: Iterable[str]) -> list[str]:
-    """Names of layers, those of one stack by their numbers: a file may sort 10 before 2."""
-    stacks: dict[str, list[str]] = {}
-    for layer in layers:
-        stacks.setdefault(pattern_of(layer), []).append(layer)
-    sorted_names = {
-        pattern: iter(sorted(names, key=lambda name: [int(n) for n in numbers_in(name)]))
-        for pattern, names in stacks.items()
-    }
-    return [next(sorted_names[pattern_of(layer)]) for layer in layers]
-
-
-PARAMETERS = ("lamb", "w_K", "beta")
-"""What the published code calls the learned number of a head."""
 
 # what training scripts put around the weights
 _WRAPPERS = ("model", "state_dict", "model_state_dict", "module")
@@ -250,24 +249,10 @@ _BUFFERS = re.compile(
 )
 
 
-class PublishedCheckpoint(NamedTuple):
-    """The tensors of one checkpoint.
-
-    Args:
-        parameter: which of :data:`PARAMETERS` its filters have.
-        filters: layer → its numbers, one per head.
-        weights: all other tensors by name.
-    """
-
-    parameter: str
-    filters: dict[str, Tensor]
-    weights: dict[str, Tensor]
-
-
-def read_checkpoint(state_dict: Any) -> PublishedCheckpoint:
-    """Tell the filters' numbers from the other weights of a checkpoint of the published code."""
+def read_checkpoint(state_dict: Any) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+    """The parameter of a checkpoint, layer → one number per head, and all other weights."""
     tensors = _unwrapped(state_dict)
-    for parameter in PARAMETERS:
+    for parameter in _PARAMETERS:
         numbers = {
             key: value
             for key, value in tensors.items()
@@ -279,15 +264,26 @@ def read_checkpoint(state_dict: Any) -> PublishedCheckpoint:
             and f"{key.rpartition('.')[0]}.gamma" not in tensors
         }
         if numbers:
-            rest = {key: value for key, value in tensors.items() if key not in numbers}
-            _refuse_other_filters(parameter, rest)
-            layers = {key.rpartition(".")[0]: value.flatten() for key, value in numbers.items()}
-            return PublishedCheckpoint(parameter, layers, rest)
-    raise ValueError(
-        "the checkpoint has no filters: none of its tensors is called lamb, w_K or beta, as in the "
-        f"published code; it has {some_of(tensors)}. Load its weights with model.load_state_dict, "
-        "then gfsa.plug(model)"
-    )
+            break
+    else:
+        raise ValueError(
+            "the checkpoint has no filters: none of its tensors is called lamb, w_K or beta, as in "
+            f"the published code; it has {some_of(tensors)}. Load its weights with "
+            "model.load_state_dict, then gfsa.plug(model)"
+        )
+    rest = {key: value for key, value in tensors.items() if key not in numbers}
+    # beta is the name of a bias, too
+    names = tuple({".lamb", ".w_K", f".{parameter}"} - {".beta"})
+    others = {key: tuple(value.shape) for key, value in rest.items() if key.endswith(names)}
+    if others:
+        shown = some_of(f"{key} of shape {shape}" for key, shape in others.items())
+        raise ValueError(
+            f"expected one vector {parameter!r}, a number per head, for each layer of the "
+            f"checkpoint, as in the published code; it also has {shown}. Remove what is not a "
+            "filter of this model"
+        )
+    layers = {key.rpartition(".")[0]: value.flatten() for key, value in numbers.items()}
+    return parameter, layers, rest
 
 
 def _unwrapped(state_dict: Any) -> dict[str, Tensor]:
@@ -306,20 +302,6 @@ def _unwrapped(state_dict: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def _refuse_other_filters(parameter: str, rest: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for filters that are not like the others: they would be left out."""
-    # beta is the name of a bias, too
-    names = tuple({".lamb", ".w_K", f".{parameter}"} - {".beta"})
-    others = {key: tuple(value.shape) for key, value in rest.items() if key.endswith(names)}
-    if others:
-        shown = some_of(f"{key} of shape {shape}" for key, shape in others.items())
-        raise ValueError(
-            f"expected one vector {parameter!r}, a number per head, for each layer of the "
-            f"checkpoint, as in the published code; it also has {shown}. Remove what is not a "
-            "filter of this model"
-        )
-
-
 def _load_weights(model: nn.Module, rest: Mapping[str, Tensor]) -> None:
     """Load the other weights, which have to be all of the model's."""
     own = model.state_dict()
@@ -330,66 +312,27 @@ def _load_weights(model: nn.Module, rest: Mapping[str, Tensor]) -> None:
             "cannot hold weights: build the model on a device, or call "
             "model.to_empty(device=...) first"
         )
-    # buffers that the checkpoint has and the model does not, or the other way round
-    given = {k: v for k, v in _renamed(model, rest).items() if k in own or not _BUFFERS.search(k)}
-    given |= {k: v for k, v in own.items() if k not in given and _BUFFERS.search(k)}
-    # of tied weights the checkpoint may name one
-    shared: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        shared.setdefault(id(parameter), []).append(name)
-    for names in shared.values():
-        for known in [name for name in names if name in given][:1]:
-            given = dict.fromkeys(names, given[known]) | given
+    # timm knows how the names of its weights have changed
+    module = sys.modules[type(model).__module__]
+    update = getattr(module, "checkpoint_filter_fn", None)
+    if module.__name__.startswith("timm.") and callable(update):
+        rest = dict(update(dict(rest), model))
     advice = "Build the model that was trained, or load the weights yourself and pass weights=False"
     try:
-        missing, extra = model.load_state_dict(given, strict=False)
+        missing, extra = model.load_state_dict(rest, strict=False)
     except RuntimeError as error:
         raise ValueError(f"{' '.join(str(error).split()):.600}. {advice}") from error
+    # buffers that the checkpoint has and the model does not, or the other way round
+    missing, extra = ([k for k in keys if not _BUFFERS.search(k)] for keys in (missing, extra))
+    # of tied weights the checkpoint may name one
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    loaded = {id(parameter) for name, parameter in parameters.items() if name in rest}
+    missing = [name for name in missing if id(parameters.get(name)) not in loaded]
     if missing or extra:
         raise ValueError(
             f"the weights of the checkpoint are not those of {type(model).__name__}: missing "
             f"{some_of(missing)}; not expected {some_of(extra)}. {advice}"
         )
-
-
-def _renamed(model: nn.Module, rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under the names of today; timm knows how its own have changed."""
-    module = sys.modules[type(model).__module__]
-    update = getattr(module, "checkpoint_filter_fn", None)
-    if module.__name__.startswith("timm.") and callable(update):
-        return dict(update(dict(rest), model))
-    return dict(rest)
-
-
-# the published code learns wK alone, from zero. K is an option there for the language models;
-# the value here is the default of its scripts. Dropout acts on A before it is squared in the
-# BERT and GPT-2 code, and on H in the vision, speech and code-understanding code
-_LANGUAGE = {"K": 3, "learn": ("wK",), "dropout_after": "attention"}
-_PAPER: dict[str, dict[str, Any]] = {
-    "bert": _LANGUAGE,
-    "albert": _LANGUAGE,
-    "roberta": _LANGUAGE,
-    "gpt2": _LANGUAGE,
-    "graphormer": {**_LANGUAGE, "K": 2},
-    **{
-        name: {"K": K, "learn": ("wK",), "dropout_after": "filter"}
-        for K, names in {
-            4: ("vit", "deit", "cait"),
-            3: ("swin", "t5"),
-            2: ("speech", "bart", "plbart"),
-        }.items()
-        for name in names
-    },
-}
-
-# classes of other libraries that are one of the paper's backbones
-_BACKBONES = {
-    "VisionTransformer": "deit",
-    "Cait": "cait",
-    "SwinTransformer": "swin",
-    "Graphormer": "graphormer",
-    "TransformerASR": "speech",
-}
 
 
 def preset_for(model: nn.Module, preset: str) -> dict[str, Any]:
@@ -402,13 +345,15 @@ def preset_for(model: nn.Module, preset: str) -> dict[str, Any]:
             f"the paper has no settings for {type(model).__name__}; it has settings for "
             f"{', '.join(sorted(_PAPER))}. Pass K and learn instead"
         )
-    settings = [_PAPER[backbone] for backbone in sorted(backbones)]
-    if any(setting != settings[0] for setting in settings):
+    settings = {_PAPER[backbone] for backbone in backbones}
+    if len(settings) > 1:
         raise ValueError(
             f"{type(model).__name__} contains {' and '.join(sorted(backbones))}, for which the "
             "paper has different settings; plug its parts one by one"
         )
-    return dict(settings[0])
+    ((K, place),) = settings
+    # it learns wK alone, from zero
+    return {"K": K, "learn": ("wK",), "dropout_after": place}
 
 
 def backbones_of(model: nn.Module) -> set[str]:

@@ -93,7 +93,10 @@ def _find_in_transformers(module: nn.Module) -> Adapter | None:
     version: str = sys.modules["transformers"].__version__
     if tuple(map(int, version.split(".")[:2])) < OLDEST_TRANSFORMERS:
         # the adapter cannot be imported; modules of other libraries do not need it
-        if _is_of_transformers(type(module)) and looks_like_attention(module):
+        # its own, derived from one of them, or loaded with a checkpoint
+        libraries = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
+        is_its = not libraries.isdisjoint(("transformers", "transformers_modules"))
+        if is_its and looks_like_attention(module):
             oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
             raise ImportError(
                 f"gfsa plugs {type(module).__name__} of transformers {oldest} or newer, but "
@@ -103,12 +106,6 @@ def _find_in_transformers(module: nn.Module) -> Adapter | None:
     from gfsa.adapters.transformers.adapter import find
 
     return find(module)
-
-
-def _is_of_transformers(kind: type[nn.Module]) -> bool:
-    """Whether a class is one of transformers, derived from one, or loaded with a checkpoint."""
-    libraries = {cls.__module__.partition(".")[0] for cls in kind.__mro__}
-    return not libraries.isdisjoint(("transformers", "transformers_modules"))
 
 
 # library → its adapter, which is imported when a model has a module of the library's own

@@ -14,20 +14,17 @@ from torch.overrides import TorchFunctionMode
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """The model on a tensor, a dict of keyword arguments or a tuple of positional arguments.
+    """The model on a tensor, a dict of keyword arguments or a tuple of positional arguments."""
 
-    A cache among them is copied: it is the same in every call, and stays as it is.
-    """
+    def own(value: Any) -> Any:
+        # a forward adds its tokens to a cache, which is the same in every call
+        return copied(value) if hasattr(value, "get_seq_length") else value
+
     if isinstance(inputs, Mapping):
-        return model(**{name: own_copy(value) for name, value in inputs.items()})
+        return model(**{name: own(value) for name, value in inputs.items()})
     if isinstance(inputs, tuple):
-        return model(*map(own_copy, inputs))
+        return model(*map(own, inputs))
     return model(inputs)
-
-
-def own_copy(value: Any) -> Any:
-    """A copy of a key-value cache, to which a forward adds its tokens; anything else as it is."""
-    return copied(value) if hasattr(value, "get_seq_length") else value
 
 
 def copied(value: Any) -> Any:

@@ -15,7 +15,6 @@ from torch import nn
 
 from gfsa.filters import GraphFilter
 from gfsa.plugs.adapter import ADAPTER, CHILD, Adapter
-from gfsa.plugs.checks.proof import Owners
 from gfsa.plugs.distributed import is_partitioned
 from gfsa.plugs.registry import Unknown, find_adapter
 
@@ -68,9 +67,6 @@ def sites(model: nn.Module, unknown: Unknown = "refuse") -> dict[str, Site]:
 
     Returns:
         Module name → :class:`Site`, those that cannot be plugged among them, with the reason.
-
-    Raises:
-        TypeError: if ``model`` is not an ``nn.Module``.
     """
     check_model(model)
     modules = dict(model.named_modules())
@@ -86,7 +82,10 @@ def sites(model: nn.Module, unknown: Unknown = "refuse") -> dict[str, Site]:
         refusal = None
         if child is None:
             refusal = adapter.refusal(name, module)
-            refusal = refusal or adapter.refusal_inside(_owners(name, modules))
+            path = name.split(".") if name else []
+            around = reversed(range(len(path)))
+            owners = [(modules[".".join(path[:end])], path[end]) for end in around]
+            refusal = refusal or adapter.refusal_inside(owners)
         found[name] = Site(name, module, adapter, child, refusal)
     return found
 
@@ -102,17 +101,7 @@ def plugged_sites(model: nn.Module) -> dict[str, Site]:
 
 
 def filters_of(model: nn.Module) -> dict[str, GraphFilter]:
-    """The model's filters by the name of their attention module, in the model's order.
-
-    Args:
-        model: any model.
-
-    Returns:
-        Module name → filter; empty if the model is not plugged.
-
-    Raises:
-        TypeError: if ``model`` is not an ``nn.Module``.
-    """
+    """The model's filters by the name of their attention module, in the model's order."""
     return {name: site.filter for name, site in plugged_sites(model).items()}
 
 
@@ -160,19 +149,8 @@ def refuse_sharded(found: Mapping[str, Site], action: str) -> None:
             )
 
 
-def _owners(name: str, modules: dict[str, nn.Module]) -> Owners:
-    owners = []
-    while name:
-        name, _, attribute = name.rpartition(".")
-        owners.append((modules[name], attribute))
-    return owners
-
-
 def _active_copy_first(wrapper: nn.Module) -> Iterator[nn.Module]:
-    """The modules inside a wrapper; of peft's modules_to_save first the one that runs.
-
-    That is the copy of the active adapter, or the original while adapters are disabled.
-    """
+    """The modules inside a wrapper; of peft's modules_to_save first the one that runs."""
     active = getattr(wrapper, "active_adapter", None)
     copies = getattr(wrapper, "modules_to_save", None)
     original = getattr(wrapper, "original_module", None)
@@ -249,22 +227,21 @@ def report_of(
     skipped: Mapping[str, str],
     found: Mapping[str, Site] | None = None,
 ) -> PlugReport:
-    """The report of filters that go to these sites.
-
-    Args:
-        planned: each site with its filter.
-        skipped: layer → why it gets none.
-        found: all sites of the model; those without a refusal are numbered.
-    """
+    """The report of planned filters, of layers that get none, and of the numbers of all sites."""
     planned = list(planned)
     accepting = [name for name, site in (found or {}).items() if site.refusal is None]
     return PlugReport(
         plugged={site.name: filter.num_heads for site, filter in planned},
         skipped=dict(skipped),
-        parameters=sum(p.numel() for _, filter in planned for p in filter.parameters()),
+        parameters=parameters_in(planned),
         how={site.name: site.adapter.how for site, _ in planned},
         numbers={name: number for number, name in enumerate(accepting, start=1)},
     )
+
+
+def parameters_in(planned: Iterable[tuple[Site, GraphFilter]]) -> int:
+    """How many learned numbers planned filters have."""
+    return sum(p.numel() for _, filter in planned for p in filter.parameters())
 
 
 def report_text(
@@ -273,14 +250,7 @@ def report_text(
     skipped: Mapping[str, str],
     numbers: Mapping[str, int] | None = None,
 ) -> str:
-    """A report as text: the layers that changed, by number, then the skipped ones.
-
-    Args:
-        headline: the first line.
-        changed: layer → what became of it.
-        skipped: layer → why nothing did; layers with one reason share a line.
-        numbers: layer → the number that ``layers=`` takes; counted from 1 if not given.
-    """
+    """A report as text: layer → what became of it, by number, then the skipped ones by reason."""
     numbers = numbers or {name: number for number, name in enumerate(changed, start=1)}
     lines = [f"{headline} ({len(skipped)} skipped)"]
     lines += [f"  {numbers[name]:>3}  {name or ROOT}: {what}" for name, what in changed.items()]
@@ -334,38 +304,28 @@ _EXPECTED = (
 
 
 def select_layers(candidates: Mapping[str, nn.Module], layers: Layers) -> set[str]:
-    """The names among ``candidates`` that ``layers`` selects.
+    """The names among ``candidates`` that ``layers`` selects, as described at :func:`gfsa.plug`.
 
-    Args:
-        candidates: the model's self-attention modules by name, in the model's order. They are
-            counted from 1, over the whole model, as the paper counts.
-        layers: ``"all"``, ``"even"``, ``"odd"``, ``"upper"`` (the half next to the output; the
-            middle layer of an odd number belongs to it), ``"lower"`` (the other half), a name or a
-            pattern such as ``"encoder.*"``, an iterable of numbers, names and patterns, or a
-            predicate ``(name, module) -> bool``.
-
-    Raises:
-        ValueError: if there are candidates and none is selected, or ``layers`` is none of these.
+    Candidates are counted from 1, over the whole model, as the paper counts. The middle layer of an
+    odd number of them belongs to the upper half, which is next to the output.
     """
     names = list(candidates)
+    halves = {
+        "all": names,
+        "odd": names[::2],
+        "even": names[1::2],
+        "lower": names[: len(names) // 2],
+        "upper": names[len(names) // 2 :],
+    }
+    selected: set[str] = set()
     if callable(layers):
         selected = {name for name, module in candidates.items() if layers(name, module)}
-    elif isinstance(layers, str):
-        halves = {
-            "all": names,
-            "odd": names[::2],
-            "even": names[1::2],
-            "lower": names[: len(names) // 2],
-            "upper": names[len(names) // 2 :],
-        }
-        selected = set(halves[layers] if layers in halves else _matching(layers, names))
+    elif not isinstance(layers, Iterable):
+        raise ValueError(f"{_EXPECTED}; got {layers!r}")
+    elif isinstance(layers, str) and layers in halves:
+        selected.update(halves[layers])
     else:
-        try:
-            chosen = list(layers)
-        except TypeError:
-            raise ValueError(f"{_EXPECTED}; got {layers!r}") from None
-        selected = set()
-        for one in chosen:
+        for one in [layers] if isinstance(layers, str) else layers:
             if isinstance(one, str):
                 selected.update(_matching(one, names))
                 continue

@@ -62,48 +62,35 @@ class _Snapshot:
     """The modules of a model as they are now; tensors are not copied, except ``values``."""
 
     def __init__(self, model: nn.Module, values: Iterable[Tensor]) -> None:
-        self.modules = [_ModuleSnapshot(module) for module in model.modules()]
+        self.modules = [(module, type(module), dict(vars(module))) for module in model.modules()]
+        self.containers = [
+            (container, copy.copy(container))
+            for _, _, attributes in self.modules
+            for name, container in attributes.items()
+            # others may be subclasses that cannot be emptied
+            if name in _CONTAINERS or type(container) in (dict, list, set)
+            if isinstance(container, (dict, list, set))
+        ]
         self.checks = [(check, check.called) for check in checks_of(model)]
         self.values = [(tensor, tensor.detach().clone()) for tensor in values]
 
     def restore(self) -> None:
         while True:
             try:
-                for module in self.modules:
-                    module.restore()
-                for check, called in self.checks:
-                    check.called = called
-                with torch.no_grad():
-                    for tensor, value in self.values:
-                        # an unneeded write would invalidate graphs that autograd has recorded
-                        if tensor.is_meta or not torch.equal(tensor, value):
-                            tensor.copy_(value)
+                self._restore()
             except KeyboardInterrupt:
                 # a second Ctrl-C must not leave a model half restored; the first one is raised
                 continue
             return
 
-
-class _ModuleSnapshot:
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.kind = type(module)
-        self.attributes = dict(vars(module))
-        self.containers = [
-            (container, copy.copy(container))
-            for name, container in self.attributes.items()
-            # others may be subclasses that cannot be emptied
-            if name in _CONTAINERS or type(container) in (dict, list, set)
-            if isinstance(container, (dict, list, set))
-        ]
-
-    def restore(self) -> None:
-        if type(self.module) is not self.kind:
-            self.module.__class__ = self.kind
-        attributes = vars(self.module)
-        for name in attributes.keys() - self.attributes.keys():
-            del attributes[name]
-        attributes.update(self.attributes)
+    def _restore(self) -> None:
+        for module, kind, attributes in self.modules:
+            if type(module) is not kind:
+                module.__class__ = kind
+            now = vars(module)
+            for name in now.keys() - attributes.keys():
+                del now[name]
+            now.update(attributes)
         # in place: the handles of hooks refer to these containers
         for container, content in self.containers:
             container.clear()
@@ -111,3 +98,10 @@ class _ModuleSnapshot:
                 container.extend(content)
             else:
                 container.update(content)
+        for check, called in self.checks:
+            check.called = called
+        with torch.no_grad():
+            for tensor, value in self.values:
+                # an unneeded write would invalidate graphs that autograd has recorded
+                if tensor.is_meta or not torch.equal(tensor, value):
+                    tensor.copy_(value)

@@ -1,14 +1,12 @@
-"""Check that plugged filters are called, and that training moves them."""
+"""Check that plugged filters are called."""
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from gfsa.filters import GraphFilter
@@ -95,97 +93,14 @@ def remove_checks(model: nn.Module) -> None:
                 del module._forward_hooks[key]
 
 
-class TrainingCheck:
-    """A hook on the gradients of filters that warns once if training moves other weights alone.
-
-    That is what an optimizer does that was built before the filters were plugged. It has made a
-    step if version counters of weights differ between two backward passes; so passes that
-    accumulate gradients are not counted. Filters are also compared by value, before the warning.
-    The check ends when a filter has moved. torch copies no hooks of parameters: a copy of the model
-    has no check.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = weakref.ref(model)
-        self.handles = [
-            parameter.register_post_accumulate_grad_hook(self)
-            for parameter in _filter_parameters(model).values()
-            if parameter.requires_grad and not parameter.is_meta
-        ]
-        # of all filters that get a gradient, the first one counts
-        self.first: int | None = None
-        self.steps = 0
-        # by name, at the last and at the first backward pass
-        self.versions: dict[str, int] = {}
-        self.start: dict[str, Tensor] = {}
-
-    def __call__(self, parameter: Tensor) -> None:
-        model = self.model()
-        if torch.compiler.is_compiling() or model is None:
-            return
-        if self.first is None:
-            self.first = id(parameter)
-            self.start = {n: p.detach().clone() for n, p in _filter_parameters(model).items()}
-        if id(parameter) != self.first:
-            return
-        now = {name: p._version for name, p in model.named_parameters() if p.requires_grad}
-        moved = {
-            name for name, version in now.items() if self.versions.get(name, version) != version
-        }
-        self.versions = now
-        if moved & self.start.keys():
-            self.end()
-        elif moved:
-            self.steps += 1
-            if self.steps == _STEPS:
-                self.end()
-                self._warn(model)
-
-    def _warn(self, model: nn.Module) -> None:
-        filters = _filter_parameters(model)
-        start = {n: p.to(filters[n].device) for n, p in self.start.items() if n in filters}
-        if all(torch.equal(filters[name], value) for name, value in start.items()):
-            warnings.warn(
-                f"in {_STEPS} training steps of {type(model).__name__} other weights have changed, "
-                "but no filter has, although filters got gradients: the optimizer does not have "
-                "their parameters. Build it after gfsa.plug, with gfsa.parameter_groups(model, "
-                "...) or model.parameters(); to keep the filters as they are, call "
-                "requires_grad_(False) on them",
-                stacklevel=2,
-            )
-
-    def end(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
-# how many steps an optimizer may make before it must have moved a filter
-_STEPS = 10
-
-
-def _filter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {
-        f"{name}.{own}": parameter
-        for name, filter in model.named_modules()
-        if isinstance(filter, GraphFilter)
-        for own, parameter in filter.named_parameters()
-    }
-
-
 def watch_forwards(model: nn.Module, plugged: Mapping[str, tuple[nn.Module, GraphFilter]]) -> None:
-    """Check that forwards call each of these filters once, and that training moves them."""
+    """Check that forwards call each of these filters once."""
     for name, (module, filter) in plugged.items():
         check = CallCheck(name)
         filter.register_forward_hook(_CallHook(check, "filter"))
         module.register_forward_hook(_CallHook(check, "layer"))
         if name:
             _block_of(model, name).register_forward_hook(_CallHook(check, "block"))
-    if plugged:
-        for parameter in _filter_parameters(model).values():
-            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-                if isinstance(hook, TrainingCheck):
-                    hook.end()
-        TrainingCheck(model)
 
 
 def stop_checking(filter: GraphFilter) -> None:

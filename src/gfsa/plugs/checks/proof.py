@@ -9,7 +9,7 @@ different orders, whatever operations the module uses.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,41 +75,26 @@ def crosses_by_design(owners: Owners) -> bool:
 
 
 def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
-    """Raise unless ``query`` and ``key`` hold the same tokens.
+    """Raise unless ``query`` and ``key`` hold the same tokens, as :func:`are_same_tokens` says.
 
-    Accepted are the same tensor, another view of it, and an equal copy
-    (``mha(norm(x), norm(x), norm(x))``). Values cannot be compared while a graph is compiled or
-    captured; then two views of a whole tensor are accepted, and two tensors if an earlier forward
-    has shown that this module is called with equal copies. The graph compares those itself.
+    Where a graph is compiled or captured, two tensors are accepted if an earlier forward has shown
+    that this module is called with equal copies. The graph compares those itself.
     """
-    if query is key or (query.is_meta and query.shape == key.shape):
-        return
-    if query.shape != key.shape:
-        got = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
-    elif has_no_values(query) or has_no_values(key):
-        if _same_whole_view(query, key):
-            return
-        if not torch.compiler.is_compiling() and _is_transformed():
-            same = _same_under_transforms(query, key)
-            if same is not None:
-                if same:
-                    return
-                raise ValueError(_refusal(module, _OTHER_VALUES))
-        if _GIVEN_COPIES in module.__dict__:
-            _compare_in_graph(module, query, key)
-            return
+    same = are_same_tokens(query, key)
+    if same is None and _GIVEN_COPIES in module.__dict__:
+        _compare_in_graph(module, query, key)
+    elif same is None:
         raise ValueError(
             f"{_name_of(module)} was plugged as self-attention, but its key is another tensor "
             "than its query, and their values cannot be compared while a graph is compiled or "
             "captured. Pass the same tensor for both, run one forward without that first, or, if "
             "this is cross-attention, leave this layer out with gfsa.plug(model, layers=...)"
         )
-    elif _same_memory(query, key) or _same_values(query, key):
+    elif not same:
+        shapes = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
+        raise ValueError(_refusal(module, _OTHER_VALUES if query.shape == key.shape else shapes))
+    elif query is not key and not has_no_values(query):
         module.__dict__[_GIVEN_COPIES] = True
-        return
-    else:
-        got = _OTHER_VALUES
-    raise ValueError(_refusal(module, got))
 
 
 _OTHER_VALUES = "its key has other values than its query"
@@ -134,15 +119,40 @@ def _compare_in_graph(module: nn.Module, query: Tensor, key: Tensor) -> None:
     torch._assert_async(same, _refusal(module, _OTHER_VALUES))
 
 
-def are_same_tokens(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are one, or equal copies; reads their values."""
+def are_same_tokens(first: Tensor, second: Tensor) -> bool | None:
+    """Whether two tensors are one, the same view of one, or equal copies; None if it is unknown.
+
+    Values cannot be read while a graph is compiled or captured; views of a whole tensor are known
+    to be the same then.
+    """
     if first is second:
         return True
     if first.shape != second.shape or first.device != second.device:
         return False
-    if _is_transformed():
-        return bool(_same_under_transforms(first, second))
-    return _same_memory(first, second) or _same_values(first, second)
+    if first.is_meta:
+        return True
+    alike = first.stride() == second.stride() and first.dtype == second.dtype
+    if not (has_no_values(first) or has_no_values(second)):
+        return (alike and first.data_ptr() == second.data_ptr()) or _same_values(first, second)
+    # of a whole tensor, because a compiler does not know the storage offset of a part
+    base = first._base
+    if alike and base is not None and base is second._base and first.numel() == base.numel():
+        return True
+    if torch.compiler.is_compiling() or not _is_transformed():
+        return None
+    same = (first == second) | (first.isnan() & second.isnan())
+    while torch._C._functorch.is_functorch_wrapped_tensor(same):
+        # of vmap, the entries of every sample
+        same = torch._C._functorch.get_unwrapped(same)
+    return None if has_no_values(same) else bool(same.all())
+
+
+def _same_values(query: Tensor, key: Tensor) -> bool:
+    if torch.equal(query, key):
+        return True
+    # a diverged model has NaN at the same positions of both, and is still self-attention
+    both_nan = query.isnan() & key.isnan()
+    return bool(both_nan.any()) and bool(((query == key) | both_nan).all())
 
 
 def _name_of(module: nn.Module) -> str:
@@ -461,49 +471,6 @@ def without_transforms() -> Iterator[None]:
         yield
 
 
-def _same_under_transforms(query: Tensor, key: Tensor) -> bool | None:
-    """Whether tensors that torch.func transforms hold the same tokens; None if it is unknown."""
-    same = query == key
-    same = same | (query.isnan() & key.isnan())
-    while torch._C._functorch.is_functorch_wrapped_tensor(same):
-        # of vmap, the entries of every sample
-        same = torch._C._functorch.get_unwrapped(same)
-    return None if has_no_values(same) else bool(same.all())
-
-
-def _same_whole_view(query: Tensor, key: Tensor) -> bool:
-    """Whether both are the same view of a whole tensor; reads no memory.
-
-    Of a whole tensor, because a compiler does not know the storage offset of a part.
-    """
-    base = query._base
-    return (
-        base is not None
-        and base is key._base
-        and query.shape == key.shape
-        and query.stride() == key.stride()
-        and query.numel() == base.numel()
-    )
-
-
-def _same_memory(query: Tensor, key: Tensor) -> bool:
-    return (
-        query.device == key.device
-        and query.dtype == key.dtype
-        and query.shape == key.shape
-        and query.stride() == key.stride()
-        and query.data_ptr() == key.data_ptr()
-    )
-
-
-def _same_values(query: Tensor, key: Tensor) -> bool:
-    if torch.equal(query, key):
-        return True
-    # a diverged model has NaN at the same positions of both, and is still self-attention
-    both_nan = query.isnan() & key.isnan()
-    return bool(both_nan.any()) and bool(((query == key) | both_nan).all())
-
-
 def leaves_of(x: Tensor) -> set[int]:
     """The ids of the leaves that a tensor was computed from."""
     found: set[int] = set()
@@ -537,22 +504,19 @@ _MIXERS = {
 }
 
 
-def token_mixers(model: nn.Module, found: Iterable[str]) -> dict[str, str]:
+def token_mixers(model: nn.Module, found: Collection[str]) -> dict[str, str]:
     """The token mixers of a model that are not softmax attention, by name, with the reason.
 
     Hybrids have them beside attention layers. Of nested ones the outermost is named. Modules that
-    contain a site of ``found``, or are part of one, are not: those have a line of their own in the
-    report.
+    contain a site of ``found``, or are part of one, have a line of their own in the report.
     """
     mixers: dict[str, str] = {}
-    around = {name[:end] for name in found for end in _ends(name)}
-    inside = tuple(f"{name}." for name in found)
     for name, module in model.named_modules():
-        if name in around or name.startswith((*inside, *(f"{mixer}." for mixer in mixers))):
-            continue
         kind = type(module).__name__
         what = next((what for k, what in _MIXERS.items() if re.search(k, kind.lower())), None)
-        if what is not None:
+        if what is None or any(_is_inside(name, other) for other in (*found, *mixers)):
+            continue
+        if not any(_is_inside(site, name) for site in found):
             mixers[name] = (
                 f"{kind} is {what}, not softmax attention: it has no attention map that a filter "
                 "could take powers of"
@@ -560,6 +524,5 @@ def token_mixers(model: nn.Module, found: Iterable[str]) -> dict[str, str]:
     return mixers
 
 
-def _ends(name: str) -> list[int]:
-    """Where the names of the modules around and of ``name`` itself end."""
-    return [0, *(match.start() for match in re.finditer(r"\.", name)), len(name)]
+def _is_inside(name: str, other: str) -> bool:
+    return not other or f"{name}.".startswith(f"{other}.")

@@ -10,26 +10,24 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter, Polynomial
-from gfsa.operators import DenseOperator, LinearOperator
+from gfsa.operators import LinearOperator
 from gfsa.operators.call import AttentionCall
-from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.checks.called import FilterNotCalledError
 from gfsa.plugs.checks.proof import REASON, are_same_tokens, leaves_of
 from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import is_registered
 from gfsa.plugs.running import call, same_random_numbers
-from gfsa.plugs.sites import Site
+from gfsa.plugs.sites import Site, plugged_sites
 from gfsa.plugs.transaction import unchanged
 
 BYPASSED = "in the trial forward it, or the block around it, ran without calling its filter"
@@ -77,7 +75,9 @@ def try_forward(
     """
     refused: dict[str, str] = {}
     trial = Trial()
-    with unchanged(model), torch.no_grad(), _uncompiled():
+    # compiled models run uncompiled: the trial does not pay for a compilation
+    uncompiled: Any = torch.compiler.set_stance("force_eager")
+    with uncompiled, unchanged(model), torch.no_grad():
         model.eval()
         plan: Planned = {site.name: (site, filter) for site, filter in planned}
         plain = _run_plain(model, plan, inputs)
@@ -90,7 +90,8 @@ def try_forward(
                 try:
                     trial = _attempt(model, remaining, inputs)
                 finally:
-                    uninstall(model, [_attached(site) for site, _ in remaining.values()])
+                    now = plugged_sites(model)
+                    uninstall(model, [now[name] for name in remaining])
                 if not trial.refused and plan is plans[-1]:
                     trial.refused = _changed(model, remaining, inputs, plain, trial.outputs)
                 if not trial.refused:
@@ -148,26 +149,24 @@ class _Watch:
 
     def run(self, inputs: Any) -> None:
         """One forward of the model; ``running`` keeps the layers in which it raised."""
-        with ExitStack() as stack:
-
-            def hook(handle: RemovableHandle) -> None:
-                stack.callback(handle.remove)
-
-            hook(self.model.register_forward_hook(functools.partial(self._leave, None)))
-            for name, (site, filter) in self.planned.items():
-                enter = functools.partial(self._enter, name)
+        handles = [self.model.register_forward_hook(functools.partial(self._leave, None))]
+        for name, (site, filter) in self.planned.items():
+            handles += [
                 # prepended: hooks of the adapter may raise, too
-                hook(site.module.register_forward_pre_hook(enter, prepend=True))
-                hook(site.module.register_forward_hook(functools.partial(self._leave, name)))
-                hook(filter.register_forward_hook(functools.partial(self._call, name)))
-            stack.enter_context(_same_random_numbers(self.model))
-            call(self.model, inputs)
-
-    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
-        self.running.append(name)
-
-    def _call(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        self.called.add(name)
+                site.module.register_forward_pre_hook(
+                    lambda module, args, name=name: self.running.append(name), prepend=True
+                ),
+                site.module.register_forward_hook(functools.partial(self._leave, name)),
+                filter.register_forward_hook(
+                    lambda module, args, output, name=name: self.called.add(name)
+                ),
+            ]
+        try:
+            with same_random_numbers((*self.model.parameters(), *self.model.buffers())):
+                call(self.model, inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _leave(self, name: str | None, module: nn.Module, args: Any, output: Any) -> None:
         if name is not None:
@@ -181,21 +180,14 @@ class _Watch:
             self.outputs.setdefault(name, []).append(entries)
 
 
-def _same_random_numbers(model: nn.Module) -> AbstractContextManager[None]:
-    return same_random_numbers((*model.parameters(), *model.buffers()))
-
-
 def _starts_as_attention(filter: GraphFilter) -> bool:
-    """Whether a filter that has learned nothing is ordinary attention, tried on a small map."""
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(1, filter.num_heads, 3, 3, generator=generator)
-    values = torch.randn(1, filter.num_heads, 3, 2, generator=generator)
-    matrix = scores.softmax(-1)
-    try:
-        return torch.allclose(filter(DenseOperator(matrix), values), matrix @ values, atol=1e-6)
-    except Exception:
-        # a filter that is no function of the map alone
+    """Whether a filter that has learned nothing is certainly ordinary attention."""
+    if not filter.is_polynomial or filter.starts_exclusive:
         return False
+    coefficients = filter.coefficients()
+    plain = torch.zeros_like(coefficients)
+    plain[:, 1:2] = 1.0
+    return torch.allclose(coefficients, plain, atol=1e-6)
 
 
 def _stand_in(filter: GraphFilter) -> GraphFilter:
@@ -273,7 +265,7 @@ def _crossing(model: nn.Module, planned: Planned, inputs: Any) -> dict[str, str]
         return {}
     calls = {name: _Call(site.module, filter) for name, (site, filter) in own.items()}
     with ExitStack() as stack:
-        stack.enter_context(_same_random_numbers(model))
+        stack.enter_context(same_random_numbers((*model.parameters(), *model.buffers())))
         for layer in calls.values():
             stack.enter_context(layer)
         try:
@@ -357,19 +349,6 @@ class _Call(ExitStack):
         projected = bool(q & self.weights and k & self.weights)
         if projected and q & leaves and k & leaves and not q & k & leaves:
             self.crosses = True
-
-
-def _attached(site: Site) -> Site:
-    """The site as it is with its filter."""
-    return Site(site.name, site.module, site.adapter, site.module.get_submodule(CHILD))
-
-
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Compiled models run uncompiled: the trial does not pay for a compilation."""
-    stance: Any = torch.compiler.set_stance("force_eager")
-    with stance:
-        yield
 
 
 def _shown(error: Exception) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,10 +70,8 @@ def save(model: nn.Module, path: str | Path) -> None:
     complete on the disk, an earlier save in the folder stays as it is.
 
     A backbone that was trained with the filters is not saved: save the whole model then
-    (``torch.save(model.state_dict(), file)``, or ``model.save_pretrained(folder)``).
-
-    If the model is sharded over processes, every process has to call this: the filters are
-    gathered, and the first process writes them.
+    (``torch.save(model.state_dict(), file)``, or ``model.save_pretrained(folder)``). If the model
+    is sharded over processes, every process has to call this, and the first one writes.
 
     Args:
         model: a plugged model.
@@ -83,9 +81,8 @@ def save(model: nn.Module, path: str | Path) -> None:
         UserWarning: if the backbone has parameters that require gradients.
 
     Raises:
-        TypeError: if ``model`` is not an ``nn.Module``.
-        ValueError: if the model has no filters, a filter is of a class that :func:`load` cannot
-            build, or a value is not finite or has been offloaded.
+        ValueError: if the model has no filters, or one that :func:`load` could not build again: of
+            a class of the caller's own, or with values that are not finite or offloaded.
 
     Examples:
         >>> report = gfsa.plug(model)
@@ -185,7 +182,6 @@ def load(
         UserWarning: if the layers have other weights than those the filters were saved with.
 
     Raises:
-        TypeError: if ``model`` is not an ``nn.Module``.
         FileNotFoundError: if there are no filters at ``path``.
         ValueError: if the files are damaged, or the filters do not fit the model.
 
@@ -198,10 +194,8 @@ def load(
         ['layers.0.self_attn', 'layers.1.self_attn']
     """
     check_model(model)
-    folder = filter_folder(path, revision, token)
-    source = str(path)
-    description, tensors = files.read(folder)
-    restore(model, description, tensors, source, other_versions=True, max_degree=max_degree)
+    saved = Saved(str(path), *files.read(filter_folder(path, revision, token)))
+    restore(model, saved, other_versions=True, max_degree=max_degree)
     found = sites(model)
     plugged = [(site, site.filter) for site in found.values() if site.is_plugged]
     skipped = {
@@ -214,7 +208,8 @@ def load(
 
 def describe(model: nn.Module) -> dict[str, Any]:
     """The filters of a model and their layers, as plain data."""
-    names = {name: canonical_name(model, name) for name in plugged_sites(model)}
+    plugged = plugged_sites(model)
+    names = {name: canonical_name(model, name) for name in plugged}
     return {
         "format": FORMAT,
         "gfsa": __version__,
@@ -227,20 +222,27 @@ def describe(model: nn.Module) -> dict[str, Any]:
                 # gfsa.load traces only layers that were traced when they were saved
                 _TRACED: isinstance(site.adapter, TracerAdapter),
             }
-            for name, site in plugged_sites(model).items()
+            for name, site in plugged.items()
         },
         "layers": depths_of(model, names.values()),
     }
 
 
-def described_by(
-    tensors: Mapping[str, Tensor], name_of: Callable[[str], str]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The description and the numbers of filters, from the tensors of a whole model's file.
+class Saved(NamedTuple):
+    """Filters from a file, which may have any content."""
 
-    Args:
-        tensors: as :func:`~gfsa.plugs.saving.files.filter_tensors` returns them.
-        name_of: the name of a layer in the file → its name in the description.
+    source: str
+    """Where they are from, for messages."""
+    description: Mapping[str, Any]
+    """What :func:`describe` returns."""
+    tensors: Mapping[str, Tensor]
+    """The numbers, by the name of the layer and of the filter's parameter."""
+
+
+def saved_among(tensors: Mapping[str, Tensor], name_of: Callable[[str], str], source: str) -> Saved:
+    """The filters in a whole model's file, where each has its description beside its numbers.
+
+    ``name_of`` turns the name of a layer in the file into its name in the description.
     """
     filters: dict[str, Any] = {}
     numbers = {}
@@ -251,33 +253,35 @@ def described_by(
             filters[layer] = read_description(value)
         else:
             numbers[f"{layer}.{name}"] = value
-    return {"format": FORMAT, "filters": filters}, numbers
+    return Saved(source, {"format": FORMAT, "filters": filters}, numbers)
 
 
 def restore(
     model: nn.Module,
-    description: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    source: str,
+    saved: Saved,
     *,
     other_versions: bool = False,
     max_degree: int = MOST_DEGREE,
     check_only: bool = False,
 ) -> None:
-    """Give ``model`` the filters of ``description``: checked first, then all or nothing.
+    """Give ``model`` the saved filters: checked first, then all or nothing.
 
     Args:
         model: plugged in the same layers, or not plugged.
-        description: what :func:`describe` returns, or a file that may have any content.
-        tensors: the numbers, by the name of the layer and of the filter's parameter.
-        source: where they are from, for messages.
+        saved: the filters.
         other_versions: whether layers may have the names of another version of the model's library.
-        max_degree: the highest degree that is accepted.
+        max_degree: as in :func:`load`.
         check_only: leave the model as it is.
     """
-    planned = _plan(model, description, source, other_versions, max_degree)
-    plugged = plugged_sites(model)
-    _check_tensors(planned, tensors, source)
+    planned = _plan(model, saved, other_versions, max_degree)
+    plugged, source = plugged_sites(model), saved.source
+    expected = {f"{layer}.{key}" for layer, _, filter in planned for key in numbers_of(filter)}
+    missing, extra = expected - saved.tensors.keys(), saved.tensors.keys() - expected
+    if missing or extra:
+        raise ValueError(
+            f"{source} and its description disagree: missing {some_of(missing)}, "
+            f"not expected {some_of(extra)}; save the filters again"
+        )
     if not check_only:
         refuse_sharded(plugged, "load filters")
     if plugged and set(plugged) != {site.name for _, site, _ in planned}:
@@ -285,8 +289,8 @@ def restore(
             f"the model is plugged in layers {some_of(plugged)}, but {source} has filters for "
             f"{some_of(site.name for _, site, _ in planned)}; gfsa.unplug(model) first"
         )
-    for saved, site, filter in planned:
-        _fill(saved, site, filter, tensors, source)
+    for layer, site, filter in planned:
+        _fill(layer, site, filter, saved)
     if check_only:
         return
     if not plugged:
@@ -306,27 +310,21 @@ _Plan = list[tuple[str, Site, GraphFilter]]
 """The name of a layer in the file, its site, and the filter without its numbers."""
 
 
-def _plan(
-    model: nn.Module,
-    description: Mapping[str, Any],
-    source: str,
-    other_versions: bool,
-    max_degree: int,
-) -> _Plan:
+def _plan(model: nn.Module, saved: Saved, other_versions: bool, max_degree: int) -> _Plan:
     """Find the site of every described filter and rebuild the filters."""
     refusing, tracing = sites(model), sites(model, unknown="trace")
-    entries = _entries_of(description, source)
+    entries, source = _entries_of(saved.description, saved.source), saved.source
     layers: dict[str, list[str]] = {}
     # attention comes first where several modules share a name without prefixes
-    for name in (*tracing, *dict(model.named_modules())):
+    for name in dict.fromkeys((*tracing, *dict(model.named_modules()))):
         layers.setdefault(canonical_name(model, name), []).append(name)
     renamed = renamed_layers(model, refusing, tracing, entries) if other_versions else {}
     planned: _Plan = []
     others = []
-    for saved, entry in entries.items():
-        name = renamed.get(saved) or _layer_of(model, saved, layers, tracing, description, source)
-        # the oldest versions, and checkpoints of whole models, do not say which layers were traced
-        traced = entry.get(_TRACED, files.DIGEST not in description)
+    for layer, entry in entries.items():
+        name = renamed.get(layer) or _layer_of(model, layer, layers, tracing, saved)
+        # older versions, and checkpoints of whole models, do not say which layers were traced
+        traced = entry.get(_TRACED, True)
         site = (tracing if traced is True else refusing).get(name)
         if site is None or site.refusal:
             reason = "it is not attention" if site is None else site.refusal
@@ -334,7 +332,7 @@ def _plan(
             raise ValueError(f"{name} ({kind}) cannot take the filter of {source}: {reason}")
         # the heads first: they are why shapes differ
         rebuilt = build(entry, site.num_heads, name, source, max_degree)
-        if saved not in renamed:
+        if layer not in renamed:
             _check_backbone(site, entry, source)
             if not has_weights(site.module, entry.get("weights")):
                 others.append(name)
@@ -345,7 +343,7 @@ def _plan(
                     f"{name} is plugged with a {shown(own)}, {source} has a {shown(wanted)}; "
                     "gfsa.unplug(model) first"
                 )
-        planned.append((saved, site, rebuilt))
+        planned.append((layer, site, rebuilt))
     if renamed:
         warnings.warn(
             f"{source} was saved with another version of the library that {type(model).__name__} "
@@ -355,7 +353,7 @@ def _plan(
             stacklevel=4,
         )
     else:
-        check_depths(model, description, entries, source)
+        check_depths(model, saved.description, entries, source)
     if others:
         warnings.warn(
             f"the filters of {source} were saved with other weights than {some_of(others)} of "
@@ -377,43 +375,39 @@ def _entries_of(description: Mapping[str, Any], source: str) -> dict[str, dict[s
             "version"
         )
     entries = description.get("filters")
-    if not isinstance(entries, dict) or not entries:
+    if (
+        not isinstance(entries, dict)
+        or not entries
+        or not all(isinstance(entry, dict) for entry in entries.values())
+    ):
         raise ValueError(
-            f"{source} describes no filters: expected an entry for each layer under 'filters', got "
-            f"{entries!r:.40}; save the filters of a plugged model again"
+            f"{source} describes no filters: expected an object for each layer under 'filters', "
+            f"got {entries!r:.40}; save the filters of a plugged model again"
         )
-    for name, entry in entries.items():
-        if not isinstance(entry, dict):
-            raise ValueError(
-                f"{source}: the entry of {name!r:.80} describes no filter: expected an object with "
-                f"a 'kind', got {entry!r:.40}; save the filters again"
-            )
     return entries
 
 
 def _layer_of(
     model: nn.Module,
-    saved: str,
+    layer: str,
     layers: Mapping[str, list[str]],
     attention: Mapping[str, Site],
-    description: Mapping[str, Any],
-    source: str,
+    saved: Saved,
 ) -> str:
     """The name in ``model`` of a saved layer."""
-    if saved not in layers:
+    source, kind = saved.source, type(model).__name__
+    if layer not in layers:
         # checkpoints of whole models and adapters do not say it
-        saved_from = description.get("model")
-        which = f", {saved_from!r:.80}" if saved_from else ""
+        of = saved.description.get("model")
         raise ValueError(
-            f"{source} has a filter for the layer {saved!r:.80}, which "
-            f"{type(model).__name__} does not have; load it into the model that it "
-            f"was saved from{which}"
+            f"{source} has a filter for the layer {layer!r:.80}, which {kind} does not have; load "
+            f"it into the model that it was saved from{f', {of!r:.80}' if of else ''}"
         )
-    name = layers[saved][0]
-    others = [other for other in layers[saved] if other in attention and other != name]
+    name, *others = layers[layer]
+    others = [other for other in others if other in attention]
     if others:
         raise ValueError(
-            f"{source} has a filter for {saved!r}, which both {name} and {others[0]} can be; "
+            f"{source} has a filter for {layer!r}, which both {name} and {others[0]} can be; "
             "load the filters of each part on its own"
         )
     return name
@@ -437,32 +431,9 @@ def _check_backbone(site: Site, entry: Mapping[str, Any], source: str) -> None:
     )
 
 
-def _check_tensors(planned: _Plan, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Refuse tensors that are not those of the rebuilt filters."""
-    expected = {
-        f"{saved}.{key}": value
-        for saved, _, filter in planned
-        for key, value in numbers_of(filter).items()
-    }
-    missing, extra = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
-    if missing or extra:
-        raise ValueError(
-            f"{source} and its description disagree: missing {some_of(missing)}, "
-            f"not expected {some_of(extra)}; save the filters again"
-        )
-    for name, wanted in expected.items():
-        found = tensors[name]
-        if found.shape != wanted.shape or found.dtype not in _DTYPES:
-            raise ValueError(
-                f"{source}: {name} should be floating point of shape {tuple(wanted.shape)}, "
-                f"got {found.dtype} of shape {tuple(found.shape)}; save the filters again"
-            )
-
-
-def _fill(
-    saved: str, site: Site, filter: GraphFilter, tensors: Mapping[str, Tensor], source: str
-) -> None:
+def _fill(layer: str, site: Site, filter: GraphFilter, saved: Saved) -> None:
     """Give the rebuilt filter its numbers, in the precision that it will have in the model."""
+    source = saved.source
     place = device_of(site.module) or torch.get_default_device()
     dtype = dtype_for(site.module) or filter.base.dtype
     if site.is_plugged:
@@ -476,8 +447,15 @@ def _fill(
     with torch.inference_mode(False), torch.no_grad():
         filter.to(dtype=dtype)
         for key, value in numbers_of(filter).items():
-            value.copy_(tensors[f"{saved}.{key}"])
-            _check_finite(value, f"{source}: {saved}.{key}", f"in {value.dtype}")
+            found = saved.tensors[f"{layer}.{key}"]
+            if found.shape != value.shape or found.dtype not in _DTYPES:
+                raise ValueError(
+                    f"{source}: {layer}.{key} should be floating point of shape "
+                    f"{tuple(value.shape)}, got {found.dtype} of shape {tuple(found.shape)}; save "
+                    "the filters again"
+                )
+            value.copy_(found)
+            _check_finite(value, f"{source}: {layer}.{key}", f"in {value.dtype}")
         # files have polynomials alone
         for term in (filter.coefficients(), filter.share(), filter.depth()):
             if term is None:

@@ -10,7 +10,6 @@ Older versions wrote two files: ``filters.json`` with the description beside
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -27,8 +26,6 @@ from gfsa.plugs.adapter import CHILD
 FILE = "filters.safetensors"
 OLD_DESCRIPTION = "filters.json"
 """The second file of older versions."""
-DIGEST = "sha256"
-"""The field of an old description with a digest of both files; the oldest versions wrote none."""
 MOST_BYTES = 8 * 2**20
 """Filters are a few numbers per head: a larger file is refused before it is read."""
 
@@ -77,12 +74,7 @@ def write(folder: Path, description: Mapping[str, Any], tensors: Mapping[str, Te
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The description, a JSON object of any content, and the tensors of a save.
-
-    Raises:
-        FileNotFoundError: if there is no save in ``folder``.
-        ValueError: if a file is damaged or too large.
-    """
+    """The description, a JSON object of any content, and the tensors of a save."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -103,8 +95,6 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{file} must have a JSON object that describes filters, got "
             f"{type(description).__name__}; save the filters again"
         )
-    if file.name == OLD_DESCRIPTION:
-        _check_digest(description, content, folder)
     try:
         return description, load(content)
     # beside its own error, dtypes that torch does not have and shapes beyond its range
@@ -113,12 +103,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def other_loader(folder: str | Path, caller: str) -> str | None:
-    """What a folder is and what loads it; None if the caller loads it, or if it is another folder.
-
-    Args:
-        folder: a folder in which the caller has not found its files.
-        caller: the function that looked for them, as users call it: ``"gfsa.load"``.
-    """
+    """What a folder is and what loads it; None if ``caller`` does, or if it is another folder."""
     for file, (kind, loader, argument) in _FOLDERS.items():
         if (Path(folder) / file).is_file():
             call = f'{loader}({argument}, "{folder}")'
@@ -131,13 +116,16 @@ def _read(file: Path) -> bytes:
         advice = other_loader(file.parent, "gfsa.load") or "gfsa.save writes filters"
         raise FileNotFoundError(f"{file} does not exist; {advice}")
     with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        if size > MOST_BYTES:
-            raise ValueError(
-                f"{file} has {size} bytes; filters are a few numbers per head, more than "
-                f"{MOST_BYTES} is refused"
-            )
+        _check_size(os.fstat(opened.fileno()).st_size, file.name, file.parent)
         return opened.read(MOST_BYTES)
+
+
+def _check_size(size: int, file: str, place: str | Path) -> None:
+    if size > MOST_BYTES:
+        raise ValueError(
+            f"{file} of {place} has {size} bytes; filters are a few numbers per head, more than "
+            f"{MOST_BYTES} is refused"
+        )
 
 
 def _description_in(content: bytes, file: Path) -> str | None:
@@ -164,19 +152,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _damaged(file: Path, error: Exception) -> ValueError:
     return ValueError(f"{file} is damaged: {error!s:.200}; save the filters again")
-
-
-def _check_digest(description: Mapping[str, Any], tensors: bytes, folder: Path) -> None:
-    """Refuse two files of different saves, as far as the description says what belongs to it."""
-    own = {key: value for key, value in description.items() if key != DIGEST}
-    text = json.dumps(own, sort_keys=True, separators=(",", ":"))
-    digest = hashlib.sha256(text.encode() + b"\n" + tensors).hexdigest()
-    if description.get(DIGEST, digest) != digest:
-        raise ValueError(
-            f"{folder / FILE} is damaged, or is not what {OLD_DESCRIPTION} was saved with: their "
-            "digest differs. Save the filters again (to load a description that you changed "
-            f"yourself, delete its {DIGEST!r})"
-        )
 
 
 def filter_tensors(files: Iterable[str | Path], source: str) -> dict[str, Tensor]:
@@ -245,7 +220,7 @@ def filter_folder(
             f"{path} does not exist, though {Path(name).parent} does; for the repository of that "
             f"name on the Hub pass {_HUB + name!r}"
         )
-    return download_filters(name, {"revision": revision, "token": token})
+    return download(name, {"revision": revision, "token": token}).parent
 
 
 def is_hub_name(name: str) -> bool:
@@ -262,40 +237,31 @@ def hub_library(name: str) -> Any:
     return huggingface_hub
 
 
-def download_filters(name: str, wanted: Mapping[str, Any]) -> Path:
-    """The folder with the filters of a repository, downloaded or from the cache.
+def download(name: str, wanted: Mapping[str, Any], file: str = FILE) -> Path:
+    """A file of a repository, downloaded or from the cache; filters that are too large are not.
 
-    Args:
-        name: the repository.
-        wanted: some of :data:`HUB_ARGUMENTS`.
+    ``wanted`` are some of :data:`HUB_ARGUMENTS`.
     """
     try:
         hub = hub_library(f"{name!r} is no folder here; reading it from the Hub")
-        file, commit = _download(hub, name, FILE, wanted)
-        if _description_in(_read(file), file) is None:
-            # an older version wrote two files: both are taken from one commit
-            _download(hub, name, OLD_DESCRIPTION, {**wanted, "revision": commit})
     except ImportError as error:
         raise FileNotFoundError(str(error)) from error
+    try:
+        if file in (FILE, OLD_DESCRIPTION):
+            _check_size(
+                hub.hf_hub_download(name, file, dry_run=True, **wanted).file_size, file, name
+            )
+        found = Path(hub.hf_hub_download(name, file, **wanted))
+        if file == FILE and _description_in(_read(found), found) is None:
+            download(name, wanted, OLD_DESCRIPTION)
     # an OSError: no such repository, revision or file, no access, no connection
-    except OSError as error:
+    except (OSError, hub.errors.HFValidationError) as error:
         where = f"{name} at {wanted['revision']!r}" if wanted.get("revision") else name
         if wanted.get("subfolder"):
             where += f", subfolder {wanted['subfolder']!r},"
         reason = " ".join(str(error).split())
         raise FileNotFoundError(
-            f"{where} is neither a folder here with filters that gfsa.save wrote, nor can they be "
-            f"read from the Hub: {type(error).__name__}: {reason:.300}"
+            f"{where} is neither a folder here, nor can {file} be read from the Hub: "
+            f"{type(error).__name__}: {reason:.300}"
         ) from error
-    return file.parent
-
-
-def _download(hub: Any, name: str, file: str, wanted: Mapping[str, Any]) -> tuple[Path, str]:
-    """A file of a repository and its commit; one that is too large is not downloaded."""
-    found = hub.hf_hub_download(name, file, dry_run=True, **wanted)
-    if found.file_size > MOST_BYTES:
-        raise ValueError(
-            f"{file} of {name} has {found.file_size} bytes; filters are a few numbers per head, "
-            f"more than {MOST_BYTES} is refused"
-        )
-    return Path(hub.hf_hub_download(name, file, **wanted)), found.commit_hash
+    return found

@@ -114,7 +114,7 @@ def _shares_weights(module: nn.Module, saved: Any) -> bool:
 
 
 def _are_close(saved: Any, own: list[float]) -> bool:
-    """Whether numbers are the same; the tolerance is that of a cast to bfloat16 and back."""
+    # the tolerance is that of a cast to bfloat16 and back
     return (
         isinstance(saved, list)
         and len(saved) == len(own)

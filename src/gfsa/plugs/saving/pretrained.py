@@ -21,14 +21,8 @@ from torch import Tensor, nn
 
 from gfsa.filters.spec import EXTRA, MOST_DEGREE
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.saving.checkpoint import described_by, load, restore
-from gfsa.plugs.saving.files import (
-    FILE,
-    HUB_ARGUMENTS,
-    download_filters,
-    filter_tensors,
-    other_loader,
-)
+from gfsa.plugs.saving.checkpoint import load, restore, saved_among
+from gfsa.plugs.saving.files import FILE, HUB_ARGUMENTS, download, filter_tensors, other_loader
 from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.sites import check_model, filters_of, plugged_sites, sites
 from gfsa.plugs.transaction import all_or_nothing
@@ -48,8 +42,7 @@ class ModelClass(Protocol[Loaded]):
 CONFIG_ENTRY = "filters_need_gfsa_from_pretrained"
 """The entry of ``config.json`` by which an uploaded model says that it has filters.
 
-transformers keeps entries that it does not know as attributes of the config, without a warning.
-What it warns about without gfsa are the weights of the filters, in its load report.
+transformers keeps it as an attribute of the config, without a warning.
 """
 
 PEFT_ENTRY = "filters_need_gfsa_load_peft"
@@ -102,14 +95,7 @@ def from_pretrained(
             "those of transformers: load the model with its own from_pretrained, then the filters "
             "that gfsa.save wrote with gfsa.load"
         )
-    if kwargs.get("output_loading_info"):
-        raise ValueError(
-            "output_loading_info is not supported, because it would list the filters as "
-            "unexpected; leave it out"
-        )
-    refusal = _refusal_of_other_weights(kwargs)
-    if refusal is not None:
-        raise ValueError(f"filters are read from the safetensors of the weights: {refusal}")
+    _refuse_options(kwargs)
     # the config may be the caller's own, or in a folder inside
     refusal = None if {"config", "subfolder"} & kwargs.keys() else refusal_of_path(path)
     if refusal is not None:
@@ -135,18 +121,17 @@ def _hub_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
 
 
-def _refusal_of_other_weights(kwargs: Mapping[str, Any]) -> str | None:
-    """Why the weights would be of other files than the filters, or None if they would not."""
-    if kwargs.get("gguf_file"):
-        return f"a GGUF file has none, got gguf_file={kwargs['gguf_file']!r:.80}"
-    if kwargs.get("use_safetensors") is False:
-        return "got use_safetensors=False; leave it out"
+def _refuse_options(kwargs: Mapping[str, Any]) -> None:
+    """Raise for options with which the weights are of other files than the filters."""
+    refused = [name for name in ("gguf_file", "output_loading_info") if kwargs.get(name)]
+    refused += ["use_safetensors"] if kwargs.get("use_safetensors") is False else []
     if any(f".{CHILD}." in key for key in kwargs.get("state_dict") or ()):
-        return (
-            "those in state_dict would be ignored; leave it out, and call "
-            "model.load_state_dict(state_dict) afterwards"
+        refused.append("state_dict")
+    if refused:
+        raise ValueError(
+            "filters are read from the safetensors of the weights, and stand in no load report; "
+            f"leave out {', '.join(refused)} (call model.load_state_dict for a state_dict)"
         )
-    return None
 
 
 def is_of_diffusers(model_class: Any) -> bool:
@@ -167,39 +152,41 @@ def restore_filters(
     Args:
         model: a model of transformers.
         path: the folder, or a name on the hub.
-        hub: arguments that say where on the hub it is (``revision``, ``token`` …).
+        hub: some of :data:`~gfsa.plugs.saving.files.HUB_ARGUMENTS`.
         variant: the variant of the weights, as in ``model.fp16.safetensors``.
-        max_degree: the highest degree that is accepted.
+        max_degree: as in :func:`from_pretrained`.
 
     Returns:
         Whether the checkpoint has filters.
     """
-    layers = _layers_on_disk(model)
-
-    def name_of(layer: str) -> str:
-        name = canonical_name(model, layer)
-        return layers.get(name, layer)
-
     found = filter_tensors(files_of(path, hub, variant), str(path))
     if not found:
         return False
-    description, tensors = described_by(found, name_of)
-    restore(model, description, tensors, str(path), other_versions=True, max_degree=max_degree)
+    layers = _layers_on_disk(model)
+
+    def name_of(layer: str) -> str:
+        return layers.get(canonical_name(model, layer), layer)
+
+    saved = saved_among(found, name_of, str(path))
+    restore(model, saved, other_versions=True, max_degree=max_degree)
     # it is true of the files, and would be saved again after gfsa.unplug
     vars(model.config).pop(CONFIG_ENTRY, None)
     return True
 
 
 def has_filters(path: str | Path) -> bool:
-    """Whether a transformers folder was saved from a plugged model."""
-    return bool(filter_tensors(files_of(path, {}), str(path)))
+    """Whether a transformers folder, or a name on the hub, was saved from a plugged model."""
+    try:
+        return bool(filter_tensors(files_of(path, {}), str(path)))
+    except FileNotFoundError:
+        # a config without weights, or weights that are not in safetensors, where filters are
+        return False
 
 
 def _layers_on_disk(model: Any) -> dict[str, str]:
     """Attention layers by the name that transformers' files have for them.
 
-    transformers renames layers when it saves (a ViT's ``layers.0`` is ``encoder.layer.0`` on
-    disk), so its own conversion is applied to the key that a filter in each layer would have.
+    Its own conversion is applied to the key that a filter in each layer would have.
     """
     # first, because it raises for a transformers that is too old for the import
     names = list(sites(model, unknown="trace"))
@@ -220,14 +207,10 @@ def files_of(
     variant: str | None = None,
     index_first: bool = False,
 ) -> list[str]:
-    """The safetensors of a checkpoint of transformers.
+    """The safetensors of a checkpoint of transformers; the others as in :func:`restore_filters`.
 
-    A folder may have one file and, from an earlier save, an index of several.
-
-    Args:
-        path, hub, variant: as in :func:`restore_filters`.
-        index_first: whether to take those of the index then, as vLLM does; transformers takes the
-            one file.
+    A folder may have one file, which transformers takes, and from an earlier save an index of
+    several, which vLLM takes: ``index_first``.
     """
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file
@@ -246,30 +229,28 @@ def files_of(
     if file is not None:
         return [file]
     index = locate(index_name)
-    shards = {whole} if index is None else _shards(Path(index))
+    shards: set[Any] = {whole}
+    if index is not None:
+        try:
+            shards = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{index} is damaged: {error!r:.200}; save or download it again"
+            ) from error
     outside = [shard for shard in shards if Path(str(shard)).name != shard]
     if outside:
         raise ValueError(
             f"the index of {path} names a file outside of it: {outside[0]!r:.80}, which is "
             "refused; save the model again with save_pretrained"
         )
-    files = [locate(shard) for shard in sorted(shards)]
-    missing = [shard for shard, file in zip(sorted(shards), files, strict=True) if file is None]
+    files = {shard: locate(shard) for shard in sorted(shards)}
+    missing = [shard for shard, file in files.items() if file is None]
     if missing:
         advice = other_loader(path, "gfsa.from_pretrained") or (
             "filters are read from safetensors only; save the model again with save_pretrained"
         )
         raise FileNotFoundError(f"{path} has no {', '.join(missing)}: {advice}")
-    return [file for file in files if file is not None]
-
-
-def _shards(index: Path) -> set[Any]:
-    try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{index} is damaged: {error!r:.200}; save or download it again"
-        ) from error
+    return [file for file in files.values() if file is not None]
 
 
 def load_peft(
@@ -300,8 +281,6 @@ def load_peft(
         The ``PeftModel``.
 
     Raises:
-        TypeError: if ``model`` is not an ``nn.Module``.
-        ImportError: if peft is not installed.
         ValueError: if ``model`` is a ``PeftModel`` already, the adapter has no filters, or they do
             not fit the model.
 
@@ -319,17 +298,20 @@ def load_peft(
             "already. Add another one with model.load_adapter(path, adapter_name=...)"
         )
     source = str(path)
-    found = filter_tensors([_adapter_file(path, kwargs)], source)
+    found = filter_tensors([_file_of(path, _ADAPTER, kwargs)], source)
     if not found:
         return _load_beside(model, path, max_degree, kwargs)
-    description, tensors = described_by(found, functools.partial(canonical_name, model))
+    saved = saved_among(found, functools.partial(canonical_name, model), source)
     with all_or_nothing(model), _without_warning():
         is_plugged = bool(plugged_sites(model))
-        restore(model, description, tensors, source, max_degree=max_degree, check_only=is_plugged)
+        restore(model, saved, max_degree=max_degree, check_only=is_plugged)
         if not is_plugged:
-            _reset(model)
+            # ordinary attention while the adapter is disabled, but for fixed numbers
+            for filter in filters_of(model).values():
+                if filter.theta is not None:
+                    nn.init.zeros_(filter.theta)
         loaded = peft.PeftModel.from_pretrained(model, source, **kwargs)
-        check_loaded(loaded, tensors, source)
+        check_loaded(loaded, saved.tensors, source)
     return loaded
 
 
@@ -339,17 +321,14 @@ def _load_beside(
     """Load an adapter without filters, and the filters that gfsa.save wrote beside it."""
     import peft
 
-    without = f"{path} has no filters: its adapter was saved without modules_to_save=['gfsa'], and"
-    advice = "Load it with peft.PeftModel.from_pretrained"
-    if Path(path).is_dir():
-        folder = Path(path) / (kwargs.get("subfolder") or "")
-        if not (folder / FILE).is_file():
-            raise ValueError(f"{without} gfsa.save wrote none beside it. {advice}")
-    else:
-        try:
-            folder = download_filters(str(path), _hub_arguments(kwargs))
-        except FileNotFoundError as error:
-            raise ValueError(f"{without} none can be read beside it: {error}. {advice}") from error
+    try:
+        folder = _file_of(path, FILE, kwargs).parent
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{path} has no filters: its adapter was saved without modules_to_save=['gfsa'], and "
+            f"gfsa.save wrote none beside it ({error}). Load it with "
+            "peft.PeftModel.from_pretrained"
+        ) from error
     with all_or_nothing(model), _without_warning():
         loaded = peft.PeftModel.from_pretrained(model, str(path), **kwargs)
         load(loaded, folder, max_degree=max_degree)
@@ -364,39 +343,20 @@ def _without_warning() -> Iterator[None]:
         yield
 
 
-def _reset(model: nn.Module) -> None:
-    """Set θ = 0: the filter is then ordinary attention, except for its fixed numbers."""
-    with torch.no_grad():
-        for filter in filters_of(model).values():
-            if filter.theta is not None:
-                filter.theta.zero_()
+def _file_of(path: str | Path, name: str, kwargs: dict[str, Any]) -> Path:
+    """A file of an adapter's folder, downloaded if ``path`` is a name on the Hub."""
+    if not Path(path).is_dir():
+        return download(str(path), _hub_arguments(kwargs), name)
+    file = Path(path) / (kwargs.get("subfolder") or "") / name
+    if not file.is_file():
+        advice = other_loader(file.parent, "gfsa.load_peft") or (
+            "filters are read from safetensors only; save the adapter with model.save_pretrained"
+        )
+        raise FileNotFoundError(f"{file} does not exist: {advice}")
+    return file
 
 
-def _adapter_file(path: str | Path, kwargs: dict[str, Any]) -> Path:
-    """The adapter's safetensors, downloaded if ``path`` is a name on the Hub."""
-    if Path(path).is_dir():
-        file = Path(path) / (kwargs.get("subfolder") or "") / _ADAPTER
-        if not file.is_file():
-            advice = other_loader(file.parent, "gfsa.load_peft") or (
-                "filters are read from safetensors only; save the adapter with "
-                "model.save_pretrained"
-            )
-            raise FileNotFoundError(f"{file} does not exist: {advice}")
-        return file
-    # peft depends on it
-    import huggingface_hub
-
-    try:
-        file = huggingface_hub.hf_hub_download(str(path), _ADAPTER, **_hub_arguments(kwargs))
-        return Path(file)
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"{path} is neither a folder here with an adapter of peft, nor can {_ADAPTER} be read "
-            f"from the Hub: {type(error).__name__}: {' '.join(str(error).split()):.300}"
-        ) from error
-
-
-def check_loaded(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
+def check_loaded(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
     """Raise if peft did not give the active filters the numbers of the adapter."""
     for name, filter in filters_of(model).items():
         expected = tensors.get(f"{canonical_name(model, name)}.theta")
@@ -434,12 +394,7 @@ def without_filters_in_load_report() -> Iterator[None]:
 
 
 def read_config(path: str, **kwargs: Any) -> Any:
-    """``AutoConfig.from_pretrained``, but it raises ValueError if ``path`` is not such a model.
-
-    Args:
-        path: a folder, or a name on the Hub.
-        kwargs: for ``AutoConfig.from_pretrained``.
-    """
+    """``AutoConfig.from_pretrained``, but it raises ValueError if ``path`` is not such a model."""
     import transformers
 
     refusal = refusal_of_path(path)
@@ -465,13 +420,11 @@ def refusal_of_path(path: str | Path) -> str | None:
         # whoever asks loads whole models
         found = other_loader(folder, "gfsa.from_pretrained") or f"{path} has no config.json"
         return f"{found}; {expected}"
-    if folder.is_file():
-        return f"{path} is a file; {expected}"
     if str(path).startswith("~"):
         return f"{path} does not exist: only a shell expands ~, Path(...).expanduser() does here"
     # on Windows an absolute path begins with a drive
-    if folder.is_absolute() or str(path).startswith("."):
-        return f"{path} does not exist; {expected}"
+    if folder.is_file() or folder.is_absolute() or str(path).startswith("."):
+        return f"{path} {'is a file' if folder.is_file() else 'does not exist'}; {expected}"
     return None
 
 

@@ -98,13 +98,7 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
         bias = self.in_proj_bias
         biases = (None, None, None) if bias is None else bias.chunk(3)
         return F._in_projection(
-            query,
-            key,
-            value,
-            self.q_proj_weight,
-            self.k_proj_weight,
-            self.v_proj_weight,
-            *biases,
+            query, key, value, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight, *biases
         )
 
     def _split(self, x: Tensor) -> Tensor:

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from gfsa.filters.base import GraphFilter, monomial
-from gfsa.filters.spec import (
-    as_number,
-    check_multiplier,
-    check_order,
-    check_positive_int,
-    per_head,
-)
+from gfsa.filters.spec import as_number, check_multiplier, check_order, check_positive_int, per_head
 
 Power = Literal["extrapolated", "exact"]
 NAMES = ("w0", "w1", "wK")

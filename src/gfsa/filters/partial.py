@@ -66,7 +66,7 @@ class PartialPolynomial(Polynomial):
             v = self.mix_values(v)
         columns = columns_of(self.coefficients())
         tokens, mixed = operator.powers(v, 1)
-        _, *higher = some.powers(take_heads(mixed, self.high), self.degree - 1)
+        _, *higher = some.further(take_heads(mixed, self.high), self.degree - 1)
         # summed in the coefficients' precision and rounded once, as in operators.base.combine
         share, identity = self.share(), columns[0]
         if share is not None:

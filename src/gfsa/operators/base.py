@@ -80,10 +80,11 @@ def combine(
     if powers[-1].is_nested:
         return _combine_jagged(coeffs, powers, exclusive)
     columns = columns_of(coeffs)
-    if exclusive is None:
-        total = columns[0] * powers[0]
-    else:
-        total = (columns[0] - own_share(exclusive, powers[1], powers[0])) * powers[0]
+    identity = columns[0]
+    if exclusive is not None:
+        identity = identity - own_share(exclusive, powers[1], powers[0])
+    # without a power of A, v may have a head for several heads of coefficients
+    total = identity * repeat_heads(powers[0], identity)
     last = len(columns) - 1
     for place in range(1, last + 1):
         # one kernel per term; torch promotes to a float32 sum of bfloat16 tokens
@@ -142,6 +143,11 @@ class Operator(ABC):
     #: whether the operator holds its matrix, so that :meth:`dense` costs nothing
     holds_matrix = False
 
+    #: whether :meth:`polynomial` multiplies by the map H that replaces A and keeps it as ``map``,
+    #: so that gradients flow through it; of operators that have a matrix
+    keeps_map = False
+    map: Tensor | None = None
+
     @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
         """``A·x`` for tokens ``x`` of shape ``(..., H, N, D)``."""
@@ -151,7 +157,12 @@ class Operator(ABC):
         tokens = [v]
         for _ in range(degree):
             tokens.append(self.apply(tokens[-1]))
-        return tokens
+        # A·v has a head for each query head, v perhaps fewer
+        return [repeat_heads(v, tokens[-1]), *tokens[1:]]
+
+    def further(self, power: Tensor, count: int) -> list[Tensor]:
+        """A power of A on v, and ``count`` passes more."""
+        return self.powers(power, count)
 
     def polynomial(
         self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
@@ -177,7 +188,7 @@ class Operator(ABC):
         return combine(coeffs, self.powers(v, degree), exclusive=exclusive)
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
-        """The operator of ``heads`` alone, for tokens that have been through A once already.
+        """The operator of ``heads`` alone, whose :meth:`further` continues their powers.
 
         None if this operator cannot be split by head; every head then does every pass.
         """

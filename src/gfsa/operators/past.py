@@ -25,7 +25,14 @@ from gfsa.kernels import routes
 from gfsa.kernels.routes import refusal_of_decoding
 from gfsa.operators import attention
 from gfsa.operators.attention import AttentionOperator
-from gfsa.operators.base import Coefficients, Operator, combine, own_share, value_of
+from gfsa.operators.base import (
+    Coefficients,
+    Operator,
+    combine,
+    own_share,
+    repeat_heads,
+    value_of,
+)
 from gfsa.operators.call import AttentionCall, DecisionCache, Signature
 from gfsa.operators.sdpa import SDPAOperator
 from gfsa.operators.visibility import Visibility
@@ -90,16 +97,17 @@ class CachedOperator(Operator):
         past: what the cache holds.
         heads: query heads.
         keys: how many rows of the cache ``rows`` attends to.
+        some: the query heads of ``rows``, whose powers are cached, if it has not all of them.
     """
 
-    #: dropout of the entries of H; ``rows`` drops those of A
-    dropout_p = 0.0
-
-    def __init__(self, rows: Operator, past: Past, heads: int, keys: int) -> None:
+    def __init__(
+        self, rows: Operator, past: Past, heads: int, keys: int, some: tuple[int, ...] = ()
+    ) -> None:
         self.rows = rows
         self.past = past
         self.heads = heads
         self.keys = keys
+        self.some = some
 
     def apply(self, x: Tensor) -> Tensor:
         return self.rows.apply(x)
@@ -110,6 +118,9 @@ class CachedOperator(Operator):
         # not by isinstance, which is slow here
         numbers: Any = coeffs.base if type(coeffs) is Coefficients else coeffs
         degree = numbers.shape[-1] - 1
+        if self.keeps_map:
+            self.map = self._rows_of_map(value_of(coeffs), exclusive, v).to(v.dtype)
+            return self.map @ repeat_heads(v, self.map)
         if self.past.new == 1 and type(self.rows) is SDPAOperator:
             u = self.past.power(1) if degree > 1 else None
             # a filter of degree 1 needs no powers of the tokens before
@@ -133,18 +144,20 @@ class CachedOperator(Operator):
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         newest = self.past.newest(v)
-        if newest.shape[1] != self.heads:
-            newest = newest.repeat_interleave(self.heads // newest.shape[1], dim=1)
         if degree == 0:
             return [newest]
-        tokens = [newest, self.rows.apply(v)]
-        if degree > 1:
-            self.past.prepare(degree - 1, tuple(range(self.heads)))
-        for k in range(1, degree):
-            tokens.append(self.rows.apply(self.past.write(k, tokens[-1], self.keys)))
-        return tokens
+        first = self.rows.apply(v)
+        return [repeat_heads(newest, first), *self.further(first, degree - 1)]
 
-    def filter(self, coeffs: Tensor, exclusive: Tensor | None, v: Tensor) -> Tensor:
+    def further(self, power: Tensor, count: int) -> list[Tensor]:
+        if count:
+            self.past.prepare(count, self.some or tuple(range(self.heads)))
+        powers = [power]
+        for k in range(1, count + 1):
+            powers.append(self.rows.apply(self.past.write(k, powers[-1], self.keys)))
+        return powers
+
+    def _rows_of_map(self, coeffs: Tensor, exclusive: Tensor | None, v: Tensor) -> Tensor:
         """The rows of ``H = c0·I + c1·A − diag(a·p)`` for new tokens, ``(B, H, new, keys)``."""
         rows = self.rows
         if isinstance(rows, SDPAOperator):
@@ -173,27 +186,9 @@ class CachedOperator(Operator):
             rows: Operator | None = self.rows.of_heads(heads)
         else:
             rows = self.rows.second_pass(heads)
-        return None if rows is None else _FurtherPowers(rows, self, heads)
-
-
-class _FurtherPowers(Operator):
-    """The second and further passes of some heads: the cache keeps powers for these heads only."""
-
-    def __init__(self, rows: Operator, first: CachedOperator, heads: Sequence[int]) -> None:
-        self.rows = rows
-        self.first = first
-        self.heads = tuple(heads)
-
-    def apply(self, x: Tensor) -> Tensor:
-        return self.rows.apply(x)
-
-    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        tokens, past = [v], self.first.past
-        if degree:
-            past.prepare(degree, self.heads)
-        for k in range(1, degree + 1):
-            tokens.append(self.rows.apply(past.write(k, tokens[-1], self.first.keys)))
-        return tokens
+        if rows is None:
+            return None
+        return CachedOperator(rows, self.past, self.heads, self.keys, tuple(heads))
 
 
 # of the signature of a call: a PreparedToken, or False where torch's calls serve

@@ -76,14 +76,10 @@ class SDPAOperator(Operator):
         )
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        q = self.call.q
         if self.call.dropout_p and degree > 1:
             # every pass on the same head layout, so that every pass runs the same kernel
-            tokens = powers_with_one_mask(self.apply, repeat_heads(v, q), degree)
-        else:
-            tokens = super().powers(v, degree)
-        # the identity's term needs v on every query head
-        return [repeat_heads(tokens[0], q), *tokens[1:]]
+            return powers_with_one_mask(self.apply, repeat_heads(v, self.call.q), degree)
+        return super().powers(v if degree else repeat_heads(v, self.call.q), degree)
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
         # under dropout further passes drop the entries that the first one dropped, in every head

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
@@ -38,6 +37,7 @@ from gfsa.adapters.transformers.past import (
     layer_in,
     mix_into,
     refuse_other_rows,
+    source_of,
 )
 from gfsa.adapters.transformers.refusals import (
     OTHER_TOKENS,
@@ -47,17 +47,11 @@ from gfsa.adapters.transformers.refusals import (
     refusal_of_interface,
     refusal_of_traced,
 )
-from gfsa.operators import AttentionOperator, Coefficients, DenseOperator, Operator
-from gfsa.operators.base import repeat_heads, value_of
+from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.operators.call import no_autocast
 from gfsa.operators.past import CachedOperator
 from gfsa.plugs.adapter import CHILD, HEADS, NAME, Adapter, heads_of
-from gfsa.plugs.checks.proof import (
-    REASON,
-    Owners,
-    crosses_by_design,
-    require_same_tokens,
-)
+from gfsa.plugs.checks.proof import REASON, Owners, crosses_by_design, require_same_tokens
 from gfsa.plugs.tracing.adapter import TracerAdapter
 from gfsa.plugs.tracing.candidates import computes_softmax, looks_like_attention
 
@@ -103,7 +97,7 @@ class InterfaceAdapter(Adapter):
 
     def install(self, module: Any) -> None:
         module.config = _ConfigView(module.config)
-        module.__dict__[_ARGUMENTS] = _Arguments.of(type(module))
+        module.__dict__[_ARGUMENTS] = _Arguments.of(type(module), source_of(module))
         handle = module.register_forward_pre_hook(_look_at_inputs, with_kwargs=True)
         module.__dict__[PLUGGED] = handle
         # looked up and registered here, not in a forward that may be compiled: a side effect in a
@@ -191,7 +185,7 @@ _CACHE_INDEX = ("layer_idx", "cycle_offset")
 
 
 class _Arguments(NamedTuple):
-    """What the forward of a class of attention modules takes.
+    """What the forward of a plugged module takes, and whose keys and values it uses.
 
     A tuple of names and numbers, and a function as the hook that reads it: torch.compile then
     skips its checks of a module whose attributes are the same objects as in the last call. With an
@@ -206,16 +200,18 @@ class _Arguments(NamedTuple):
     """Arguments that say which layer of the cache is meant."""
     others_first: int
     """How many positional arguments come before the first that the hook looks for."""
+    source: int | None = None
+    """As :func:`source_of` the module."""
 
     @classmethod
-    def of(cls, kind: type[nn.Module]) -> _Arguments:
+    def of(cls, kind: type[nn.Module], source: int | None = None) -> _Arguments:
         positional = tuple(inspect.signature(kind.forward).parameters)[1:]
         names = set(positional)
         pair = next((pair for pair in QUERY_AND_KEY if names.issuperset(pair)), None)
         index = tuple(name for name in _CACHE_INDEX if name in names)
         wanted = OTHER_TOKENS.union(_CACHES, pair or (), index).intersection(names)
         others_first = min(map(positional.index, wanted), default=len(positional))
-        return cls(positional, pair, index, others_first)
+        return cls(positional, pair, index, others_first, source)
 
 
 def _look_at_inputs(
@@ -328,8 +324,8 @@ class _ConfigView(ConfigView):
     @property
     def _attn_implementation(self) -> str:
         implementation = self.real._attn_implementation
-        # as _filtered_name does: every layer of every forward comes here
-        return _NAMES.get(implementation) or _register(implementation)
+        # a lookup first: every layer of every forward comes here
+        return _NAMES.get(implementation) or _filtered_name(implementation)
 
 
 # implementation → the name under which its filtered attention is registered; a dict because every
@@ -338,15 +334,12 @@ _NAMES: dict[str | None, str] = {}
 
 
 def _filtered_name(implementation: str | None) -> str:
-    return _NAMES.get(implementation) or _register(implementation)
-
-
-def _register(implementation: str | None) -> str:
-    name = f"{PREFIX}{implementation or 'eager'}"
-    function = functools.partial(_filtered_attention, operator_maker(implementation or "eager"))
-    ALL_ATTENTION_FUNCTIONS.register(name, function)
-    _NAMES[implementation] = name
-    return name
+    if implementation not in _NAMES:
+        name = f"{PREFIX}{implementation or 'eager'}"
+        function = functools.partial(_filtered_attention, operator_maker(implementation or "eager"))
+        ALL_ATTENTION_FUNCTIONS.register(name, function)
+        _NAMES[implementation] = name
+    return _NAMES[implementation]
 
 
 def _filtered_attention(
@@ -444,7 +437,7 @@ def _filter_with_map(module: Any, operator: Operator, value: Tensor) -> tuple[Te
     """The filtered tokens and the map ``H`` that a plugged module returns."""
     filter = module.gfsa
     cached = operator if isinstance(operator, CachedOperator) else None
-    matrix: Any
+    matrix: Operator
     if cached is None or cached.past.new == cached.keys:
         matrix = _as_matrix(operator if cached is None else cached.rows)
     elif filter.is_polynomial and filter.degree < 2:
@@ -462,38 +455,9 @@ def _filter_with_map(module: Any, operator: Operator, value: Tensor) -> tuple[Te
     if cached is not None and filter.degree > 1:
         # for the powers that the cache keeps
         filter(cached, value)
-    keeper = _MapKeeper(matrix)
-    keeper.values_are_mixed = operator.values_are_mixed
-    y = filter(keeper, value)
-    return y, filter.map(matrix, value).to(value.dtype) if keeper.map is None else keeper.map
-
-
-class _MapKeeper(Operator):
-    """Multiplies tokens by ``H`` and keeps it, so that gradients flow through the returned map.
-
-    Args:
-        matrix: a :class:`DenseOperator`, or a :class:`CachedOperator` with the rows of new tokens.
-    """
-
-    def __init__(self, matrix: Any) -> None:
-        self.matrix = matrix
-        self.map: Tensor | None = None
-
-    def apply(self, x: Tensor) -> Tensor:
-        y: Tensor = self.matrix.apply(x)
-        return y
-
-    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        powers: list[Tensor] = self.matrix.powers(v, degree)
-        return powers
-
-    def polynomial(
-        self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
-    ) -> Tensor:
-        self.map = self.matrix.filter(value_of(coeffs), exclusive, v).to(v.dtype)
-        dropout_p = self.matrix.dropout_p
-        dropped = F.dropout(self.map, dropout_p) if dropout_p else self.map
-        return dropped @ repeat_heads(v, self.map)
+    matrix.keeps_map, matrix.values_are_mixed = True, operator.values_are_mixed
+    y = filter(matrix, value)
+    return y, filter.map(matrix, value).to(value.dtype) if matrix.map is None else matrix.map
 
 
 def _as_matrix(operator: Operator) -> DenseOperator:
@@ -508,4 +472,4 @@ def _as_matrix(operator: Operator) -> DenseOperator:
 
 # registered at import for plugged models that are unpickled or switch their implementation
 for _implementation in ("sdpa", "eager"):
-    _register(_implementation)
+    _filtered_name(_implementation)

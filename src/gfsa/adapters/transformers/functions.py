@@ -272,10 +272,6 @@ class _EagerOperator(Operator):
             return self.product
         return self.weights.to(x.dtype) @ repeat_heads(x, self.weights)
 
-    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        first, *others = super().powers(v, degree)
-        return [repeat_heads(first, self.weights), *others]
-
     def second_pass(self, heads: Sequence[int]) -> Operator:
         return FunctionOperator(lambda x: take_heads(self.weights, heads).to(x.dtype) @ x)
 
@@ -339,10 +335,8 @@ class _FunctionRows(Operator):
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         if self.kwargs["dropout"] and degree > 1:
-            tokens = powers_with_one_mask(self.apply, repeat_heads(v, self.query), degree)
-        else:
-            tokens = super().powers(v, degree)
-        return [repeat_heads(tokens[0], self.query), *tokens[1:]]
+            return powers_with_one_mask(self.apply, repeat_heads(v, self.query), degree)
+        return super().powers(v, degree)
 
 
 class _ModuleView:

@@ -1,14 +1,11 @@
 r"""The past of a decoded token in a cache of transformers: powers beside keys and values.
 
-A layer of the cache gets companions, one for each power ``A^k·v`` that is needed again. They are
-cache layers of its own kind, with a power in the row of a token's key and value. Every operation on
-the layer (beams reordered, tokens cropped, a window that slides, memory moved) is applied to them
-as well. Where late layers of a model attend to the keys and values of an earlier one (Gemma 3n),
-each of them has companions of its own.
-
-One tensor ``[V | U]`` in the layer would need no companions. But ``torch.cat`` would copy U of all
-tokens for every new one (on a CPU 1.2 to 1.8 times the time of a layer's attention and cache), and
-with grouped queries U would have no stride from head to head, by which the decode kernel reads it.
+A layer of the cache gets companions, one for each power ``A^k·v`` that is needed again: cache
+layers of its own kind, on which every operation on the layer is repeated (beams reordered, tokens
+cropped, a window that slides, memory moved). Where several layers of a model attend to the keys
+and values of one (Gemma 3n), each has companions of its own. One tensor ``[V | U]`` would need no
+companions, but ``torch.cat`` would copy U of all tokens for every new one, and with grouped queries
+U would have no stride from head to head, by which the decode kernel reads it.
 
 The powers must belong to the tokens in the layer, and another model may have used the cache in
 between. Lengths show it where they are numbers of the host. A static layer, and a window in a
@@ -109,12 +106,9 @@ class LayerPast(Past):
     def make_room(self, like: Tensor) -> Tensor:
         layer = self.layer
         companion = layer.gfsa_powers[self.owner][0]
-        if type(companion) is GrowingPowers and not torch.compiler.is_compiling():
-            # few questions: every token comes here in each layer
-            free = companion.next_row(layer.keys.shape[2], like.device)
-            if free is not None:
-                return free
-        self._refuse_another((companion,))
+        # few questions: every token comes here in each layer
+        if type(companion) is not GrowingPowers or companion.length + 1 != layer.keys.shape[2]:
+            self._refuse_another((companion,))
         rows: Tensor = companion.make_room(like, layer)
         return rows
 
@@ -284,32 +278,20 @@ class GrowingPowers(DynamicLayer):
         # a kernel's write is nothing that autograd would have to know
         if type(like) is not Tensor or torch.compiler.is_compiling():
             return self.add(torch.empty_like(like), layer)
-        self.prefetch()
+        if self.rows is None or self.rows.device != like.device:
+            self.prefetch()
         rows = self._with_room(1, like)
         self.length += 1
-        return rows
-
-    def next_row(self, length: int, device: torch.device) -> Tensor | None:
-        """As :meth:`make_room`, if token number ``length`` is the next and needs no copy."""
-        rows = self.rows
-        if rows is None or self.length + 1 != length or not self._is_writable:
-            return None
-        if rows.device != device or not length <= rows.shape[2] <= 2 * length + _MOST_FREE:
-            return None
-        self.length = length
         return rows
 
     def _with_room(self, new: int, like: Tensor) -> Tensor:
         rows, length = self.rows, self.length
         assert rows is not None
         needed = length + new
-        if (
-            self._is_writable
-            # cropped to less than half, it gives the memory back, as torch.cat would
-            and needed <= rows.shape[2] <= 2 * needed + _MOST_FREE
-            # rows of inference mode cannot be written outside of it
-            and (torch.is_inference_mode_enabled() or not rows.is_inference())
-        ):
+        # cropped to less than half, it gives the memory back, as torch.cat would
+        fits = self._is_writable and needed <= rows.shape[2] <= 2 * needed + _MOST_FREE
+        # rows of inference mode cannot be written outside of it
+        if fits and (torch.is_inference_mode_enabled() or not rows.is_inference()):
             return rows
         batch, heads, _, dim = like.shape
         row = batch * heads * dim * like.element_size()
@@ -320,15 +302,16 @@ class GrowingPowers(DynamicLayer):
         return other
 
 
+def _keys_of(layer: Any) -> Tensor | None:
+    keys: Tensor | None = layer.keys
+    return keys
+
+
 class WindowPowers(DynamicSlidingWindowLayer):
     """Powers in a window that grows."""
 
     _layer_type = None
-
-    @property
-    def rows(self) -> Tensor | None:
-        rows: Tensor | None = self.keys
-        return rows
+    rows = property(_keys_of)
 
     def tokens(self) -> int | None:
         # a compiled call would have two numbers that are equal, the layer's and this one. Torch
@@ -357,6 +340,7 @@ class TracedStaticPowers(StaticLayer):
     """
 
     _layer_type = None
+    rows = property(_keys_of)
 
     gfsa_counters: Tensor | None = None
 
@@ -366,11 +350,6 @@ class TracedStaticPowers(StaticLayer):
 
     def get_seq_length(self) -> int:
         return self.max_cache_len if self.is_initialized else 0
-
-    @property
-    def rows(self) -> Tensor | None:
-        rows: Tensor | None = self.keys
-        return rows
 
     def tokens(self) -> int | None:
         return None
@@ -640,24 +619,15 @@ def layer_in(cache: Any, index: int | None, module: Any) -> Any:
             f"{name_of(module)} does not say which layer of the cache it uses (its layer_idx is "
             "None), so the powers of past tokens have no place. Pass use_cache=False"
         )
-    source = _source_of(module) if _shares(module) else index
-    if source is None or source >= len(cache.layers):
+    # decided when the module was plugged
+    source = module._gfsa_arguments.source
+    source = index if source is None else source
+    if not 0 <= source < len(cache.layers):
         raise ValueError(
             f"layer {index} ({name_of(module)}) has no layer of its own in the cache: it uses the "
             "keys and values of another layer. Pass use_cache=False"
         )
     return cache.layers[source]
-
-
-def _shares(module: Any) -> bool:
-    """Whether a module uses the keys and values of another layer."""
-    # a compiled call that has read __dict__ itself checks all that is in it, for every token
-    if torch.compiler.is_compiling():
-        return bool(getattr(module, "is_kv_shared_layer", False))
-    # a module's own getattr is slow for what it lacks
-    if hasattr(type(module), "is_kv_shared_layer"):
-        return bool(module.is_kv_shared_layer)
-    return bool(module.__dict__.get("is_kv_shared_layer", False))
 
 
 def _of_self_attention(cache: Any) -> Any:
@@ -671,11 +641,13 @@ def _of_self_attention(cache: Any) -> Any:
     return cache
 
 
-def _source_of(module: Any) -> int | None:
-    """The layer whose keys and values a sharing layer uses.
+def source_of(module: Any) -> int | None:
+    """The layer whose keys and values a module uses, -1 if unknown; None if it has its own.
 
     The config lists it (Mistral Large 4), or it is the last of its type with its own.
     """
+    if not getattr(module, "is_kv_shared_layer", False):
+        return None
     listed = getattr(module.config, "kv_source_layers", None)
     if listed is not None:
         source: int = listed[module.layer_idx]
@@ -683,7 +655,7 @@ def _source_of(module: Any) -> int | None:
     kinds = module.config.layer_types
     own = len(kinds) - module.config.num_kv_shared_layers
     alike = [i for i, kind in enumerate(kinds[:own]) if kind == kinds[module.layer_idx]]
-    return alike[-1] if alike else None
+    return alike[-1] if alike else -1
 
 
 def mix_into(cache: Any, index: int | None, module: Any) -> None:
@@ -691,7 +663,7 @@ def mix_into(cache: Any, index: int | None, module: Any) -> None:
 
     The cache then holds what the module attends to, so nothing of V⁰ is needed for past tokens.
     """
-    if index is None or _shares(module):
+    if index is None or module._gfsa_arguments.source is not None:
         return
     cache = _of_self_attention(cache)
     update = cache.__dict__.get("update")

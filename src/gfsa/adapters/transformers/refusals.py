@@ -19,12 +19,7 @@ from gfsa.plugs.tracing.candidates import refusal_of_pooling
 OTHER_TOKENS = frozenset((*OTHER_SEQUENCE, "context_hidden_states"))
 """Arguments of an attention module's forward that hold the tokens of another sequence."""
 
-QUERY_AND_KEY = (
-    ("query", "key"),
-    ("queries", "keys"),
-    ("query_tensor", "key_tensor"),
-    ("q", "k"),
-)
+QUERY_AND_KEY = (("query", "key"), ("queries", "keys"), ("query_tensor", "key_tensor"), ("q", "k"))
 """Arguments that hold the tokens of queries and of keys where a forward takes them apart."""
 
 REDUCED = "its keys are a shorter summary of its tokens: the map is not square"

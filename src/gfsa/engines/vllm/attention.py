@@ -27,8 +27,8 @@ from gfsa.operators.base import combine
 class ServedFilter(nn.Module):
     """The coefficients of one layer's filter, for the heads of this process.
 
-    vLLM gives every module its own part of the checkpoint (:meth:`load_weights`). The coefficients
-    are computed from it once, for all heads, as the plugged model computes them.
+    They are computed once for all heads, as the plugged model does, from the part of the checkpoint
+    that vLLM gives to this module (:meth:`load_weights`).
 
     Args:
         filter: as described in the checkpoint, without its learned numbers.
@@ -58,9 +58,21 @@ class ServedFilter(nn.Module):
         loaded = set()
         for name, tensor in weights:
             if name == EXTRA:
-                self._check_description(read_description(tensor))
+                found, own = read_description(tensor), filter.describe()
+                if not is_same_filter(found, own):
+                    raise ValueError(
+                        f"{self.layer} is served with a filter {shown(own)}, the new weights have "
+                        f"{shown(found)}; start vLLM again to serve another filter"
+                    )
             elif name == "theta" and filter.theta is not None:
-                self._check_theta(filter.theta, tensor)
+                shape = tuple(filter.theta.shape)
+                if tensor.shape != shape or not tensor.is_floating_point():
+                    raise ValueError(
+                        f"θ of {self.layer} should be floating point of shape {shape}, got "
+                        f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                    )
+                if not bool(torch.isfinite(tensor).all()):
+                    raise ValueError(f"θ of {self.layer} has values that are not finite")
                 filter.theta.copy_(tensor)
                 self.is_loaded = True
             else:
@@ -85,23 +97,6 @@ class ServedFilter(nn.Module):
             missing = max(0, 2 - coefficients.shape[-1])
             coefficients = nn.functional.pad(coefficients, (0, missing))
         return coefficients.narrow(0, *self.heads).clone(), share
-
-    def _check_theta(self, theta: Tensor, found: Tensor) -> None:
-        if found.shape != theta.shape or not found.is_floating_point():
-            raise ValueError(
-                f"θ of {self.layer} should be floating point of shape {tuple(theta.shape)}, got "
-                f"{found.dtype} of shape {tuple(found.shape)}"
-            )
-        if not bool(torch.isfinite(found).all()):
-            raise ValueError(f"θ of {self.layer} has values that are not finite")
-
-    def _check_description(self, found: Mapping[str, Any]) -> None:
-        own = self.__dict__["filter"].describe()
-        if not is_same_filter(found, own):
-            raise ValueError(
-                f"{self.layer} is served with a filter {shown(own)}, the new weights have "
-                f"{shown(found)}; start vLLM again to serve another filter"
-            )
 
 
 class FilteredAttention(nn.Module):

@@ -70,10 +70,8 @@ class DenseOperator(Operator):
         r"""``A = softmax(scale·q·kᵀ + mask) ∘ multiplier``.
 
         Args:
-            q, k: ``(..., H, N, D)``; k may have fewer heads (they are then repeated).
-            attn_mask: bool (True takes part) or additive, broadcastable to ``(..., H, N, N)``.
-            is_causal: a token sees itself and the tokens before it.
-            scale: default ``1/sqrt(D)``.
+            q, k, attn_mask, is_causal, scale: as in :func:`gfsa.graph_filter_attention`; k may
+                have fewer heads, which are then repeated.
             multiplier: applied after the softmax, as Graph-ViT's Hadamard attention does with its
                 patch adjacency; the rows then no longer sum to one.
         """

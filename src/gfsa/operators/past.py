@@ -61,18 +61,11 @@ class Past(ABC):
 
     @abstractmethod
     def write(self, k: int, rows: Tensor, keys: int) -> Tensor:
-        """Append ``A^k·v`` of the new tokens; returns that of all, its first ``keys`` rows.
-
-        :meth:`prepare` comes first, once for all powers.
-        """
+        """After :meth:`prepare`, append ``A^k·v`` of new tokens; the first ``keys`` rows of all."""
 
     @abstractmethod
     def make_room(self, like: Tensor) -> Tensor:
-        """The rows of ``A·v`` with one for the new token, which the caller writes.
-
-        Args:
-            like: ``(B, H, 1, D)``, what such a row is like.
-        """
+        """The rows of ``A·v`` with one for the new token, ``like`` it, which the caller writes."""
 
     def counters(self, heads: int, device: torch.device) -> Tensor | None:
         """Zeros that the decode kernel may use and leaves at zero, if the cache keeps some."""
@@ -207,13 +200,10 @@ def _decode_in_one_launch(
 
     The kernel writes the token's power into its row of the cache. None where it does not serve;
     torch's passes then run one after another. The decision is made once for calls that are alike,
-    as those of a model's layers are for one token.
+    as those of a model's layers are, unless there is an exclusive term.
 
     Args:
-        call: of the new token's query and all keys.
         u: ``A·v`` of the tokens before; None for a filter of degree 1.
-        v: all values.
-        exclusive: the share of the exclusive term, for which nothing is prepared.
     """
     q, length = call.q, past.length_on_device
     signature = None

@@ -55,7 +55,6 @@ class Visibility:
             pairs: bool (True is visible) or additive, ``(N, N)``, ``(B, N, N)`` or
                 ``(B, H, N, N)``, the queries' axis possibly of size 1.
             keys: bool ``(B, N)``, True where a token counts.
-            causal: on top of the masks.
         """
         if pairs is not None:
             pairs = pairs[:, None] if pairs.dim() == 3 else pairs[(None,) * (4 - pairs.dim())]
@@ -89,7 +88,8 @@ class Visibility:
         if pairs is None:
             return cls(keys, None, causal)
         if pairs.is_floating_point():
-            pairs = pairs > hidden_below(pairs.dtype)
+            # libraries write -inf, or the smallest number
+            pairs = pairs > torch.finfo(pairs.dtype).min / 2
         pairs = pairs.bool()
         if keys is not None:
             pairs = pairs & keys[..., None, :]
@@ -109,11 +109,7 @@ class Visibility:
         return self.keys[..., None, :] if self.keys is not None else self.pairs
 
     def rows(self, start: int, stop: int, length: int, device: torch.device) -> Tensor:
-        """True where queries ``start … stop`` see a key: broadcastable to ``(..., H, rows, N)``.
-
-        Args:
-            length: N, the number of keys.
-        """
+        """True where queries ``start … stop`` see one of ``length`` keys; to be broadcast."""
         return self.block(start, stop, 0, length, device)
 
     def block(self, start: int, stop: int, first: int, last: int, device: torch.device) -> Tensor:
@@ -246,8 +242,3 @@ def refusal_of_spans(visible: Visibility) -> str | None:
         if visible.documents.dim() > 1 and visible.documents.shape[-2] != 1:
             return "documents differ from head to head"
     return None
-
-
-def hidden_below(dtype: torch.dtype) -> float:
-    """An additive mask below this hides a key: libraries write -inf, or the smallest number."""
-    return torch.finfo(dtype).min / 2

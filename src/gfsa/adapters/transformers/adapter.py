@@ -20,11 +20,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from gfsa.adapters.transformers.functions import (
+    CHECKED,
     NO_POWERS,
     OperatorMaker,
     eager_function,
     eager_function_of,
-    forget_check,
     functions_of,
     is_trusted,
     operator_maker,
@@ -109,8 +109,8 @@ class InterfaceAdapter(Adapter):
     def remove(self, module: Any) -> None:
         module.__dict__.pop(PLUGGED).remove()
         del module.__dict__["_gfsa_eager"], module.__dict__[_ARGUMENTS]
-        module.__dict__.pop(NAME, None)
-        forget_check(module)
+        for name in (NAME, CHECKED):
+            module.__dict__.pop(name, None)
         module.config = module.config.real
 
     def on_filters_changed(self, model: nn.Module) -> None:

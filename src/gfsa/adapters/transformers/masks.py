@@ -2,21 +2,18 @@
 
 A model of transformers asks its implementation's mask function for a mask of all queries and keys.
 The function here returns what the mask says: which keys are padding, causality, a window, the
-boundaries of packed documents. That is O(N) numbers instead of N², also while a graph is traced,
-where transformers cannot look whether anything is hidden and would write out the triangle.
-
+boundaries of packed documents. That is O(N) numbers instead of N², also while a graph is traced.
 Masks that are no such thing (chunks, images that see themselves, a user's own function), and those
 of new tokens after others in a cache, are transformers' own.
 
 A model makes its masks by its config's attention implementation. During the forward of a model with
-plugged layers inside, its config is a view that returns the name of this mask function; outside of
-the forward, and for everyone else, the config is the real one. Attention layers inside that have no
-filter get masks as tensors, unless torch's attention alone reads them and they would be large.
+plugged layers inside, its config is a view that returns the name of this mask function. Attention
+layers inside that have no filter get masks as tensors, unless torch's attention alone reads them
+and they would be large.
 
 For a static cache ``generate`` makes the masks itself, before the model's forward, by the model's
 ``create_masks_for_generate`` if it has one. A model with plugged layers gets one that describes the
-mask of the prompt: all of its tokens and the free rows of the cache. The mask of a decoded token is
-one row, made by transformers.
+mask of the prompt: all of its tokens and the free rows of the cache.
 """
 
 from __future__ import annotations
@@ -148,30 +145,16 @@ class DescribedMask:
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is TORCH_ATTENTION and isinstance(kwargs.get("attn_mask"), cls):
-            y = _attend(*args, **kwargs)
-            if y is not None:
-                return y
+        mask = kwargs.get("attn_mask")
+        if function is TORCH_ATTENTION and isinstance(mask, cls) and len(args) == 3:
+            query, key, value = args
+            if mask.fits(query, key) and not kwargs.get("is_causal"):
+                tokens = query.shape[-2]
+                key, value = key[..., :tokens, :], value[..., :tokens, :]
+                options = kwargs.get("dropout_p", 0.0), kwargs.get("scale")
+                return apply_by_rows(mask.visible, query, key, value, *options)
         args, kwargs = tree_map(written_out, (args, kwargs))
         return function(*args, **kwargs)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: DescribedMask,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
-    """Torch's attention under a description; None if it is not of these queries and keys."""
-    if is_causal or not attn_mask.fits(query, key):
-        return None
-    tokens = query.shape[-2]
-    key, value = key[..., :tokens, :], value[..., :tokens, :]
-    return apply_by_rows(attn_mask.visible, query, key, value, dropout_p, scale)
 
 
 def written_out(mask: Any) -> Any:
@@ -228,13 +211,7 @@ def describe_mask(
     if visible is not None:
         return DescribedMask(visible, batch_size, q_length, device, kv_length)
     return sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
+        *(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask),
         local_size=local_size,
         allow_is_causal_skip=allow_is_causal_skip,
         allow_is_bidirectional_skip=bool(allow_is_bidirectional_skip),
@@ -291,21 +268,18 @@ def _describe(
     if window is not None and not causal:
         # transformers' window to both sides includes its last token
         window = window + 1
-    if window is not None and _may_compare_length(padding) and window >= length:
+    if torch.compiler.is_compiling():
+        # a compiled graph is compiled once more beyond the window; an exported program has to serve
+        # all lengths
+        may_compare_length = not is_exporting()
+    else:
+        may_compare_length = not masking_utils.is_tracing(padding)
+    if window is not None and may_compare_length and window >= length:
         window = None
     documents = None
     if causal and padding is None and _may_be_packed(mask_function, config):
         documents = _documents(mask_function, batch_size, length, device)
     return Visibility(keys, None, causal, window, documents, in_order=documents is not None)
-
-
-def _may_compare_length(padding: Tensor | None) -> bool:
-    """Whether the result may depend on the length, as whether a window hides anything does."""
-    if torch.compiler.is_compiling():
-        # a compiled graph is compiled once more beyond the window; an exported program has to serve
-        # all lengths
-        return not is_exporting()
-    return not masking_utils.is_tracing(padding)
 
 
 def _may_be_packed(mask_function: Any, config: Any) -> bool:
@@ -326,24 +300,19 @@ _WINDOWS = (sliding_window_overlay(2), sliding_window_bidirectional_overlay(2))
 _PACKED = packed_sequence_mask_function({(0, token): token > 1 for token in range(5)})
 
 
-def _known_codes() -> set[CodeType]:
-    """The code of those parts of masks that do in this version what a description says."""
-    meant: dict[Any, Callable[[int, int], bool]] = {
-        causal_mask_function: lambda query, key: key <= query,
-        bidirectional_mask_function: lambda query, key: True,
-        _WINDOWS[0]: lambda query, key: key > query - 2,
-        _WINDOWS[1]: lambda query, key: abs(query - key) <= 2,
-        _PACKED: lambda query, key: (query > 1) == (key > 1),
-    }
-    pairs = list(itertools.product(range(5), repeat=2))
-    return {
-        part.__code__
-        for part, says in meant.items()
-        if all(part(0, 0, *pair) == says(*pair) for pair in pairs)
-    }
-
-
-_KNOWN = _known_codes()
+_MEANT: dict[Any, Callable[[int, int], bool]] = {
+    causal_mask_function: lambda query, key: key <= query,
+    bidirectional_mask_function: lambda query, key: True,
+    _WINDOWS[0]: lambda query, key: key > query - 2,
+    _WINDOWS[1]: lambda query, key: abs(query - key) <= 2,
+    _PACKED: lambda query, key: (query > 1) == (key > 1),
+}
+# the code of those parts of masks that do in this version what a description says
+_KNOWN = {
+    part.__code__
+    for part, says in _MEANT.items()
+    if all(part(0, 0, *pair) == says(*pair) for pair in itertools.product(range(5), repeat=2))
+}
 
 
 def _is_known(function: Any, local_size: int | None, config: Any, causal: bool) -> bool:
@@ -392,15 +361,13 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, describe_mask)
 _HANDLES = "_gfsa_mask_handles"
 PLUGGED = "_gfsa_handle"
 _FOR_GENERATE = "create_masks_for_generate"
-_CREATORS = frozenset(
-    (
-        "create_bidirectional_mask",
-        "create_bidirectional_sliding_window_mask",
-        "create_causal_mask",
-        "create_masks_for_generate",
-        "create_sliding_window_causal_mask",
-    )
-)
+_CREATORS = {
+    "create_bidirectional_mask",
+    "create_bidirectional_sliding_window_mask",
+    "create_causal_mask",
+    "create_masks_for_generate",
+    "create_sliding_window_causal_mask",
+}
 
 
 class ConfigView:
@@ -436,8 +403,7 @@ class MaskConfigView(ConfigView):
     """A model's config while it makes its masks."""
 
     positions_given = True
-    """Whether the caller gave position ids, which may be those of packed documents; those that a
-    model makes itself are of one document."""
+    """Whether the caller gave position ids, which may be those of packed documents."""
 
     @property
     def _attn_implementation(self) -> str | None:
@@ -476,21 +442,19 @@ def _write_out(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before the forward of an attention layer without a filter: masks become what it takes."""
-    written = {name: _without_filter(module, value) for name, value in kwargs.items()}
-    return tuple(_without_filter(module, value) for value in args), written
 
+    def taken(mask: Any) -> Any:
+        if not isinstance(mask, DescribedMask):
+            return mask
+        visible, length = mask.visible, mask.shape[-2]
+        if visible.causal and not visible.needs_rows() and getattr(module, "is_causal", False):
+            # causal by itself, as in eager mode; a compiled transformers model writes the triangle
+            return None
+        if not torch.compiler.is_compiling() and rows_at_once(visible, length) < length:
+            return mask
+        return mask.tensor()
 
-def _without_filter(module: Any, mask: Any) -> Any:
-    """An argument of an attention layer that has no filter, with a mask that it takes."""
-    if not isinstance(mask, DescribedMask):
-        return mask
-    visible, length = mask.visible, mask.shape[-2]
-    if visible.causal and not visible.needs_rows() and getattr(module, "is_causal", False):
-        # causal by itself, as in eager mode; a compiled model of transformers writes the triangle
-        return None
-    if not torch.compiler.is_compiling() and rows_at_once(visible, length) < length:
-        return mask
-    return mask.tensor()
+    return tuple(map(taken, args)), {name: taken(value) for name, value in kwargs.items()}
 
 
 def set_mask_hooks(model: nn.Module) -> None:
@@ -501,30 +465,29 @@ def set_mask_hooks(model: nn.Module) -> None:
         if isinstance(module, PreTrainedModel):
             # torch calls no hook after a forward that Ctrl-C ended
             _leave_view(module)
-    makers = list(_makers(model))
-    describe_for_generate(model, makers)
+        if isinstance(module.__dict__.get(_FOR_GENERATE), _DescribeForGenerate):
+            del module.__dict__[_FOR_GENERATE]
+    # the models that make masks for plugged layers
+    makers = [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        and _makes_masks(type(module))
+        and any(PLUGGED in inner.__dict__ for inner in module.modules())
+    ]
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and _makes_masks_before(module, makers):
+            module.__dict__[_FOR_GENERATE] = _DescribeForGenerate()
     for maker in makers:
         enter = maker.register_forward_pre_hook(_TakeView(maker), with_kwargs=True)
         leave = maker.register_forward_hook(_leave_view, always_call=True)
-        _keep(maker, enter, leave)
+        maker.__dict__[_HANDLES] = (*maker.__dict__.get(_HANDLES, ()), enter, leave)
         for module in maker.modules():
             if PLUGGED in module.__dict__ or _HANDLES in module.__dict__:
                 continue
             if looks_like_attention(module):
-                _keep(module, module.register_forward_pre_hook(_write_out, with_kwargs=True))
-
-
-def _keep(module: nn.Module, *handles: Any) -> None:
-    module.__dict__[_HANDLES] = (*module.__dict__.get(_HANDLES, ()), *handles)
-
-
-def _makers(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """The models in ``model`` that make masks for plugged layers."""
-    for module in model.modules():
-        if not isinstance(module, PreTrainedModel) or not _makes_masks(type(module)):
-            continue
-        if any(PLUGGED in inner.__dict__ for inner in module.modules()):
-            yield module
+                handle = module.register_forward_pre_hook(_write_out, with_kwargs=True)
+                module.__dict__[_HANDLES] = (handle,)
 
 
 def _makes_masks(kind: type[nn.Module]) -> bool:
@@ -537,20 +500,14 @@ def _makes_masks(kind: type[nn.Module]) -> bool:
             # what is decided when a model is built, the real config decides
             if name == "__init__" or not callable(function):
                 continue
-            names.update(_names_in(inspect.unwrap(function)))
+            waiting = [getattr(inspect.unwrap(function), "__code__", None)]
+            while waiting:
+                code = waiting.pop()
+                if code is not None:
+                    names.update(code.co_names)
+                    # a lambda in the function may be the one that mentions them
+                    waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
     return bool(names & _CREATORS) and "_attn_implementation" not in names
-
-
-def _names_in(function: Any) -> set[str]:
-    """Globals and attributes that a function mentions; a lambda in it may be the one that does."""
-    found: set[str] = set()
-    waiting = [getattr(function, "__code__", None)]
-    while waiting:
-        code = waiting.pop()
-        if code is not None:
-            found.update(code.co_names)
-            waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-    return found
 
 
 class _DescribeForGenerate:
@@ -565,20 +522,6 @@ class _OneConfig(MaskConfigView):
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> _OneConfig:
         return self
-
-
-def describe_for_generate(model: nn.Module, makers: Sequence[PreTrainedModel]) -> None:
-    """Have ``generate`` describe masks for ``makers``, and for no other models in ``model``.
-
-    Args:
-        makers: the models that take a described mask, by the hooks that they have.
-    """
-    for module in model.modules():
-        if isinstance(module.__dict__.get(_FOR_GENERATE), _DescribeForGenerate):
-            del module.__dict__[_FOR_GENERATE]
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and _makes_masks_before(module, makers):
-            module.__dict__[_FOR_GENERATE] = _DescribeForGenerate()
 
 
 def _makes_masks_before(module: PreTrainedModel, makers: Sequence[PreTrainedModel]) -> bool:

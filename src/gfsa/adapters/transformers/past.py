@@ -44,7 +44,6 @@ class LayerPast(Past):
     Args:
         layer: of the cache, after the new keys and values were added to it.
         owner: the index of the module that attends to it.
-        new: how many tokens are new.
     """
 
     def __init__(self, layer: Any, owner: int, new: int) -> None:
@@ -125,10 +124,8 @@ class LayerPast(Past):
             return counters
         if torch.compiler.is_compiling() or not isinstance(layer, StaticLayer):
             return None
-        if device.type != "cuda":
-            return None
-        if torch.cuda.is_current_stream_capturing():
-            # they would be the graph's memory
+        # while a graph is captured, they would be its memory
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return None
         counters = holder.gfsa_counters = _new_counters(heads, device)
         return counters
@@ -138,12 +135,10 @@ class LayerPast(Past):
         for companion in companions:
             known = companion.tokens()
             # only a companion that counts its tokens is compared by length
-            if known is None or _is_on_device(held := self.length):
-                continue
-            if known + self.new != held:
+            if known is not None and known + self.new != self.length:
                 raise ValueError(
-                    f"the cache holds {int(held) - self.new} earlier tokens, but the powers of "
-                    f"{int(known)}: {_CAUSES}"
+                    f"the cache holds {int(self.length) - self.new} earlier tokens, but the powers "
+                    f"of {int(known)}: {_CAUSES}"
                 )
         name = _fillings_for(self.owner)
         fillings = getattr(self.layer, name, None)
@@ -185,8 +180,7 @@ def _fills_from_the_front(layer: Any) -> bool:
 
 
 # free rows that a growing layer has after it was copied: by their bytes, so that all layers of a
-# model together hardly need more memory than its tokens (12 layers of GPT-2, 16 sequences: 0.84
-# MiB). Keys and values, of which there is twice as much, are copied for every token
+# model together hardly need more memory than its tokens
 _MOST_FREE = 16
 _FEWEST_FREE = 3
 _FREE_BYTES = 20 * 1024
@@ -199,8 +193,8 @@ class GrowingPowers(DynamicLayer):
     they belong to, None where the layer of the cache alone counts them; ``add`` appends the newest
     and returns all; ``make_room`` returns rows with one for the newest, which the caller writes.
 
-    ``torch.cat`` would copy all rows for each new token. Where gradients are recorded or a graph is
-    traced, it does: autograd may hold such rows, and they are not written again, cropped or not.
+    Where gradients are recorded or a graph is traced, ``torch.cat`` copies the rows for each token:
+    autograd may hold them, and they are not written again, cropped or not.
     """
 
     # transformers registers a class by it, for caches that it builds itself
@@ -394,9 +388,8 @@ class StaticPowers(TracedStaticPowers, nn.Module):
     """:class:`TracedStaticPowers` as a module, because of what a compiled call checks each time.
 
     Torch skips the checks of a module whose attributes are the same objects as in the last call, if
-    they are tensors, numbers or names; the attributes of other objects are checked one by one. (A
-    device is none of these, so a forward asks the layer's length for its device, which it never
-    leaves.)
+    they are tensors, numbers or names (a device is none of these); the attributes of other objects
+    are checked one by one.
     """
 
     def __init__(self, max_cache_len: int, slides: bool = False) -> None:
@@ -413,7 +406,7 @@ def _write(rows: Tensor, position: Tensor, tokens: Tensor) -> None:
 
 
 def _new_counters(heads: int, device: torch.device | str) -> Tensor:
-    """Zeros in which the decode kernel's programs of a head count how many of them are done."""
+    """Zeros in which the decode kernel's programs of a head count those that are done."""
     counters = torch.zeros(heads, dtype=torch.int32, device=device)
     # as the layer's own tensors: a graph that writes to it can be captured
     torch._dynamo.mark_static_address(counters)
@@ -530,14 +523,12 @@ class HeldRows:
 
 
 def _state(layer: Any) -> tuple[int, tuple[int, int] | None]:
-    """A number that changes when tokens are added, and how often keys and values were written.
-
-    Both are known on the host. Tensors of inference mode do not count how often they are written.
-    """
-    filled = layer.__dict__.get("cumulative_length")
+    """A number that changes when tokens are added, and how often keys and values were written."""
     if layer.keys is None:
         # newer versions of transformers drop the rows of a layer that is reset
         return 0, None
+    filled = layer.__dict__.get("cumulative_length")
+    # tensors of inference mode do not count how often they are written
     try:
         if filled is None:
             filled = layer.keys.shape[-2]
@@ -564,19 +555,9 @@ def _count_fillings(layer: Any, owner: int) -> None:
 
 
 def _fillings_for(owner: int) -> str:
-    """The attribute of a layer that counts how often it was filled since a module added powers.
-
-    One number for each module, and not a dict of them: what a compiled call changes is set after
-    it, in every layer for every token, and an attribute is set much faster than a dict is.
-    """
+    """The attribute of a layer that counts how often it was filled since a module added powers."""
+    # not a dict of them: after a compiled call an attribute is set much faster than a dict is
     return f"gfsa_fillings_{owner}"
-
-
-def _is_on_device(length: Any) -> bool:
-    """Whether a length cannot be read, or only by waiting for the GPU."""
-    if not isinstance(length, Tensor):
-        return False
-    return torch.compiler.is_compiling() or length.device.type != "cpu"
 
 
 class _TracedUpdate:
@@ -604,13 +585,7 @@ class _CountedUpdate(_TracedUpdate, nn.Module):
 
 
 def layer_in(cache: Any, index: int | None, module: Any) -> Any:
-    """The cache layer that a module attends to; raises for caches that cannot hold powers.
-
-    Args:
-        cache: as the module got it.
-        index: the layer of the cache that the module fills.
-        module: the attention module.
-    """
+    """The layer of a cache that a module attends to; ``index`` is that of the one that it fills."""
     # the most common classes first, because isinstance is slow here
     if type(cache) is not DynamicCache and type(cache) is not StaticCache:
         cache = _of_self_attention(cache)
@@ -659,10 +634,7 @@ def source_of(module: Any) -> int | None:
 
 
 def mix_into(cache: Any, index: int | None, module: Any) -> None:
-    """Let a cache keep ``V + r·V⁰`` of a module with a depth term, in place of V.
-
-    The cache then holds what the module attends to, so nothing of V⁰ is needed for past tokens.
-    """
+    """Let a cache keep ``V + r·V⁰`` in place of V, so that no V⁰ of past tokens is needed."""
     if index is None or module._gfsa_arguments.source is not None:
         return
     cache = _of_self_attention(cache)

@@ -43,9 +43,7 @@ class FilteredModelManager(ModelManager):
         if model_id_and_revision not in self.loaded_models:
             path, revision = model_id_and_revision.split("@", 1)
             if kwargs.get("gguf_file"):
-                refusal: str | None = (
-                    f"{path} is a GGUF file, which has no filters; serve it with transformers serve"
-                )
+                refusal: str | None = f"{path} is a GGUF file; serve it with transformers serve"
             else:
                 refusal = refusal_to_serve(path, revision, self.trust_remote_code)
             if refusal is not None:

@@ -165,23 +165,15 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
 
 
 def _warn_of_inputs(query: Tensor, key: Tensor) -> None:
-    """Where a program of this module alone would not notice keys of another sequence.
-
-    One tensor given for several inputs is one of them in the program, in plain torch too.
-    """
-    if torch.jit.is_tracing():
-        advice = "Trace"
-    elif query is key:
-        advice = "Run mha(x, x.clone(), x.clone()) once and export it with such copies: that "
-        advice += "program compares them. Or export"
-    else:
-        return
-    warnings.warn(
-        "this nn.MultiheadAttention becomes a program with three inputs that does not notice if "
-        f"they differ, and a filter needs self-attention. {advice} a module whose forward takes x "
-        "and calls mha(x, x, x)",
-        stacklevel=3,
-    )
+    """Where a program of this module alone would not notice keys of another sequence."""
+    if torch.jit.is_tracing() or query is key:
+        warnings.warn(
+            "this nn.MultiheadAttention becomes a program with three inputs that does not notice "
+            "if they differ, and a filter needs self-attention. Trace or export a module whose "
+            "forward takes x and calls mha(x, x, x); torch.export also compares copies, as in "
+            "mha(x, x.clone(), x.clone())",
+            stacklevel=3,
+        )
 
 
 def _map(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:

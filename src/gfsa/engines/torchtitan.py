@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from torchtitan.tools.logging import logger
 
 from gfsa.filters import GraphFilter
 from gfsa.filters.spec import EXTRA, is_same_filter, kind_named, read_description, shown
-from gfsa.operators import Operator
+from gfsa.operators import FunctionOperator
 from gfsa.plugs.adapter import CHILD, names_in_forward
 from gfsa.plugs.saving.files import filter_tensors
 
@@ -157,18 +156,33 @@ class FilteredAttention(GQAttention):
             assert self.k_norm is not None
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.rope(q, k, positions)
-        attend = partial(self.inner_attention, attention_masks=attention_masks, scale=self.scaling)
-        return self.wo(self._filtered(attend, q, k, v).flatten(2))
+        groups = q.shape[2] // k.shape[2]
+        every_key: Tensor | None = None
 
-    def _filtered(self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The filter's tokens ``(B, L, H, D)``, distributed as the queries are."""
+        def attend(x: Tensor) -> Tensor:
+            """``A·x`` for local tokens ``(B, heads, L, D)``, with the heads of keys or queries."""
+            nonlocal every_key
+            # A·v differs between heads that share a key, so the first pass alone is grouped
+            is_grouped = x.shape[1] == local(k).shape[2]
+            if not is_grouped and every_key is None:
+                every_key = distributed_as(q, local(k).repeat_interleave(groups, dim=2))
+            y = self.inner_attention(
+                q,
+                k if is_grouped else every_key,
+                distributed_as(q, x.transpose(1, 2).contiguous()),
+                attention_masks=attention_masks,
+                scale=self.scaling,
+                enable_gqa=is_grouped and groups > 1,
+            )
+            return local(y).transpose(1, 2)
+
         # the filter computes on local tensors, without types; its result has those of the queries
         with spmd.no_typecheck():
-            tokens = self.gfsa(InnerAttention(attend, q, k), local(v).transpose(1, 2))
+            tokens = self.gfsa(FunctionOperator(attend), local(v).transpose(1, 2))
             y = distributed_as(q, tokens.transpose(1, 2).contiguous())
         if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
             spmd.assert_type(y, spmd.get_local_type(q), get_partition_spec(q))
-        return y
+        return self.wo(y.flatten(2))
 
 
 def refuse_another_forward() -> None:
@@ -195,33 +209,6 @@ def _warn_of_exports(attention: Any, *_: Any) -> None:
     """A hook of ``state_dict``, which the checkpoint manager calls."""
     if not attention.is_exported:
         _warn_of_exports_once()
-
-
-class InnerAttention(Operator):
-    """A of a layer of torchtitan: ``A·x`` is a call of its inner attention with x as values.
-
-    Queries and keys are ``(B, L, heads, D)``, and DTensors if the model's activations are; tokens
-    ``x (B, heads, L, D)`` are local tensors, with the heads of the queries or of the keys.
-    """
-
-    def __init__(self, attend: Callable[..., Tensor], q: Tensor, k: Tensor) -> None:
-        self._attend = attend
-        self._q = q
-        self._k = k
-        self._groups = q.shape[2] // k.shape[2]
-        self._repeated_k: Tensor | None = None
-
-    def apply(self, x: Tensor) -> Tensor:
-        # A·v of heads that share a key and its value differs from head to head, so the first pass
-        # alone is grouped
-        is_grouped = x.shape[1] == local(self._k).shape[2]
-        if not is_grouped and self._repeated_k is None:
-            repeated = local(self._k).repeat_interleave(self._groups, dim=2)
-            self._repeated_k = distributed_as(self._q, repeated)
-        k = self._k if is_grouped else self._repeated_k
-        values = distributed_as(self._q, x.transpose(1, 2).contiguous())
-        y = self._attend(self._q, k, values, enable_gqa=is_grouped and self._groups > 1)
-        return local(y).transpose(1, 2)
 
 
 def local(x: Tensor) -> Tensor:

@@ -98,13 +98,11 @@ def own_share(share: Tensor, mixed: Tensor, v: Tensor) -> Tensor:
 
     .. math:: a\,p_i, \qquad p_i = \langle (A v)_i, v_i \rangle / \langle v_i, v_i \rangle
 
-    so that with a = 1 ``A·v − p·v`` is orthogonal to v. p is 0 for a token whose v has the square
-    norm 0, or one that is not finite: it keeps ``A·v`` as attention gives it.
+    p is 0 for a token whose v has the square norm 0, or one that is not finite: it keeps ``A·v``.
 
     Args:
         share: a, ``(H,)`` or a number for all heads.
-        mixed: ``A·v``.
-        v: with as many heads.
+        mixed: ``A·v``, with as many heads as v.
     """
     dtype = at_least_float32(torch.promote_types(mixed.dtype, v.dtype))
     mixed, v = mixed.to(dtype), v.to(dtype)
@@ -143,8 +141,7 @@ class Operator(ABC):
     #: whether the operator holds its matrix, so that :meth:`dense` costs nothing
     holds_matrix = False
 
-    #: whether :meth:`polynomial` multiplies by the map H that replaces A and keeps it as ``map``,
-    #: so that gradients flow through it; of operators that have a matrix
+    #: whether :meth:`polynomial` multiplies by the map H and keeps it, for gradients through it
     keeps_map = False
     map: Tensor | None = None
 
@@ -169,9 +166,8 @@ class Operator(ABC):
     ) -> Tensor:
         r"""``Σ_k coeffs[..., k]·A^k·v``, with as many passes as the polynomial has degrees.
 
-        The powers are kept and combined at the end rather than nested as Horner would: the number
-        of passes is the same, ``A·v`` stays free of the coefficients (so it can be cached while
-        decoding), and no intermediate sum is rounded to the tokens' dtype.
+        The powers are combined at the end rather than nested as Horner would: ``A·v`` can be cached
+        while decoding, and no intermediate sum is rounded to the tokens' dtype.
 
         Args:
             coeffs: ``(H, m+1)`` or ``(m+1,)``, or a filter's :class:`Coefficients`; an operator
@@ -195,10 +191,7 @@ class Operator(ABC):
         return None
 
     def whole(self) -> Operator:
-        """The map of all tokens: of an operator that decodes with a cache, the one inside it.
-
-        It can be applied to other tokens, which do not enter the cache.
-        """
+        """The map of all tokens; of an operator with a cache, the one inside, without the cache."""
         return self
 
     def visibility(self) -> Visibility | None:
@@ -247,7 +240,6 @@ def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
 
 
 # below it the launches that splitting adds cost a GPU more than the work they save; a guess
-# between what was measured to lose, 10⁸, and where the launches take as long as that work
 _FLOPS_WORTH_A_CALL = 5e10
 
 

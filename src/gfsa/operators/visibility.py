@@ -66,7 +66,7 @@ class Visibility:
 
         Args:
             cu_seqlens: ``(documents + 1,)`` integers, where each document begins, and where the
-                last one ends; tokens before the first and after the last are documents, too.
+                last one ends; tokens outside are documents, too.
         """
         tokens = torch.arange(length, device=cu_seqlens.device)
         documents = torch.searchsorted(cu_seqlens.contiguous(), tokens, right=True)
@@ -104,8 +104,7 @@ class Visibility:
 
     @property
     def mask(self) -> Tensor | None:
-        """Bool, broadcastable to ``(..., H, N, N)``; ``causal``, ``window`` and ``documents`` apply
-        on top of it."""
+        """Bool, broadcastable to ``(..., H, N, N)``, without what the other fields hide."""
         return self.keys[..., None, :] if self.keys is not None else self.pairs
 
     def rows(self, start: int, stop: int, length: int, device: torch.device) -> Tensor:
@@ -144,10 +143,7 @@ class Visibility:
 
         with the first and the last token of the document that a token is in. Query i sees the keys
         ``first_i … i``, which :func:`refusal_of_spans` must have found to be all that is described.
-
-        Returns:
-            ``first`` and ``last`` as int32, ``(B or 1, 2, N)``; ``first_i ≤ i ≤ last_i`` whatever
-            the documents are.
+        ``first`` and ``last`` are int32, ``(B or 1, 2, N)``.
         """
         return self._once("spans", length, device, lambda: self._spans(length, device))
 
@@ -211,10 +207,7 @@ class Visibility:
 
     def signature(self) -> tuple[Any, ...]:
         """All of it that a choice of kernels depends on."""
-        layouts = [
-            None if part is None else (part.shape, part.stride(), part.device)
-            for part in self._parts()
-        ]
+        layouts = (x if x is None else (x.shape, x.stride(), x.device) for x in self._parts())
         return (*layouts, self.causal, self.window, self.in_order)
 
     def of_heads(self, heads: Sequence[int]) -> Visibility:

@@ -3,7 +3,7 @@
 Such a model looks up ``config._attn_implementation``. A plugged attention module gets a view of its
 config that returns ``gfsa|sdpa`` where the config has ``sdpa``; the function registered under that
 name passes an operator for A to the module's filter. The model itself and its other layers see the
-real config, so the implementation can still be switched; for its masks see ``masks.py``.
+real config.
 """
 
 from __future__ import annotations
@@ -187,21 +187,22 @@ _CACHE_INDEX = ("layer_idx", "cycle_offset")
 class _Arguments(NamedTuple):
     """What the forward of a plugged module takes, and whose keys and values it uses.
 
-    A tuple of names and numbers, and a function as the hook that reads it: torch.compile then
-    skips its checks of a module whose attributes are the same objects as in the last call. With an
-    object of another class among them it makes all checks in every call, for every token.
+    A tuple of names and numbers, and a function as the hook that reads it: with an object of
+    another class among a module's attributes, torch.compile checks them all in every call.
+
+    Args:
+        positional: its arguments in order, without ``self``.
+        pair: the names of queries and keys, if it takes both.
+        cache_index: arguments that say which layer of the cache is meant.
+        others_first: how many positional arguments come before the first that the hook looks for.
+        source: as :func:`source_of` the module.
     """
 
     positional: tuple[str, ...]
-    """Its arguments in order, without ``self``."""
     pair: tuple[str, str] | None
-    """The names of queries and keys, if it takes both."""
     cache_index: tuple[str, ...]
-    """Arguments that say which layer of the cache is meant."""
     others_first: int
-    """How many positional arguments come before the first that the hook looks for."""
     source: int | None = None
-    """As :func:`source_of` the module."""
 
     @classmethod
     def of(cls, kind: type[nn.Module], source: int | None = None) -> _Arguments:
@@ -217,7 +218,7 @@ class _Arguments(NamedTuple):
 def _look_at_inputs(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The hook that looks at the arguments of a plugged module before its forward.
+    """The hook before the forward of a plugged module.
 
     It raises if the keys are those of another sequence, and adds the cache, with the index of its
     layer, to the keywords, which transformers passes on to the attention function.
@@ -260,9 +261,8 @@ def _look_at_inputs(
 class _BatchingEntry:
     """``init_continuous_batching`` of one plugged model, which refuses what it cannot do.
 
-    ``generate_batch``, ``continuous_batching_context_manager`` and ``transformers serve`` call it.
-    An error in a forward would be raised in transformers' own thread, which returns results without
-    tokens; this one is raised before anything starts.
+    ``generate_batch``, ``continuous_batching_context_manager`` and ``transformers serve`` call it,
+    before anything starts. An error in a forward would be lost in transformers' own thread.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -294,8 +294,7 @@ def refusal_of_batching(model: nn.Module) -> str | None:
     return None
 
 
-# what generate_batch and the context manager call, and the manager that transformers keeps between
-# calls if it is asked to
+# the manager is what transformers keeps between calls if it is asked to
 _ENTRY = "init_continuous_batching"
 _KEPT = "_cached_continuous_batching_manager"
 
@@ -303,8 +302,7 @@ _KEPT = "_cached_continuous_batching_manager"
 def _set_batching_entries(model: nn.Module) -> None:
     """Give an entry to every model in ``model`` that has filters, and to no other.
 
-    Called after filters were plugged, loaded or removed: a manager that transformers kept has a
-    cache that was filled by other filters, so it is dropped.
+    A manager that transformers kept is dropped: its cache was filled by other filters.
     """
     module: Any
     for module in model.modules():
@@ -328,8 +326,7 @@ class _ConfigView(ConfigView):
         return _NAMES.get(implementation) or _filtered_name(implementation)
 
 
-# implementation → the name under which its filtered attention is registered; a dict because every
-# layer looks it up in every forward
+# implementation → the name under which its filtered attention is registered
 _NAMES: dict[str | None, str] = {}
 
 
@@ -462,12 +459,10 @@ def _filter_with_map(module: Any, operator: Operator, value: Tensor) -> tuple[Te
 
 def _as_matrix(operator: Operator) -> DenseOperator:
     """The map of an operator, with the dropout of the call."""
-    if isinstance(operator, DenseOperator):
-        return operator
     if isinstance(operator, AttentionOperator):
         with no_autocast(operator.call.q.device):
             return DenseOperator.from_call(operator.call)
-    return DenseOperator(operator.dense())
+    return operator if isinstance(operator, DenseOperator) else DenseOperator(operator.dense())
 
 
 # registered at import for plugged models that are unpickled or switch their implementation

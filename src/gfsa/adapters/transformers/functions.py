@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,11 +84,8 @@ def eager_function(kind: type[nn.Module]) -> Callable[..., Any] | None:
 
 def operator_maker(implementation: str) -> OperatorMaker:
     """The function that returns ``(operator, value)`` for the map that ``implementation`` uses."""
-    if implementation == "sdpa":
-        return _sdpa_operator
-    if implementation == "eager":
-        return _eager_operator
-    return functools.partial(_any_operator, implementation)
+    known = {"sdpa": _sdpa_operator, "eager": _eager_operator}
+    return known.get(implementation) or functools.partial(_any_operator, implementation)
 
 
 def _sdpa_operator(
@@ -104,7 +101,7 @@ def _sdpa_operator(
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
     """The map of transformers' own sdpa function; gfsa chooses the kernel."""
-    paged = "cache" in kwargs and _is_paged(kwargs["cache"])
+    paged = _is_paged(kwargs)
     if not (paged or _CHOICES.isdisjoint(kwargs)):
         attention_mask = _with_chosen_keys(module, query, key, attention_mask, kwargs)
     if _REFUSES_SOFTCAP and kwargs.get("softcap") is not None:
@@ -137,33 +134,17 @@ def _sdpa_operator(
                 visible=attention_mask.visible,
             ), value
         attention_mask = attention_mask.tensor()
-    return _masked_sdpa_operator(
-        module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias
-    )
-
-
-def _masked_sdpa_operator(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-    bias: Tensor | None,
-) -> tuple[Operator, Tensor]:
-    """transformers' sdpa with a mask that is a tensor, or none."""
-    new = query.shape[2]
+    # transformers' sdpa with a mask that is a tensor, or none
+    mask, new = attention_mask, query.shape[2]
     causal = False
     if new > 1 and mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if causal and key.shape[2] > new:
         # the prefill of a static cache: the rows after the prompt are empty
         key, value = key[:, :, :new], value[:, :, :new]
-        bias = None if bias is None else bias[..., :new]
-    if bias is not None:
-        mask, causal = _biased_mask(bias, mask, causal, query), False
+        position_bias = None if position_bias is None else position_bias[..., :new]
+    if position_bias is not None:
+        mask, causal = _biased_mask(position_bias, mask, causal, query), False
     if new != key.shape[2]:
         call = AttentionCall(query, key, mask, dropout, False, scaling, _grouped(query, key))
         return SDPAOperator(call), value
@@ -273,7 +254,7 @@ def _any_operator(
 ) -> tuple[Operator, Tensor]:
     """Flash, flex or any other registered attention function, called once per pass."""
     function = functions_of(type(module))[implementation]
-    if "cache" in kwargs and _is_paged(kwargs["cache"]):
+    if _is_paged(kwargs):
         return _PagedRows(function, module, query, key, attention_mask, kwargs), value
     mask = written_out(attention_mask)
     if module.gfsa.dropout_after == "filter" and kwargs["dropout"]:
@@ -332,17 +313,16 @@ class _ModuleView:
         return getattr(self._module, name)
 
 
-def _is_paged(cache: Any) -> bool:
-    """Whether an attention function's argument ``cache`` is the cache of continuous batching."""
+def _is_paged(kwargs: Mapping[str, Any]) -> bool:
+    """Whether an attention function is given the cache of continuous batching."""
     # by its name: versions of transformers have it in different places
-    return type(cache).__name__ == "PagedAttentionCache"
+    return "cache" in kwargs and type(kwargs["cache"]).__name__ == "PagedAttentionCache"
 
 
 class _PagedRows(_FunctionRows):
     """The rows of A for the new tokens of every request, with a paged cache (continuous batching).
 
-    The function fills the cache with keys and values and attends to all of a request's tokens. That
-    is all that a filter of degree 1 needs.
+    The function fills the cache itself, which is all that a filter of degree 1 needs.
     """
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
@@ -448,7 +428,7 @@ def refusal_by_trial(
 
 
 def is_trusted(function: Callable[..., Any]) -> bool:
-    """Whether a registered function is one of transformers itself, which are linear in v."""
+    """Whether a function is one of transformers itself, which are linear in v."""
     return str(getattr(function, "__module__", "")).startswith("transformers.")
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -162,80 +162,48 @@ def written_out(mask: Any) -> Any:
     return mask.tensor() if isinstance(mask, DescribedMask) else mask
 
 
-def describe_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
-    attention_mask: Any = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool | None = None,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    config: Any = None,
-    **kwargs: Any,
-) -> Any:
+def describe_mask(batch_size: int, q_length: int, kv_length: int, **asked: Any) -> Any:
     """The mask function of plugged models: None, a tensor, or a :class:`DescribedMask`.
 
     The arguments are those of transformers' ``sdpa_mask``.
     """
-    if isinstance(attention_mask, DescribedMask):
+    if isinstance(asked.get("attention_mask"), DescribedMask):
         # an outer model has made it
-        return attention_mask
-    causal = allow_is_bidirectional_skip is None
+        return asked["attention_mask"]
+    function = asked.setdefault("mask_function", causal_mask_function)
+    skip = asked.get("allow_is_bidirectional_skip")
+    causal = skip is None
+    asked["allow_is_bidirectional_skip"] = bool(skip)
+    if causal:
+        skip = asked.get("allow_is_causal_skip", True)
     visible = None
-    if (
-        not use_vmap
-        and not torch.jit.is_tracing()
-        and _is_of_first_tokens(q_length, kv_length, q_offset, kv_offset, attention_mask, causal)
-    ):
-        padding = None if attention_mask is None else attention_mask[:, :q_length]
-        visible = _describe(
-            *(batch_size, q_length, mask_function, padding, local_size, config, device),
-            causal=causal,
-        )
+    if _is_of_first_tokens(q_length, kv_length, asked, causal):
+        visible = _describe(batch_size, q_length, asked, causal)
     if visible is not None and not visible.needs_rows():
         if visible.keys is not None:
             # one row for all queries: expanded, it has the shape that transformers makes
             return visible.keys[:, :, None].expand(batch_size, 1, q_length, q_length)
-        skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
         if skip and not (causal and torch.compiler.is_compiling()):
             # the attention layers are causal, or not, by themselves
             return None
-        if not skip and mask_function.__name__ != _TOGETHER:
+        if not skip and function.__name__ != _TOGETHER:
             # the model asked for the mask itself; packed documents ask for it, too
             visible = None
     if visible is not None:
-        return DescribedMask(visible, batch_size, q_length, device, kv_length)
-    return sdpa_mask(
-        *(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask),
-        local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip,
-        allow_is_bidirectional_skip=bool(allow_is_bidirectional_skip),
-        use_vmap=use_vmap,
-        device=device,
-        config=config,
-        **kwargs,
-    )
+        return DescribedMask(visible, batch_size, q_length, asked.get("device", "cpu"), kv_length)
+    return sdpa_mask(batch_size, q_length, kv_length, **asked)
 
 
 def _is_of_first_tokens(
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    padding: Tensor | None,
-    causal: bool,
+    q_length: int, kv_length: int, asked: Mapping[str, Any], causal: bool
 ) -> bool:
     """Whether queries are the first tokens, and see no other keys than theirs."""
-    if kv_offset != 0:
+    if asked.get("use_vmap") or torch.jit.is_tracing() or asked.get("kv_offset", 0) != 0:
         return False
     if q_length != kv_length and not (causal and 1 < q_length < kv_length):
         # more keys than queries are a prompt in a static cache; a decoded token is never the first
         return False
+    q_offset, padding = asked.get("q_offset", 0), asked.get("attention_mask")
     if isinstance(q_offset, Tensor):
         # of a static cache, on the device: for a decoded token it is not read, which would wait
         if masking_utils.is_tracing(q_offset) or bool(q_offset != 0):
@@ -249,22 +217,17 @@ def _is_of_first_tokens(
 
 
 def _describe(
-    batch_size: int,
-    length: int,
-    mask_function: Callable[..., Any],
-    padding: Tensor | None,
-    local_size: int | None,
-    config: Any,
-    device: torch.device | str,
-    causal: bool,
+    batch_size: int, length: int, asked: Mapping[str, Any], causal: bool
 ) -> Visibility | None:
     """What a mask function says, or None if it says something else than the parts known here."""
-    if not _is_known(mask_function, local_size, config, causal):
+    mask_function, config = asked["mask_function"], asked.get("config")
+    padding, window = asked.get("attention_mask"), asked.get("local_size")
+    if not _is_known(mask_function, window, config, causal):
         return None
+    padding = None if padding is None else padding[:, :length]
     if padding is not None and not masking_utils.is_tracing(padding) and bool(padding.all()):
         padding = None
     keys = None if padding is None else padding[:, None, :]
-    window = local_size
     if window is not None and not causal:
         # transformers' window to both sides includes its last token
         window = window + 1
@@ -278,7 +241,7 @@ def _describe(
         window = None
     documents = None
     if causal and padding is None and _may_be_packed(mask_function, config):
-        documents = _documents(mask_function, batch_size, length, device)
+        documents = _documents(mask_function, batch_size, length, asked.get("device", "cpu"))
     return Visibility(keys, None, causal, window, documents, in_order=documents is not None)
 
 

@@ -50,10 +50,12 @@ class LayerPast(Past):
         self.layer = layer
         self.owner = owner
         self.new = new
-        # the most common classes first, because isinstance is slow here
-        kind = type(layer)
-        if kind is StaticLayer or (kind is not DynamicLayer and _fills_from_the_front(layer)):
-            self.length_on_device = layer.cumulative_length
+        # the most common class first, because isinstance is slow here
+        if type(layer) is not DynamicLayer and isinstance(layer, StaticLayer):
+            is_window = isinstance(layer, StaticSlidingWindowLayer)
+            # once a window is full it slides, and the newest tokens are its last rows
+            if not is_window or layer.cumulative_length_int <= layer.max_cache_len:
+                self.length_on_device = layer.cumulative_length
 
     @property
     def length(self) -> Any:
@@ -86,15 +88,11 @@ class LayerPast(Past):
             # the length of a layer that grows without a window tells everything
             if type(companions[0]) is not GrowingPowers:
                 _count_fillings(layer, owner)
-        elif len(companions) < count:
+        elif len(companions) < count or companions[0].gfsa_heads != heads:
             raise ValueError(
-                f"this cache was filled by a filter of degree {len(companions) + 1}, the filter "
-                f"now has degree {count + 1}; start from a new cache"
-            )
-        elif companions[0].gfsa_heads != heads:
-            raise ValueError(
-                f"this cache keeps powers of the heads {list(companions[0].gfsa_heads)}, the "
-                f"filter now needs those of {list(heads)}; start from a new cache"
+                f"this cache was filled by a filter of degree {len(companions) + 1} with powers of "
+                f"the heads {list(companions[0].gfsa_heads)}, the filter now has degree "
+                f"{count + 1} and needs those of {list(heads)}; start from a new cache"
             )
         self._refuse_another(companions[:count])
 
@@ -169,14 +167,6 @@ _CAUSES = (
     "an unplugged model has used it in between, or the layer attends more than once per forward. "
     "Start from a new cache, or pass use_cache=False"
 )
-
-
-def _fills_from_the_front(layer: Any) -> bool:
-    """Whether a layer has free rows after its newest tokens, as a static one has."""
-    if isinstance(layer, StaticSlidingWindowLayer):
-        # once the window is full it slides, and the newest tokens are the last rows
-        return bool(layer.cumulative_length_int <= layer.max_cache_len)
-    return isinstance(layer, StaticLayer)
 
 
 # free rows that a growing layer has after it was copied: by their bytes, so that all layers of a

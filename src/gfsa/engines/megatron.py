@@ -11,7 +11,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from gfsa.filters import GraphFilter
 from gfsa.filters.spec import kind_named
 from gfsa.operators import FunctionOperator
 from gfsa.plugs.adapter import CHILD
@@ -87,15 +86,20 @@ class FilteredCoreAttention(MegatronModule):
         size = parallel_state.get_tensor_model_parallel_world_size()
         self.gfsa = kind_named(filter)(heads, **arguments)
         if size > 1:
-            _keep_own_heads(self.gfsa, parallel_state.get_tensor_model_parallel_rank(), size)
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            own = self.gfsa.keep_heads(rank, size, theta_is_cut=True)
+            if self.gfsa.theta is not None:
+                theta: Any = nn.Parameter(self.gfsa.theta.detach()[own].clone())
+                # as Megatron marks sharded parameters
+                theta.tensor_model_parallel, theta.partition_dim, theta.partition_stride = (
+                    True,
+                    0,
+                    1,
+                )
+                self.gfsa.theta = theta
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> Tensor:
         """``(sequence, batch, heads·D)`` of queries ``(sequence, batch, heads, D)``."""
         if len(query) != len(key):
@@ -103,7 +107,6 @@ class FilteredCoreAttention(MegatronModule):
                 f"{len(key)} keys for {len(query)} queries: a filter needs A·v of the cached "
                 "tokens. Train with Megatron, serve with vLLM or transformers"
             )
-
         groups = query.shape[-2] // key.shape[-2]
 
         def attend(x: Tensor) -> Tensor:
@@ -129,12 +132,3 @@ class FilteredCoreAttention(MegatronModule):
         if hasattr(self.inner, "sharded_state_dict"):
             sharded |= self.inner.sharded_state_dict(f"{prefix}inner.", sharded_offsets, metadata)
         return sharded
-
-
-def _keep_own_heads(filter: GraphFilter, rank: int, size: int) -> None:
-    """Leave the rows of this process's heads, and mark θ as Megatron marks sharded parameters."""
-    own = filter.keep_heads(rank, size, theta_is_cut=True)
-    if filter.theta is not None:
-        theta: Any = nn.Parameter(filter.theta.detach()[own].clone())
-        theta.tensor_model_parallel, theta.partition_dim, theta.partition_stride = True, 0, 1
-        filter.theta = theta

@@ -1,7 +1,6 @@
 """The base class of operators, which multiply tokens by an attention map: ``apply(x) = A·x``.
 
-Beside it are the coefficients that a filter gives an operator, and the weighted sum of the powers
-``A^k·v`` that all operators share.
+Beside it are the coefficients that a filter gives an operator, and the weighted sum of the powers.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ PLAIN = (Tensor, torch.nn.Parameter)
 class Coefficients(NamedTuple):
     r"""A filter's coefficients as it learns them, :math:`c = base + θ \cdot basis`.
 
-    :meth:`Operator.polynomial` takes them in place of a tensor: a fused kernel computes ``c`` and
-    the gradient of θ itself, any other operator calls :meth:`value`.
+    A fused kernel computes ``c`` and the gradient of θ itself, any other operator calls
+    :meth:`value`.
 
     Args:
         theta: the learned numbers θ, ``(H, L)``.
@@ -64,9 +63,6 @@ def combine(
 
     .. math:: y_h = \sum_k c_{h,k}\,u_{k,h} \qquad u_k = A^k v
 
-    With a share a of the exclusive term each token subtracts its own ``a·p`` from c0, where
-    ``p·v`` is the part of ``A·v`` along v (:func:`own_share`).
-
     The sum runs in the coefficients' precision (float32 at least) and is rounded once, so a small
     coefficient is not lost beside a large one when the tokens are bfloat16 or float16.
 
@@ -75,10 +71,16 @@ def combine(
         powers: ``m+1`` tensors ``(..., H, N, D)``; the last one decides the output's dtype.
         in_one_go: let the kernel that adds the last term also round the sum, which saves a launch.
             Only for plain tensors of one shape that are neither differentiated nor traced.
-        exclusive: the share a, ``(H,)`` or a number; needs the first power, ``A·v``.
+        exclusive: the share a, ``(H,)`` or a number, of which each token subtracts its own ``a·p``
+            from c0 (:func:`own_share`); needs the first power, ``A·v``.
     """
     if powers[-1].is_nested:
-        return _combine_jagged(coeffs, powers, exclusive)
+        like: Any = powers[-1]
+        # (H, all tokens, D): the batch and its lengths are one axis there
+        total = combine(coeffs, [power.values() for power in powers], exclusive=exclusive)
+        return torch.nested.nested_tensor_from_jagged(
+            total, like.offsets(), jagged_dim=2, min_seqlen=None, max_seqlen=None
+        )
     columns = columns_of(coeffs)
     identity = columns[0]
     if exclusive is not None:
@@ -87,7 +89,7 @@ def combine(
     total = identity * repeat_heads(powers[0], identity)
     last = len(columns) - 1
     for place in range(1, last + 1):
-        # one kernel per term; torch promotes to a float32 sum of bfloat16 tokens
+        # torch promotes to a float32 sum of bfloat16 tokens
         out = torch.empty_like(powers[last]) if in_one_go and place == last else None
         total = torch.addcmul(total, columns[place], powers[place], out=out)
     return total.to(powers[-1].dtype)
@@ -111,16 +113,6 @@ def own_share(share: Tensor, mixed: Tensor, v: Tensor) -> Tensor:
     # filled before the division, so that no NaN enters the gradient either
     p = (mixed * v).sum(-1, keepdim=True) / square.masked_fill(~has_direction, 1.0)
     return (share[:, None, None] if share.dim() else share) * p.masked_fill(~has_direction, 0.0)
-
-
-def _combine_jagged(coeffs: Tensor, powers: Sequence[Tensor], exclusive: Tensor | None) -> Tensor:
-    """:func:`combine` for jagged tensors ``(B, H, j, D)``: on their sequences end to end."""
-    like: Any = powers[-1]
-    # (H, all tokens, D): the batch and its lengths are one axis there
-    total = combine(coeffs, [power.values() for power in powers], exclusive=exclusive)
-    return torch.nested.nested_tensor_from_jagged(
-        total, like.offsets(), jagged_dim=2, min_seqlen=None, max_seqlen=None
-    )
 
 
 def columns_of(coeffs: Tensor) -> tuple[Tensor, ...]:
@@ -177,11 +169,10 @@ class Operator(ABC):
                 ``Σ_k coeffs[..., k]·A^k·v − a·p·v`` with p as in :func:`own_share`.
         """
         coeffs = value_of(coeffs)
-        degree = coeffs.shape[-1] - 1
-        if exclusive is not None and degree == 0:
+        if exclusive is not None and coeffs.shape[-1] == 1:
             # the share is one of A·v
-            coeffs, degree = torch.nn.functional.pad(coeffs, (0, 1)), 1
-        return combine(coeffs, self.powers(v, degree), exclusive=exclusive)
+            coeffs = torch.nn.functional.pad(coeffs, (0, 1))
+        return combine(coeffs, self.powers(v, coeffs.shape[-1] - 1), exclusive=exclusive)
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
         """The operator of ``heads`` alone, whose :meth:`further` continues their powers.
@@ -229,10 +220,7 @@ def repeat_heads(x: Tensor, like: Tensor) -> Tensor:
 
 
 def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
-    """Some heads of ``x (..., H, N, D)``; a tensor with one head for all stays as it is.
-
-    Neighbouring heads are a view, without a copy and without an index on the device.
-    """
+    """Some heads of ``x (..., H, N, D)``, a view of neighbours; one head for all stays."""
     if x.dim() < 3 or x.shape[-3] == 1:
         return x
     parts = [x.narrow(-3, start, length) for start, length in runs_of(heads)]

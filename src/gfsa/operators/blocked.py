@@ -4,9 +4,8 @@ Torch's attention takes a mask or causality, but neither a window nor documents.
 queries and keys has N² entries; here at most :data:`MOST_ENTRIES` of them exist at a time, and a
 block of queries is multiplied only with the keys that it can reach.
 
-``torch.compile`` would unroll the blocks and keep the masks of all of them for the gradient. For a
-compiled model the loop is therefore one operator of torch, ``gfsa::attend_by_rows``, which keeps
-its arguments alone and writes each mask again in its gradient, as eager mode does.
+``torch.compile`` would unroll the blocks and keep all masks for the gradient. A compiled model has
+the loop as one operator of torch, ``gfsa::attend_by_rows``, which writes them again.
 """
 
 # no postponed annotations here: torch reads the schemas of the operators from them
@@ -242,7 +241,7 @@ attend_operator.register_autograd(_differentiate, setup_context=_save)
 
 
 def _of_shared_heads(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient of heads that were repeated: the sum over the copies of each of them."""
+    """The gradient of repeated heads: the sum over the copies of each of them."""
     if gradient.shape != like.shape:
         gradient = gradient.unflatten(-3, (like.shape[-3], -1)).sum(-3)
     return gradient.to(like.dtype)

@@ -251,14 +251,14 @@ def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _check_devices(device: torch.device, **tensors: Tensor | None) -> None:
-    """The fused kernels take addresses, and would read those of another device."""
+    # the fused kernels take addresses, and would read those of another device
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise ValueError(f"q is on {device}, {name} on {tensor.device}; move one of them")
 
 
 def _check_described(visible: Visibility, q: Tensor) -> None:
-    """The fused kernels read ``keys`` and ``documents`` by token, and do not look for their end."""
+    # the fused kernels read keys and documents by token, and do not look for their end
     _check_devices(q.device, keys=visible.keys, pairs=visible.pairs, documents=visible.documents)
     tokens = tuple(q.shape[:-1])
     for name, part in (("keys", visible.keys), ("documents", visible.documents)):
@@ -341,11 +341,12 @@ def autocast(*tensors: Any) -> Any:
     if not _has_autocast(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    for place, x in enumerate(tensors):
-        if x is None or x.dtype in (dtype, torch.float64) or not x.dtype.is_floating_point:
-            continue
-        tensors = (*tensors[:place], x.to(dtype), *tensors[place + 1 :])
-    return tensors
+
+    def cast(x: Any) -> Any:
+        stays = x is None or x.dtype == torch.float64 or not x.dtype.is_floating_point
+        return x if stays else x.to(dtype)
+
+    return tuple(map(cast, tensors))
 
 
 def is_exporting() -> bool:

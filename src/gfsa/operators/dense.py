@@ -26,8 +26,7 @@ class DenseOperator(Operator):
 
     .. math:: H = \sum_k c_k A^k, \qquad y = H v
 
-    Every faster operator is tested against this one. It also serves to look at attention maps,
-    and takes maps that are not a softmax of q·kᵀ: any square matrix.
+    Every faster operator is tested against this one. It takes any square matrix.
 
     Args:
         matrix: ``A``, of shape ``(..., H, N, N)``.
@@ -132,7 +131,7 @@ class DenseOperator(Operator):
         self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
     ) -> Tensor:
         v = repeat_heads(v, self.matrix)
-        # by powers of A on v, as every operator: H is only built when its entries are dropped
+        # H is only built when its entries are dropped, or asked for
         dtype = torch.promote_types(v.dtype, self.matrix.dtype)
         if self.dropout_p or self.keeps_map:
             matrix = self.filter(value_of(coeffs), exclusive, v)

@@ -44,7 +44,7 @@ class Past(ABC):
     new: int
     """How many tokens are new."""
     length_on_device: Tensor | None = None
-    """The length, where free rows follow the newest token; None if the newest is the last row."""
+    """The length, where free rows follow the newest token; else None."""
 
     @property
     @abstractmethod
@@ -130,8 +130,7 @@ class CachedOperator(Operator):
             plain = type(v) is Tensor and not torch.is_grad_enabled()
             y = combine(coeffs, powers, in_one_go=plain and not torch.compiler.is_compiling())
         if v.is_cuda and not torch.compiler.is_compiling():
-            # for the tokens after a prompt: a compiled step finds them, and cannot make them. They
-            # are kept beside the powers, so they come last
+            # for the tokens after a prompt: a compiled step finds them, and cannot make them
             self.past.counters(v.shape[0] * self.heads, v.device)
         return y
 

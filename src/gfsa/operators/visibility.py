@@ -1,7 +1,6 @@
 """Which keys each query of a layer may attend to: described in O(N), or read from its masks.
 
-A call that has a :class:`Visibility` instead of a mask never needs a tensor of size N×N. A mean
-over tokens must not include padding, nor later tokens in a causal model.
+A call that has a :class:`Visibility` instead of a mask never needs a tensor of size N×N.
 """
 
 from __future__ import annotations
@@ -170,15 +169,14 @@ class Visibility:
         self, what: str, length: int, device: torch.device, compute: Callable[[], Tensor]
     ) -> Tensor:
         """What all layers share that share this object."""
-        if torch.compiler.is_compiling():
+        if (
             # a compiled graph keeps no state, and its compiler finds what it computes twice
-            return compute()
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # a captured graph computes it in each replay, from the documents of that replay; until
-            # then it is not computed, so that no call outside of the graph may read it
-            return compute()
-        if any(part is not None and part.is_inference() for part in self._parts()):
+            torch.compiler.is_compiling()
+            # a captured graph computes it in each replay, from the documents of that replay
+            or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
             # torch does not count changes of tensors that were made in inference mode
+            or any(part is not None and part.is_inference() for part in self._parts())
+        ):
             return compute()
         key = (what, length, device)
         versions = (None if part is None else part._version for part in self._parts())
@@ -195,9 +193,8 @@ class Visibility:
 
     def needs_rows(self) -> bool:
         """Whether no key mask and no causality alone say what a query sees."""
-        if self.pairs is not None or self.window is not None or self.documents is not None:
-            return True
-        return self.causal and self.keys is not None
+        others = (self.pairs, self.window, self.documents)
+        return any(x is not None for x in others) or (self.causal and self.keys is not None)
 
     def visible_keys(self) -> Tensor | None:
         """``(..., N)``, True where some query of some head sees the key; None if all are seen."""
@@ -212,11 +209,10 @@ class Visibility:
 
     def of_heads(self, heads: Sequence[int]) -> Visibility:
         """What the queries of some heads see."""
-        keys, documents = self.keys, self.documents
-        if keys is not None:
-            keys = take_heads(keys[..., None], heads)[..., 0]
-        if documents is not None:
-            documents = take_heads(documents[..., None], heads)[..., 0]
+        keys, documents = (
+            None if x is None else take_heads(x[..., None], heads)[..., 0]
+            for x in (self.keys, self.documents)
+        )
         pairs = None if self.pairs is None else take_heads(self.pairs, heads)
         return Visibility(keys, pairs, self.causal, self.window, documents, self.in_order)
 

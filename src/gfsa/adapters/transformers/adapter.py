@@ -258,27 +258,21 @@ def _look_at_inputs(
     return None
 
 
-class _BatchingEntry:
-    """``init_continuous_batching`` of one plugged model, which refuses what it cannot do.
+def _init_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """``init_continuous_batching`` of a plugged model, which refuses what it cannot do.
 
     ``generate_batch``, ``continuous_batching_context_manager`` and ``transformers serve`` call it,
     before anything starts. An error in a forward would be lost in transformers' own thread.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model: Any = self.model
-        refusal = refusal_of_batching(model)
-        if refusal is not None:
-            raise NotImplementedError(refusal)
-        manager = type(model).init_continuous_batching(model, *args, **kwargs)
-        for module in model.modules():
-            if PLUGGED in module.__dict__:
-                # the paged implementation is registered now, not in a compiled forward
-                _filtered_name(module.config.real._attn_implementation)
-        return manager
+    refusal = refusal_of_batching(model)
+    if refusal is not None:
+        raise NotImplementedError(refusal)
+    manager = type(model).init_continuous_batching(model, *args, **kwargs)
+    for module in model.modules():
+        if PLUGGED in module.__dict__:
+            # the paged implementation is registered now, not in a compiled forward
+            _filtered_name(module.config.real._attn_implementation)
+    return manager
 
 
 def refusal_of_batching(model: nn.Module) -> str | None:
@@ -310,10 +304,9 @@ def _set_batching_entries(model: nn.Module) -> None:
             continue
         if _KEPT in module.__dict__:
             module.destroy_cached_continuous_batching_manager()
+        module.__dict__.pop(_ENTRY, None)
         if any(CHILD in inner._modules for inner in module.modules()):
-            module.__dict__[_ENTRY] = _BatchingEntry(module)
-        elif isinstance(module.__dict__.get(_ENTRY), _BatchingEntry):
-            del module.__dict__[_ENTRY]
+            module.__dict__[_ENTRY] = functools.partial(_init_batching, module)
 
 
 class _ConfigView(ConfigView):

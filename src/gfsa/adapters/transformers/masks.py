@@ -18,6 +18,7 @@ mask of the prompt: all of its tokens and the free rows of the cache.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -377,20 +378,14 @@ class MaskConfigView(ConfigView):
         return name
 
 
-class _TakeView:
+def _take_view(place: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before the forward of a model that makes masks: its config becomes the view."""
-
-    def __init__(self, module: nn.Module) -> None:
-        names = tuple(inspect.signature(type(module).forward).parameters)[1:]
-        self.place = names.index("position_ids") if "position_ids" in names else len(names)
-
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        config = module.config
-        if isinstance(config, MaskConfigView):
-            # the model is called inside of its own forward, or another thread is in it
-            config = config.real
-        positions = args[self.place] if len(args) > self.place else kwargs.get("position_ids")
-        module.config = MaskConfigView(config, positions_given=positions is not None)
+    config = module.config
+    if isinstance(config, MaskConfigView):
+        # the model is called inside of its own forward, or another thread is in it
+        config = config.real
+    positions = args[place] if len(args) > place else kwargs.get("position_ids")
+    module.config = MaskConfigView(config, positions_given=positions is not None)
 
 
 def _leave_view(module: Any, *_: Any) -> None:
@@ -428,7 +423,7 @@ def set_mask_hooks(model: nn.Module) -> None:
         if isinstance(module, PreTrainedModel):
             # torch calls no hook after a forward that Ctrl-C ended
             _leave_view(module)
-        if isinstance(module.__dict__.get(_FOR_GENERATE), _DescribeForGenerate):
+        if module.__dict__.get(_FOR_GENERATE) is _describe_for_generate:
             del module.__dict__[_FOR_GENERATE]
     # the models that make masks for plugged layers
     makers = [
@@ -440,9 +435,12 @@ def set_mask_hooks(model: nn.Module) -> None:
     ]
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and _makes_masks_before(module, makers):
-            module.__dict__[_FOR_GENERATE] = _DescribeForGenerate()
+            module.__dict__[_FOR_GENERATE] = _describe_for_generate
     for maker in makers:
-        enter = maker.register_forward_pre_hook(_TakeView(maker), with_kwargs=True)
+        names = tuple(inspect.signature(type(maker).forward).parameters)[1:]
+        place = names.index("position_ids") if "position_ids" in names else len(names)
+        take_view = functools.partial(_take_view, place)
+        enter = maker.register_forward_pre_hook(take_view, with_kwargs=True)
         leave = maker.register_forward_hook(_leave_view, always_call=True)
         maker.__dict__[_HANDLES] = (*maker.__dict__.get(_HANDLES, ()), enter, leave)
         for module in maker.modules():
@@ -473,11 +471,9 @@ def _makes_masks(kind: type[nn.Module]) -> bool:
     return bool(names & _CREATORS) and "_attn_implementation" not in names
 
 
-class _DescribeForGenerate:
+def _describe_for_generate(config: Any, **arguments: Any) -> Any:
     """In place of transformers' function, for one model."""
-
-    def __call__(self, config: Any, **arguments: Any) -> Any:
-        return create_masks_for_generate(config=_OneConfig(config), **arguments)
+    return create_masks_for_generate(config=_OneConfig(config), **arguments)
 
 
 class _OneConfig(MaskConfigView):

@@ -342,21 +342,20 @@ class TracedStaticPowers(StaticLayer):
         if not self.is_initialized:
             self.lazy_initialization(tokens, tokens[..., :0])
         rows, new, most = self._rows_beside(layer), tokens.shape[2], self.max_cache_len
-        before = layer.cumulative_length_int - new if self.slides else 0
-        if not self.slides or before + new <= most:
-            length = layer.cumulative_length
-            _write(rows, torch.arange(new, device=length.device) + (length - new), tokens)
-            return rows
-        if before >= most and new == 1:
-            last = torch.tensor([most - 1], device=rows.device)
-            _write(self.make_room(tokens, layer), last, tokens)
-            return rows
-        every = tokens
-        if before > 0:
+        if self.slides and layer.cumulative_length_int > most:
+            before = layer.cumulative_length_int - new
             past = rows[:, :, 1:] if before >= most else rows[:, :, :before]
-            every = torch.cat([past, tokens], dim=2)
-        rows.copy_(every[:, :, -most:])
-        return every
+            every = torch.cat([past, tokens], dim=2) if before else tokens
+            rows.copy_(every[:, :, -most:])
+            return every
+        length = layer.cumulative_length
+        position = torch.arange(new, device=length.device) + (length - new)
+        try:
+            rows.index_copy_(2, position, tokens)
+        except NotImplementedError:
+            # on a device without it, such as mps
+            rows[:, :, position] = tokens
+        return rows
 
     def make_room(self, like: Tensor, layer: Any) -> Tensor:
         rows = self._rows_beside(layer)
@@ -385,14 +384,6 @@ class StaticPowers(TracedStaticPowers, nn.Module):
     def __init__(self, max_cache_len: int, slides: bool = False) -> None:
         nn.Module.__init__(self)
         TracedStaticPowers.__init__(self, max_cache_len, slides)
-
-
-def _write(rows: Tensor, position: Tensor, tokens: Tensor) -> None:
-    try:
-        rows.index_copy_(2, position, tokens)
-    except NotImplementedError:
-        # on a device without it, such as mps
-        rows[:, :, position] = tokens
 
 
 def _new_counters(heads: int, device: torch.device | str) -> Tensor:
@@ -438,14 +429,8 @@ def empty_like(layer: Any) -> Any:
 
 # the methods of a cache layer, besides those that fill it, that companions repeat
 _REPEATED = (
-    "activate_past_recording",
-    "batch_repeat_interleave",
-    "batch_select_indices",
-    "crop",
-    "offload",
-    "prefetch",
-    "reorder_cache",
-    "reset",
+    *("activate_past_recording", "batch_repeat_interleave", "batch_select_indices", "crop"),
+    *("offload", "prefetch", "reorder_cache", "reset"),
 )
 
 
@@ -517,13 +502,10 @@ def _state(layer: Any) -> tuple[int, tuple[int, int] | None]:
     if layer.keys is None:
         # newer versions of transformers drop the rows of a layer that is reset
         return 0, None
-    filled = layer.__dict__.get("cumulative_length")
+    filled = layer.__dict__.get("cumulative_length", layer.keys.shape[-2])
     # tensors of inference mode do not count how often they are written
     try:
-        if filled is None:
-            filled = layer.keys.shape[-2]
-        elif type(filled) is not int:
-            filled = filled._version
+        filled = filled if type(filled) is int else filled._version
     except RuntimeError:
         filled = 0
     try:

@@ -71,25 +71,18 @@ class GraphFilter(nn.Module):
     #: where a plugged layer's attention dropout acts: on entries of A before its powers
     #: ("attention"), or on entries of H ("filter")
     dropout_after: DropoutPlace = "attention"
-
     #: whether the filter is a polynomial of A; if it is not, it has no coefficients
     is_polynomial = True
-
     #: whether this process holds only some of the heads (tensor parallel)
     heads_are_sharded = False
-
     #: whether the k-th learned number changes the k-th coefficient alone
     basis_is_diagonal = False
-
     #: whether the layer adds the first layer's values to its own, with a learned r per head
     has_depth = False
-
     #: where the filters of a stack with a depth term keep those values; None without one
     first_values: FirstValues | None = None
-
     #: which layer of the stack this is
     place = 0
-
     #: whether the share of the exclusive term is learned
     learns_share = False
 
@@ -174,11 +167,8 @@ class GraphFilter(nn.Module):
     def exclude(self, share: float | Sequence[float] | Tensor = 1.0, learn: bool = False) -> Self:
         r"""Take the part along a token's own v out of its output, :math:`H - a\,diag(p)`.
 
-        See :class:`gfsa.Exclusive`, which has the arguments. Call it before the filter is plugged:
-        ``gfsa.plug(model, filter=lambda heads: gfsa.GFSA(heads).exclude())``.
-
-        Returns:
-            The filter itself.
+        See :class:`gfsa.Exclusive`, which has the arguments. It returns the filter itself, to be
+        plugged by ``gfsa.plug(model, filter=lambda heads: gfsa.GFSA(heads).exclude())``.
         """
         self._refuse_terms("an exclusive")
         if self._exact_share is not None or self.has_depth:
@@ -208,10 +198,9 @@ class GraphFilter(nn.Module):
         return self.base_share + self.lr_multiplier * self._learned(self.theta)[:, column]
 
     def add_depth(self) -> Self:
-        """Let the layer add the first layer's values to its own; ``plug(depth=True)`` calls this.
+        """Let the layer add the first layer's values to its own, and return the filter.
 
-        Returns:
-            The filter itself.
+        ``plug(depth=True)`` calls this.
         """
         self._refuse_terms("a depth")
         if self.has_depth:
@@ -458,9 +447,6 @@ class Polynomial(GraphFilter):
         degree: the highest power m; degree m costs m passes. Degree 0 has no power of A, and
             starts as the identity.
         lr_multiplier: see :class:`GraphFilter`.
-
-    Raises:
-        ValueError: if an argument is out of its range.
 
     Examples:
         >>> filter = gfsa.Polynomial(num_heads=4, degree=3)

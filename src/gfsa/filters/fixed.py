@@ -41,9 +41,6 @@ class PageRank(GraphFilter):
         num_heads: heads of the layer.
         alpha: the probability α, 0 to 1.
         hops: the number of steps L, at least 1, which is the degree.
-
-    Raises:
-        ValueError: if an argument is out of its range.
     """
 
     def __init__(self, num_heads: int, alpha: float = 0.15, hops: int = 4) -> None:
@@ -78,9 +75,6 @@ class Exclusive(GraphFilter):
         share: a, one number or one for each head.
         learn: whether each head learns its share.
         lr_multiplier: see :class:`GraphFilter`.
-
-    Raises:
-        ValueError: if an argument is out of its range.
 
     Examples:
         >>> report = gfsa.plug(model, filter=gfsa.Exclusive)

@@ -28,10 +28,6 @@ class PartialPolynomial(Polynomial):
         degree: of the heads in ``high``, at least 2.
         high: heads counted from 0, in order.
         lr_multiplier: see :class:`gfsa.GraphFilter`.
-
-    Raises:
-        TypeError: if ``high`` has something else than integers.
-        ValueError: if an argument is out of its range.
     """
 
     def __init__(

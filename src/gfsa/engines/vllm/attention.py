@@ -12,7 +12,7 @@ mask the powers of past tokens never change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -141,18 +141,3 @@ class FilteredAttention(nn.Module):
             return x.reshape(tokens, -1)
         x = x.reshape(tokens, self.num_kv_heads, 1, -1)
         return x.expand(-1, -1, groups, -1).reshape(tokens, -1)
-
-
-def further_layers(degree: int, arguments: Mapping[str, Any]) -> list[Attention]:
-    """The attention layers of the powers after the first, like the layer of ``arguments``."""
-    return [
-        Attention(
-            **{
-                **arguments,
-                "num_kv_heads": arguments["num_heads"],
-                # vLLM looks for one number in a layer's name: the layer's index
-                "prefix": f"{arguments['prefix']}.gfsa_power{power}",
-            }
-        )
-        for power in range(1, degree)
-    ]

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models import gpt2, transformers
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-from gfsa.engines.vllm.attention import FilteredAttention, ServedFilter, further_layers
+from gfsa.engines.vllm.attention import FilteredAttention, ServedFilter
 from gfsa.engines.vllm.config import FILTERS
 from gfsa.filters.spec import build
 from gfsa.plugs.adapter import CHILD
@@ -166,7 +166,11 @@ def _put_filters(
         served = ServedFilter(filter, (rank * count, count), layer)
         # under the name that the checkpoint has for it, where vLLM looks for its weights
         setattr(module, CHILD, served)
-        further = further_layers(filter.degree, arguments)
+        further = []
+        for power in range(1, filter.degree):
+            # vLLM looks for one number in a layer's name: the layer's index
+            prefix = f"{arguments['prefix']}.gfsa_power{power}"
+            further.append(Attention(**{**arguments, "num_kv_heads": count, "prefix": prefix}))
         module.attn = FilteredAttention([module.attn, *further], served)
 
 

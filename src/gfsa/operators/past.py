@@ -6,13 +6,11 @@ are computed:
 
 .. math:: (A^{k+1} v)_{new} = A_{new}\,[(A^k v)_{past};\,(A^k v)_{new}]
 
-:class:`Past` says what a framework's cache has to offer; :class:`CachedOperator` computes with it.
 One new token with a filter of degree 1 or 2 is a single launch where the decode kernel serves.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,63 +36,20 @@ from gfsa.operators.sdpa import SDPAOperator
 from gfsa.operators.visibility import Visibility
 
 
-class Past(ABC):
-    """What a cache holds for one attention module, after the new keys and values were added."""
-
-    new: int
-    """How many tokens are new."""
-    length_on_device: Tensor | None = None
-    """The length, where free rows follow the newest token; else None."""
-
-    @property
-    @abstractmethod
-    def length(self) -> Any:
-        """How many tokens there are, the new ones included; a tensor if the device counts them."""
-
-    @abstractmethod
-    def power(self, k: int) -> Tensor | None:
-        """``A^k·v`` of the tokens before, ``(B, H, rows, D)``, and free rows; None if unknown."""
-
-    @abstractmethod
-    def prepare(self, count: int, heads: tuple[int, ...]) -> None:
-        """Raise unless ``count`` powers of these heads belong to the tokens before."""
-
-    @abstractmethod
-    def write(self, k: int, rows: Tensor, keys: int) -> Tensor:
-        """After :meth:`prepare`, append ``A^k·v`` of new tokens; the first ``keys`` rows of all."""
-
-    @abstractmethod
-    def make_room(self, like: Tensor) -> Tensor:
-        """The rows of ``A·v`` with one for the new token, ``like`` it, which the caller writes."""
-
-    def counters(self, heads: int, device: torch.device) -> Tensor | None:
-        """Zeros that the decode kernel may use and leaves at zero, if the cache keeps some."""
-        return None
-
-    def newest(self, values: Tensor) -> Tensor:
-        """The rows of ``values`` that belong to the new tokens."""
-        length = self.length_on_device
-        if length is None:
-            return values.narrow(2, values.shape[2] - self.new, self.new)
-        rows = (length - self.new).view(1)
-        if self.new > 1:
-            rows = rows + torch.arange(self.new, device=values.device)
-        return values.index_select(2, rows)
-
-
 class CachedOperator(Operator):
     """The rows of A for the newest tokens, with the cached powers of all earlier tokens.
 
     Args:
         rows: an operator whose ``apply`` takes all tokens and returns the new ones.
-        past: what the cache holds.
+        past: what the cache holds for one attention module, such as
+            :class:`gfsa.adapters.transformers.past.LayerPast`.
         heads: query heads.
         keys: how many rows of the cache ``rows`` attends to.
         some: the query heads of ``rows``, whose powers are cached, if it has not all of them.
     """
 
     def __init__(
-        self, rows: Operator, past: Past, heads: int, keys: int, some: tuple[int, ...] = ()
+        self, rows: Operator, past: Any, heads: int, keys: int, some: tuple[int, ...] = ()
     ) -> None:
         self.rows = rows
         self.past = past
@@ -188,12 +143,7 @@ _PREPARED: DecisionCache[Any] = DecisionCache()
 
 
 def _decode_in_one_launch(
-    call: AttentionCall,
-    past: Past,
-    u: Tensor | None,
-    coeffs: Tensor | Coefficients,
-    v: Tensor,
-    exclusive: Tensor | None,
+    call: AttentionCall, past: Any, u: Tensor | None, coeffs: Any, v: Tensor, exclusive: Any
 ) -> Tensor | None:
     """The filtered new token, ``(B, H, 1, D)``, by one kernel that reads the cache once.
 
@@ -225,12 +175,7 @@ def _decode_in_one_launch(
 
 
 def _decoder(
-    call: AttentionCall,
-    u: Tensor | None,
-    coeffs: Tensor | Coefficients,
-    v: Tensor,
-    exclusive: Tensor | None,
-    signature: Signature | None,
+    call: AttentionCall, u: Tensor | None, coeffs: Any, v: Tensor, exclusive: Any, signature: Any
 ) -> Any:
     """The function that launches the kernel, prepared for a signature; False if torch serves."""
     if refusal_of_decoding(call, v, coeffs, exclusive) or call.reason_for_torch_alone():

@@ -35,16 +35,19 @@ from transformers.cache_utils import (
 
 from gfsa.adapters.transformers.refusals import name_of
 from gfsa.operators.call import is_exporting
-from gfsa.operators.past import Past
 
 
-class LayerPast(Past):
+class LayerPast:
     """What a layer of a cache holds, and the companions beside it.
 
     Args:
         layer: of the cache, after the new keys and values were added to it.
         owner: the index of the module that attends to it.
+        new: how many tokens are new.
     """
+
+    #: the length, where free rows follow the newest token
+    length_on_device: Tensor | None = None
 
     def __init__(self, layer: Any, owner: int, new: int) -> None:
         self.layer = layer
@@ -57,16 +60,24 @@ class LayerPast(Past):
             if not is_window or layer.cumulative_length_int <= layer.max_cache_len:
                 self.length_on_device = layer.cumulative_length
 
-    @property
-    def length(self) -> Any:
-        return self.layer.get_seq_length()
+    def newest(self, values: Tensor) -> Tensor:
+        """The rows of ``values`` that belong to the new tokens."""
+        length = self.length_on_device
+        if length is None:
+            return values.narrow(2, values.shape[2] - self.new, self.new)
+        rows = (length - self.new).view(1)
+        if self.new > 1:
+            rows = rows + torch.arange(self.new, device=values.device)
+        return values.index_select(2, rows)
 
     def power(self, k: int) -> Tensor | None:
+        """``A^k·v`` of the tokens before, ``(B, H, rows, D)``, and free rows; None if unknown."""
         companions = getattr(self.layer, "gfsa_powers", {}).get(self.owner)
         rows: Tensor | None = companions[k - 1].rows if companions else None
         return rows
 
     def prepare(self, count: int, heads: tuple[int, ...]) -> None:
+        """Raise unless ``count`` powers of these heads belong to the tokens before."""
         layer, owner = self.layer, self.owner
         # isinstance is slow here, and every decoded token asks
         if is_exporting() and isinstance(layer, StaticLayer):
@@ -97,10 +108,12 @@ class LayerPast(Past):
         self._refuse_another(companions[:count])
 
     def write(self, k: int, rows: Tensor, keys: int) -> Tensor:
+        """After :meth:`prepare`, append ``A^k·v`` of new tokens; the first ``keys`` rows of all."""
         every: Tensor = self.layer.gfsa_powers[self.owner][k - 1].add(rows, self.layer)
         return every if every.shape[2] == keys else every[:, :, :keys]
 
     def make_room(self, like: Tensor) -> Tensor:
+        """The rows of ``A·v`` with one for the new token, ``like`` it, which the caller writes."""
         layer = self.layer
         companion = layer.gfsa_powers[self.owner][0]
         # few questions: every token comes here in each layer
@@ -110,6 +123,7 @@ class LayerPast(Past):
         return rows
 
     def counters(self, heads: int, device: torch.device) -> Tensor | None:
+        """Zeros that the decode kernel may use and leaves at zero, if the layer keeps some."""
         layer = self.layer
         # the most common class first, because isinstance is slow here
         if type(layer) is DynamicLayer:
@@ -133,10 +147,10 @@ class LayerPast(Past):
         for companion in companions:
             known = companion.tokens()
             # only a companion that counts its tokens is compared by length
-            if known is not None and known + self.new != self.length:
+            if known is not None and known + self.new != (held := self.layer.get_seq_length()):
                 raise ValueError(
-                    f"the cache holds {int(self.length) - self.new} earlier tokens, but the powers "
-                    f"of {int(known)}: {_CAUSES}"
+                    f"the cache holds {int(held) - self.new} earlier tokens, but the powers of "
+                    f"{int(known)}: {_CAUSES}"
                 )
         name = _fillings_for(self.owner)
         fillings = getattr(self.layer, name, None)
@@ -147,7 +161,8 @@ class LayerPast(Past):
         setattr(self.layer, name, 0)
 
     def _refuse_tokens_without_powers(self) -> None:
-        held = self.length
+        # a tensor if the device counts the tokens
+        held = self.layer.get_seq_length()
         if isinstance(held, Tensor) and torch.compiler.is_compiling():
             # a compiled graph cannot read what is on the device, but can check it there
             if held.device.type in ("cpu", "cuda"):

@@ -43,7 +43,6 @@ from gfsa.adapters.transformers.refusals import (
     OTHER_TOKENS,
     QUERY_AND_KEY,
     name_of,
-    refusal_by_owner,
     refusal_of_interface,
     refusal_of_traced,
 )
@@ -93,7 +92,9 @@ class InterfaceAdapter(Adapter):
     def refusal_inside(self, owners: Owners) -> str | None:
         if crosses_by_design(owners):
             return REASON
-        return refusal_by_owner(owners[0][0]) if owners else None
+        if owners and "aggregatedattention" in type(owners[0][0]).__name__.lower():
+            return "its queries and keys are pooled in different ways, to different tokens"
+        return None
 
     def install(self, module: Any) -> None:
         module.config = _ConfigView(module.config)

@@ -97,18 +97,17 @@ class DescribedMask:
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """On another device it is still a description; in another dtype it is a tensor."""
-        if len(args) == 1 and not kwargs and isinstance(args[0], (str, int, torch.device)):
-            return self._on(torch.device(args[0]))
-        if not args and kwargs.keys() <= {"device", "non_blocking"} and "device" in kwargs:
-            return self._on(torch.device(kwargs["device"]))
-        return self.tensor().to(*args, **kwargs)
-
-    def _on(self, device: torch.device) -> DescribedMask:
+        wanted = None
+        if len(args) == 1 and not kwargs:
+            wanted = args[0]
+        elif not args and kwargs.keys() <= {"device", "non_blocking"}:
+            wanted = kwargs.get("device")
+        if not isinstance(wanted, (str, int, torch.device)):
+            return self.tensor().to(*args, **kwargs)
+        device, old = torch.device(wanted), self.visible
         if device == self.device:
             return self
-        old = self.visible
-        keys = None if old.keys is None else old.keys.to(device)
-        documents = None if old.documents is None else old.documents.to(device)
+        keys, documents = (None if x is None else x.to(device) for x in (old.keys, old.documents))
         visible = Visibility(keys, None, old.causal, old.window, documents, old.in_order)
         return DescribedMask(visible, self.shape[0], self.shape[-2], device, self.shape[-1])
 
@@ -241,19 +240,16 @@ def _describe(
     if window is not None and may_compare_length and window >= length:
         window = None
     documents = None
-    if causal and padding is None and _may_be_packed(mask_function, config):
+    # several documents may share a row where masks are combined
+    may_be_packed = causal and padding is None and mask_function.__name__ == _TOGETHER
+    if may_be_packed and masking_utils.is_tracing():
+        # transformers cannot look at positions there; those that a model makes are of one document
+        may_be_packed = getattr(config, "positions_given", True)
+    elif may_be_packed:
+        may_be_packed = any(part.__code__ is _PACKED.__code__ for part in _parts(mask_function))
+    if may_be_packed:
         documents = _documents(mask_function, batch_size, length, asked.get("device", "cpu"))
     return Visibility(keys, None, causal, window, documents, in_order=documents is not None)
-
-
-def _may_be_packed(mask_function: Any, config: Any) -> bool:
-    """Whether several documents may share a row."""
-    if mask_function.__name__ != _TOGETHER:
-        return False
-    if masking_utils.is_tracing():
-        # transformers cannot look at positions there; those that a model makes are of one document
-        return bool(getattr(config, "positions_given", True))
-    return any(part.__code__ is _PACKED.__code__ for part in _parts(mask_function))
 
 
 _CAUSAL = causal_mask_function.__name__

@@ -86,17 +86,12 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         # torch's own helpers: the same products in the same order give bit-identical results
-        if self.in_proj_weight is not None:
-            return tuple(
-                F._in_projection_packed(  # type: ignore[attr-defined]
-                    query, key, value, self.in_proj_weight, self.in_proj_bias
-                )
-            )
-        bias = self.in_proj_bias
+        packed, bias = self.in_proj_weight, self.in_proj_bias
+        if packed is not None:
+            return tuple(F._in_projection_packed(query, key, value, packed, bias))  # type: ignore[attr-defined]
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        return F._in_projection(
-            query, key, value, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight, *biases
-        )
+        return F._in_projection(query, key, value, *weights, *biases)
 
     def _split(self, x: Tensor) -> Tensor:
         """``(N, B, E)`` → ``(B, H, N, D)``."""

@@ -109,11 +109,7 @@ class AttentionOperator(Operator):
         """:meth:`second_pass`, whether it saves time or not; without dropout."""
         some = self.call.of_heads(heads)
         return AttentionOperator(
-            some.q,
-            some.k,
-            some.attn_mask,
-            is_causal=some.is_causal,
-            scale=some.scale,
+            *(some.q, some.k, some.attn_mask, 0.0, some.is_causal, some.scale),
             backend=self.backend,
             visible=some.visible,
         )

@@ -100,11 +100,7 @@ class DenseOperator(Operator):
             length = call.k.shape[-2]
             mask = call.visible.rows(0, length, length, call.q.device)
         return cls.from_qk(
-            call.q,
-            call.k,
-            mask,
-            call.is_causal,
-            call.scale,
+            *(call.q, call.k, mask, call.is_causal, call.scale),
             dropout_p=call.dropout_p,
             dropout_after=call.dropout_after,
         )

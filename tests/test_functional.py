@@ -344,7 +344,7 @@ REFUSED = {
         (X, X, X, torch.zeros(2, device="meta")),
         {},
         ValueError,
-        r"coeffs are on meta, q is on cpu; move one of them",
+        r"q is on cpu, coeffs on meta; move one of them",
     ),
 }
 

@@ -21,7 +21,6 @@ from gfsa.operators import (
     SDPAOperator,
     combine,
 )
-from gfsa.operators.base import at_least_float32
 from gfsa.operators.call import DecisionCache, autocast
 from support.attention import (
     Case,
@@ -71,19 +70,6 @@ def test_the_sum_is_rounded_once(dtype: torch.dtype, shape: tuple[int, ...]) -> 
     assert (total == 1 + torch.finfo(dtype).eps).all()
 
 
-def test_output_takes_the_tokens_dtype_and_coefficients_their_own() -> None:
-    coeffs = torch.tensor([0.5, 1.0], dtype=torch.float64)
-    tokens = torch.ones(2, 3)
-    assert combine(coeffs, [tokens, tokens]).dtype == torch.float32
-    assert combine(coeffs.float(), [tokens.double(), tokens.double()]).dtype == torch.float64
-
-
-def test_precision_in_which_sums_are_kept() -> None:
-    assert at_least_float32(torch.bfloat16) == torch.float32
-    assert at_least_float32(torch.float16) == torch.float32
-    assert at_least_float32(torch.float64) == torch.float64
-
-
 @pytest.mark.parametrize("powers", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_sum_in_one_go_is_the_same_sum(dtype: torch.dtype, powers: int) -> None:
@@ -95,12 +81,6 @@ def test_a_sum_in_one_go_is_the_same_sum(dtype: torch.dtype, powers: int) -> Non
     assert torch.equal(total, combine(coeffs, tokens))
     # nothing that was given is written to
     assert all(map(torch.equal, tokens, kept))
-
-
-def test_a_constant_in_one_go() -> None:
-    tokens = torch.randn(2, 3, dtype=torch.bfloat16)
-    total = combine(torch.tensor([2.0]), [tokens], in_one_go=True)
-    assert torch.equal(total, 2 * tokens)
 
 
 @pytest.mark.parametrize("is_diagonal", [False, True])
@@ -133,11 +113,6 @@ def test_a_filters_coefficients_in_place_of_a_tensor(name: str, is_diagonal: boo
     assert all(map(torch.equal, *results))
 
 
-def test_nothing_is_cast_outside_of_autocast() -> None:
-    x, mask = torch.ones(2), torch.ones(2, dtype=torch.bool)
-    assert autocast(x, None, mask) == (x, None, mask)
-
-
 def test_floating_point_is_cast_and_the_rest_left_alone() -> None:
     x, low = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
     double, mask = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.bool)
@@ -157,11 +132,6 @@ def test_floating_point_is_cast_and_the_rest_left_alone() -> None:
     assert found[3] is mask
 
 
-def test_a_device_without_autocast() -> None:
-    x = torch.ones(2, device="meta")
-    assert autocast(x) == (x,)
-
-
 HEADS = [0, 2, 3]
 
 
@@ -178,14 +148,6 @@ def test_the_dense_operator_of_a_call_is_the_specification(call: AttentionCall) 
     assert torch.equal(DenseOperator.from_call(call).matrix, expected.matrix)
     dropped = DenseOperator.from_call(call._replace(dropout_after="attention"))
     assert not torch.equal(dropped.matrix, expected.matrix)
-
-
-def test_without_dropout_the_map_is_the_same(call: AttentionCall) -> None:
-    plain = call.without_dropout()
-    assert plain.dropout_p == 0.0
-    changed = {"dropout_p", "dropout_after"}
-    for name in set(call._fields) - changed:
-        assert getattr(plain, name) is getattr(call, name)
 
 
 def test_some_heads_have_their_rows_of_the_map(call: AttentionCall) -> None:
@@ -227,10 +189,6 @@ def test_auto_takes_torchs_kernels_on_a_cpu_and_says_so() -> None:
     assert choice.backend == "sdpa"
     assert "one pass a power" in choice.reason
     assert AttentionOperator(Q, Q).which(COEFFS, Q) == choice
-
-
-def test_dropout_needs_no_other_backend_on_a_cpu() -> None:
-    assert which_backend(Q, Q, Q, COEFFS, dropout_p=0.1).backend == "sdpa"
 
 
 def test_auto_falls_back_to_the_specification_with_the_reason(
@@ -308,11 +266,6 @@ def test_attention_map_and_filtered_map_can_be_looked_at() -> None:
     )
 
 
-def test_filter_of_degree_zero_is_a_multiple_of_the_identity() -> None:
-    response = DenseOperator(stochastic(2, 3, 5, 5)).filter(torch.tensor([2.5]))
-    torch.testing.assert_close(response, 2.5 * torch.eye(5).double().expand(2, 3, 5, 5))
-
-
 def test_multiplier_is_applied_after_the_softmax() -> None:
     q, k, v = tokens(2, 3, 5, 4), tokens(2, 3, 5, 4), tokens(2, 3, 5, 6)
     multiplier = torch.rand(2, 1, 5, 5, dtype=torch.float64)
@@ -359,11 +312,6 @@ def test_refuses_a_matrix_that_is_not_square() -> None:
         DenseOperator(torch.zeros(2, 4, 5))
     with pytest.raises(ValueError, match=r"got \(4,\)"):
         DenseOperator(torch.zeros(4))
-
-
-def test_refuses_an_unknown_place_for_dropout() -> None:
-    with pytest.raises(ValueError, match="'attention' or 'filter', got 'values'"):
-        DenseOperator(torch.zeros(4, 4), 0.1, dropout_after="values")  # type: ignore[arg-type]
 
 
 def test_torch_fx_gets_our_words() -> None:

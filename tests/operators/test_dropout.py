@@ -145,17 +145,6 @@ def test_a_compiled_graph_drops_densely_and_says_why() -> None:
     assert which_backend(q, k, v, COEFFS, dropout_p=0.4).backend != "dense"
 
 
-def test_a_compiled_graph_refuses_sdpa_with_dropout_by_name() -> None:
-    q, k, v = (x.detach() for x in inputs())
-
-    @torch.compile(backend="eager")
-    def compiled(q, k, v):
-        return graph_filter_attention(q, k, v, COEFFS, dropout_p=0.4, backend="sdpa")
-
-    with pytest.raises(Exception, match="cannot serve this call: one dropout mask"):
-        compiled(q, k, v)
-
-
 def test_other_devices_generators_are_asked_of_their_own_module(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -151,12 +151,6 @@ def test_powers_have_every_query_head() -> None:
     assert torch.equal(powers[0], v.repeat_interleave(2, dim=1))
 
 
-def test_never_builds_its_matrix() -> None:
-    q = torch.randn(1, 2, 5, 4)
-    with pytest.raises(TypeError, match=r"SDPAOperator never builds.*DenseOperator from the same"):
-        SDPAOperator(AttentionCall(q, q)).dense()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_bool_mask_as_numbers_to_add(dtype: torch.dtype) -> None:
     q, k, v = (tokens(2, 3, 5, 4, dtype=dtype) for _ in range(3))

@@ -12,7 +12,6 @@ import transformers
 from torch import Tensor
 
 import gfsa
-from gfsa.adapters.transformers import past
 from gfsa.adapters.transformers.adapter import _Arguments, _look_at_inputs
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.operators import attention
@@ -376,8 +375,7 @@ def test_a_compiled_model_refuses_a_cache_used_in_between(kind: str) -> None:
         decode_with_an_unplugged_step_between(model, cache, step, unplugged(model))
 
 
-def test_a_length_on_the_device_need_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(past, "_is_on_device", lambda length: isinstance(length, Tensor))
+def test_copies_and_a_reset_cache_are_no_other_past() -> None:
     model = plugged("llama")
     bare, cache = unplugged(model), empty_cache(model, "static")
     with torch.no_grad():

@@ -328,9 +328,9 @@ def test_attention_exported_alone_with_one_tensor_warns():
     mha = nn.MultiheadAttention(E, H, batch_first=True).eval()
     gfsa.plug(mha)
     x = torch.randn(B, N, E)
-    with pytest.warns(UserWarning, match=r"export a module whose forward takes x and calls"):
+    with pytest.warns(UserWarning, match=r"Trace or export a module whose forward takes x and c"):
         torch.export.export(mha, (x, x, x))
-    with pytest.warns(UserWarning, match=r"Trace a module whose forward takes x and calls"):
+    with pytest.warns(UserWarning, match=r"Trace or export a module whose forward takes x and c"):
         torch.jit.trace(mha, (x, x, x))
     # a module of one input has nothing to be warned of
     encoder = nn.TransformerEncoderLayer(E, H, 8, batch_first=True).eval()

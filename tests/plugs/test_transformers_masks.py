@@ -363,7 +363,8 @@ def test_a_window_that_hides_nothing_is_left_out_of_a_compiled_graph(padded: boo
     def window(ids: Tensor) -> tuple[Tensor, int | None]:
         batch, length = ids.shape
         mask = describe_mask(
-            *(batch, length, length, 0, 0, sliding_window_causal_mask_function(8)),
+            *(batch, length, length),
+            mask_function=sliding_window_causal_mask_function(8),
             attention_mask=ids.bool() if padded else None,
             local_size=8,
         )

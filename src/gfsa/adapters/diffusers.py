@@ -54,15 +54,7 @@ class _FilterCall(TorchFunctionMode):
         return self._filter(*args, **kwargs)
 
     def _filter(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         if query.shape[-2] != key.shape[-2]:
             raise ValueError(
@@ -70,16 +62,9 @@ class _FilterCall(TorchFunctionMode):
                 f"queries attend to {key.shape[-2]} keys. Leave it out with plug(..., layers=...)"
             )
         gfsa: GraphFilter = self.module.gfsa
-        operator = AttentionOperator(
-            query,
-            key,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            dropout_after=gfsa.dropout_after,
-        )
+        # its arguments are those of torch's attention, in the same order
+        place = gfsa.dropout_after
+        operator = AttentionOperator(query, key, *args, **kwargs, dropout_after=place)
         y: Tensor = gfsa(operator, value)
         return y
 

@@ -77,14 +77,8 @@ class FilteredWindowAttention(WindowAttention):
 def _fused(
     module: Any, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool = False
 ) -> AttentionOperator:
-    return AttentionOperator(
-        q,
-        k,
-        mask,
-        dropout_p=module.attn_drop.p if module.training else 0.0,
-        is_causal=is_causal,
-        dropout_after=module.gfsa.dropout_after,
-    )
+    dropout_p, place = module.attn_drop.p if module.training else 0.0, module.gfsa.dropout_after
+    return AttentionOperator(q, k, mask, dropout_p, is_causal, dropout_after=place)
 
 
 def _dense(module: Any, matrix: Tensor) -> DenseOperator:

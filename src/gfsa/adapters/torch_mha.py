@@ -1,9 +1,8 @@
 """``nn.MultiheadAttention``, alone or inside torch's Transformer layers.
 
-Two C++ fast paths bypass a filter. The one of ``nn.MultiheadAttention`` is in the forward that is
-replaced here. The one of ``nn.TransformerEncoderLayer`` is not taken while any of its modules has a
-hook, so a plugged module gets a hook that does nothing. ``nn.TransformerEncoder`` may still pack a
-padded batch into a nested tensor; the filtered forward pads it, attends, and packs it again.
+The C++ fast path of ``nn.TransformerEncoderLayer`` bypasses a filter. It is not taken while any of
+its modules has a hook, so a plugged module gets a hook that does nothing. ``nn.TransformerEncoder``
+may still pack a padded batch into a nested tensor; the filtered forward pads it and packs it again.
 """
 
 from __future__ import annotations
@@ -55,11 +54,13 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
             if key_padding_mask is not None:
                 key_padding_mask = key_padding_mask.unsqueeze(0)
         elif self.batch_first:
-            query, key, value = _sequence_first(query, key, value)
+            # a tensor that is given twice stays one tensor, projected in one product
+            q, is_query, is_key = query.transpose(0, 1), value is query, value is key
+            k = q if key is query else key.transpose(0, 1)
+            query, key, value = q, k, q if is_query else k if is_key else value.transpose(0, 1)
 
-        attn_mask, is_causal = self._mask(
-            query, key_padding_mask, attn_mask, is_causal, need_weights
-        )
+        given = (key_padding_mask, attn_mask, is_causal, need_weights)
+        attn_mask, is_causal = self._mask(query, *given)
         q, k, v = (self._split(x) for x in self._project(query, key, value))
         dropout_p = self.dropout if self.training else 0.0
         place = self.gfsa.dropout_after
@@ -71,12 +72,8 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
             weights = self.gfsa.map(operator, v).to(v.dtype)
             weights = weights.mean(1) if average_attn_weights else weights
         else:
-            y = self.gfsa(
-                AttentionOperator(
-                    q, k, attn_mask, dropout_p, is_causal=is_causal, dropout_after=place
-                ),
-                v,
-            )
+            fast = AttentionOperator(q, k, attn_mask, dropout_p, is_causal, dropout_after=place)
+            y = self.gfsa(fast, v)
         length, batch = query.shape[:2]
         # one matrix of rows, as torch passes it to its projection
         y = y.permute(2, 0, 1, 3).reshape(length * batch, self.embed_dim)
@@ -89,23 +86,12 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         # torch's own helpers: the same products in the same order give bit-identical results
-        if self.in_proj_weight is not None:
-            return tuple(
-                F._in_projection_packed(  # type: ignore[attr-defined]
-                    query, key, value, self.in_proj_weight, self.in_proj_bias
-                )
-            )
-        bias = self.in_proj_bias
+        packed, bias = self.in_proj_weight, self.in_proj_bias
+        if packed is not None:
+            return tuple(F._in_projection_packed(query, key, value, packed, bias))  # type: ignore[attr-defined]
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        return F._in_projection(
-            query,
-            key,
-            value,
-            self.q_proj_weight,
-            self.k_proj_weight,
-            self.v_proj_weight,
-            *biases,
-        )
+        return F._in_projection(query, key, value, *weights, *biases)
 
     def _split(self, x: Tensor) -> Tensor:
         """``(N, B, E)`` → ``(B, H, N, D)``."""
@@ -174,32 +160,15 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
 
 
 def _warn_of_inputs(query: Tensor, key: Tensor) -> None:
-    """Where a program of this module alone would not notice keys of another sequence.
-
-    One tensor given for several inputs is one of them in the program, in plain torch too.
-    """
-    if torch.jit.is_tracing():
-        advice = "Trace"
-    elif query is key:
-        advice = "Run mha(x, x.clone(), x.clone()) once and export it with such copies: that "
-        advice += "program compares them. Or export"
-    else:
-        return
-    warnings.warn(
-        "this nn.MultiheadAttention becomes a program with three inputs that does not notice if "
-        f"they differ, and a filter needs self-attention. {advice} a module whose forward takes x "
-        "and calls mha(x, x, x)",
-        stacklevel=3,
-    )
-
-
-def _sequence_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Swap batch and sequence; a tensor passed twice stays one tensor, projected in one product."""
-    swapped = query.transpose(0, 1)
-    keys = swapped if key is query else key.transpose(0, 1)
-    if value is query:
-        return swapped, keys, swapped
-    return swapped, keys, keys if value is key else value.transpose(0, 1)
+    """Where a program of this module alone would not notice keys of another sequence."""
+    if torch.jit.is_tracing() or query is key:
+        warnings.warn(
+            "this nn.MultiheadAttention becomes a program with three inputs that does not notice "
+            "if they differ, and a filter needs self-attention. Trace or export a module whose "
+            "forward takes x and calls mha(x, x, x); torch.export also compares copies, as in "
+            "mha(x, x.clone(), x.clone())",
+            stacklevel=3,
+        )
 
 
 def _map(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:

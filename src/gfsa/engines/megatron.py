@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from megatron.core import parallel_state
@@ -13,10 +11,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from gfsa.filters import GraphFilter
 from gfsa.filters.spec import kind_named
-from gfsa.operators import Operator
-from gfsa.operators.base import repeat_heads
+from gfsa.operators import FunctionOperator
 from gfsa.plugs.adapter import CHILD
 
 
@@ -90,15 +86,20 @@ class FilteredCoreAttention(MegatronModule):
         size = parallel_state.get_tensor_model_parallel_world_size()
         self.gfsa = kind_named(filter)(heads, **arguments)
         if size > 1:
-            _keep_own_heads(self.gfsa, parallel_state.get_tensor_model_parallel_rank(), size)
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            own = self.gfsa.keep_heads(rank, size, theta_is_cut=True)
+            if self.gfsa.theta is not None:
+                theta: Any = nn.Parameter(self.gfsa.theta.detach()[own].clone())
+                # as Megatron marks sharded parameters
+                theta.tensor_model_parallel, theta.partition_dim, theta.partition_stride = (
+                    True,
+                    0,
+                    1,
+                )
+                self.gfsa.theta = theta
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> Tensor:
         """``(sequence, batch, heads·D)`` of queries ``(sequence, batch, heads, D)``."""
         if len(query) != len(key):
@@ -106,18 +107,20 @@ class FilteredCoreAttention(MegatronModule):
                 f"{len(key)} keys for {len(query)} queries: a filter needs A·v of the cached "
                 "tokens. Train with Megatron, serve with vLLM or transformers"
             )
+        groups = query.shape[-2] // key.shape[-2]
 
-        def attend(core: nn.Module, k: Tensor, x: Tensor) -> Tensor:
+        def attend(x: Tensor) -> Tensor:
+            """``A·x`` as a call of core attention with x as values."""
+            x = x.squeeze(-2)
+            core, k = self.inner, key
+            if groups > 1 and x.shape[-2] == query.shape[-2]:
+                # A·v has a head for each query head
+                core, k = self._ungrouped, key.repeat_interleave(groups, dim=-2)
             y: Tensor = core(query, k, x, attention_mask, **kwargs)
-            return y.view(*query.shape[:-1], -1)
+            return y.contiguous().view(*query.shape[:-1], 1, -1)
 
         # (…, heads, 1, D): the layout of operators, in which heads are the third axis from the end
-        operator = _CoreAttention(
-            partial(attend, self.inner, key),
-            partial(attend, self._ungrouped, _for_every_head(key, query)),
-            query,
-        )
-        return self.gfsa(operator, value.unsqueeze(-2)).flatten(-3)
+        return self.gfsa(FunctionOperator(attend), value.unsqueeze(-2)).flatten(-3)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
@@ -129,42 +132,3 @@ class FilteredCoreAttention(MegatronModule):
         if hasattr(self.inner, "sharded_state_dict"):
             sharded |= self.inner.sharded_state_dict(f"{prefix}inner.", sharded_offsets, metadata)
         return sharded
-
-
-class _CoreAttention(Operator):
-    """A of a layer: ``A·x`` is a call of core attention with x as values."""
-
-    def __init__(
-        self,
-        first: Callable[[Tensor], Tensor],
-        further: Callable[[Tensor], Tensor],
-        query: Tensor,
-    ) -> None:
-        self._first = first
-        self._further = further
-        self._query = query
-
-    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        powers = [repeat_heads(v, self._query.unsqueeze(-2))]
-        if degree:
-            powers.append(self._first(v.squeeze(-2)).unsqueeze(-2))
-        while len(powers) <= degree:
-            powers.append(self.apply(powers[-1]))
-        return powers
-
-    def apply(self, x: Tensor) -> Tensor:
-        return self._further(x.squeeze(-2).contiguous()).unsqueeze(-2)
-
-
-def _for_every_head(key: Tensor, query: Tensor) -> Tensor:
-    groups = query.shape[-2] // key.shape[-2]
-    return key.repeat_interleave(groups, dim=-2) if groups > 1 else key
-
-
-def _keep_own_heads(filter: GraphFilter, rank: int, size: int) -> None:
-    """Leave the rows of this process's heads, and mark θ as Megatron marks sharded parameters."""
-    own = filter.keep_heads(rank, size, theta_is_cut=True)
-    if filter.theta is not None:
-        theta: Any = nn.Parameter(filter.theta.detach()[own].clone())
-        theta.tensor_model_parallel, theta.partition_dim, theta.partition_stride = True, 0, 1
-        filter.theta = theta

@@ -1,10 +1,8 @@
 """torchtitan: filters in its attention, and checkpoints that keep them.
 
-:mod:`gfsa.titan` has the names that a user writes. In this order: a filter as a module of
-torchtitan, sharded with the heads; attention that applies it; and checkpoints. A DCP checkpoint has
-every key of the model, filters too. The adapters that rename keys for transformers drop keys that
-they do not know, so here the filters go around them, under the names that ``gfsa.from_pretrained``
-reads.
+:mod:`gfsa.titan` has the names that a user writes. A DCP checkpoint has every key of the model,
+filters too. The adapters that rename keys for transformers drop keys that they do not know, so here
+the filters go around them, under the names that ``gfsa.from_pretrained`` reads.
 """
 
 from __future__ import annotations
@@ -12,15 +10,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import spmd_types as spmd
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 from spmd_types.runtime import get_partition_spec
 from torch import Tensor, nn
@@ -37,9 +33,9 @@ from torchtitan.tools.logging import logger
 
 from gfsa.filters import GraphFilter
 from gfsa.filters.spec import EXTRA, is_same_filter, kind_named, read_description, shown
-from gfsa.operators import Operator
-from gfsa.operators.base import repeat_heads
+from gfsa.operators import FunctionOperator
 from gfsa.plugs.adapter import CHILD, names_in_forward
+from gfsa.plugs.saving.files import filter_tensors
 
 
 class TitanFilter(Module):
@@ -153,28 +149,40 @@ class FilteredAttention(GQAttention):
         self.register_state_dict_pre_hook(_warn_of_exports)
 
     def forward(
-        self,
-        x_BLD: Tensor,
-        attention_masks: Any,
-        positions: Tensor | None = None,
+        self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None
     ) -> Tensor:
         q, k, v = self.qkv_linear(x_BLD)
         if self.q_norm is not None:
             assert self.k_norm is not None
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.rope(q, k, positions)
-        attend = partial(self.inner_attention, attention_masks=attention_masks, scale=self.scaling)
-        return self.wo(self._filtered(attend, q, k, v).flatten(2))
+        groups = q.shape[2] // k.shape[2]
+        every_key: Tensor | None = None
 
-    def _filtered(self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The filter's tokens ``(B, L, H, D)``, distributed as the queries are."""
+        def attend(x: Tensor) -> Tensor:
+            """``A·x`` for local tokens ``(B, heads, L, D)``, with the heads of keys or queries."""
+            nonlocal every_key
+            # A·v differs between heads that share a key, so the first pass alone is grouped
+            is_grouped = x.shape[1] == local(k).shape[2]
+            if not is_grouped and every_key is None:
+                every_key = distributed_as(q, local(k).repeat_interleave(groups, dim=2))
+            y = self.inner_attention(
+                q,
+                k if is_grouped else every_key,
+                distributed_as(q, x.transpose(1, 2).contiguous()),
+                attention_masks=attention_masks,
+                scale=self.scaling,
+                enable_gqa=is_grouped and groups > 1,
+            )
+            return local(y).transpose(1, 2)
+
         # the filter computes on local tensors, without types; its result has those of the queries
         with spmd.no_typecheck():
-            tokens = self.gfsa(InnerAttention(attend, q, k), local(v).transpose(1, 2))
+            tokens = self.gfsa(FunctionOperator(attend), local(v).transpose(1, 2))
             y = distributed_as(q, tokens.transpose(1, 2).contiguous())
         if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
             spmd.assert_type(y, spmd.get_local_type(q), get_partition_spec(q))
-        return y
+        return self.wo(y.flatten(2))
 
 
 def refuse_another_forward() -> None:
@@ -201,43 +209,6 @@ def _warn_of_exports(attention: Any, *_: Any) -> None:
     """A hook of ``state_dict``, which the checkpoint manager calls."""
     if not attention.is_exported:
         _warn_of_exports_once()
-
-
-class InnerAttention(Operator):
-    """A of a layer of torchtitan: ``A·x`` is a call of its inner attention with x as values.
-
-    The heads of ``x (B, heads, L, D)`` are those of the queries, or those of the keys where query
-    heads share one. Queries and keys are ``(B, L, heads, D)``, and DTensors if the model's
-    activations are; tokens are local tensors.
-    """
-
-    def __init__(self, attend: Callable[..., Tensor], q: Tensor, k: Tensor) -> None:
-        self._attend = attend
-        self._q = q
-        self._k = k
-        self._groups = q.shape[2] // k.shape[2]
-        self._repeated_k: Tensor | None = None
-
-    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        # A·v of heads that share a key and its value differs from head to head, so the first pass
-        # alone is grouped
-        powers = [repeat_heads(v, local(self._q).transpose(1, 2))]
-        for power in range(degree):
-            powers.append(self.apply(v if power == 0 else powers[-1]))
-        return powers
-
-    def apply(self, x: Tensor) -> Tensor:
-        is_grouped = x.shape[1] == local(self._k).shape[2]
-        k = self._k if is_grouped else self._keys_of_every_head()
-        values = distributed_as(self._q, x.transpose(1, 2).contiguous())
-        y = self._attend(self._q, k, values, enable_gqa=is_grouped and self._groups > 1)
-        return local(y).transpose(1, 2)
-
-    def _keys_of_every_head(self) -> Tensor:
-        if self._repeated_k is None:
-            repeated = local(self._k).repeat_interleave(self._groups, dim=2)
-            self._repeated_k = distributed_as(self._q, repeated)
-        return self._repeated_k
 
 
 def local(x: Tensor) -> Tensor:
@@ -296,18 +267,16 @@ class FilterAdapter(BaseStateDictAdapter):
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         filters, rest = _split(state_dict, _FILTER)
         converted: dict[str, Any] = self._adapter.to_hf(rest)
-        for key, value in filters.items():
-            layer, name = _groups(_FILTER, key)
+        for (layer, name), value in filters.items():
             # torch merges files of floating-point numbers only: descriptions have a file of theirs
             if name != EXTRA and not self.leaves_out_filters:
-                converted[self.name_of(int(layer), name)] = value
+                converted[self.name_of(layer, name)] = value
         return converted
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         filters, rest = _split(hf_state_dict, self._of_filters)
         converted: dict[str, Any] = self._adapter.from_hf(rest)
-        for key, value in filters.items():
-            layer, name = _groups(self._of_filters, key)
+        for (layer, name), value in filters.items():
             converted[f"layers.{layer}.attention.{CHILD}.{name}"] = value
         return converted
 
@@ -330,7 +299,7 @@ class FilterAdapter(BaseStateDictAdapter):
         return files | added
 
     def filters(self) -> dict[int, GraphFilter]:
-        """The filters that the model is built with, by layer; of every stage of a pipeline."""
+        """Those that the model is built with, by layer; of every stage of a pipeline."""
         return {
             number: layer.attention.gfsa.filter()
             for number, layer in enumerate(self._adapter.model_config.layers)
@@ -352,9 +321,9 @@ class FilterAdapter(BaseStateDictAdapter):
 class FilterCheckpointManager(CheckpointManager):
     """The checkpoint manager, whose exports to transformers keep the filters.
 
-    An export (``last_save_in_hf``) also gets what is beside the weights in ``hf_assets_path``
-    (``config.json``, the tokenizer), so that it is a folder to load. A transformers folder without
-    filters can be loaded (``initial_load_in_hf``): the filters then start as configured.
+    An export (``last_save_in_hf``) also gets ``config.json``, the tokenizer and what else is in
+    ``hf_assets_path``, so that it is a folder to load. Where a transformers folder without filters
+    is loaded (``initial_load_in_hf``), the filters start as configured.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -386,11 +355,7 @@ class FilterCheckpointManager(CheckpointManager):
         return response
 
     def dcp_load(
-        self,
-        state_dict: dict[str, Any],
-        checkpoint_id: str,
-        from_hf: bool,
-        from_quantized: bool,
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
         if not from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
@@ -425,13 +390,8 @@ def _add_descriptions(folder: Path, descriptions: dict[str, Tensor]) -> None:
 
 def _descriptions_in(folder: Path) -> dict[str, Tensor]:
     """What the filters of a transformers folder are; empty if it has none."""
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118  (not a dict)
-                if key.endswith(f".{CHILD}.{EXTRA}"):
-                    found[key] = tensors.get_tensor(key)
-    return found
+    found = filter_tensors(sorted(folder.glob("*.safetensors")), str(folder))
+    return {key: value for key, value in found.items() if key.endswith(f".{CHILD}.{EXTRA}")}
 
 
 def _check_descriptions(found: dict[str, Tensor], own: dict[str, Tensor], source: str) -> None:
@@ -449,16 +409,17 @@ def _check_descriptions(found: dict[str, Tensor], own: dict[str, Tensor], source
             )
 
 
-def _split(state: dict[str, Any], pattern: re.Pattern[str]) -> tuple[dict[str, Any], ...]:
-    """The entries whose keys match, and the others."""
-    matching = {key: value for key, value in state.items() if pattern.match(key)}
-    return matching, {key: value for key, value in state.items() if key not in matching}
-
-
-def _groups(pattern: re.Pattern[str], key: str) -> tuple[str | Any, ...]:
-    found = pattern.match(key)
-    assert found is not None
-    return found.groups()
+def _split(
+    state: dict[str, Any], pattern: re.Pattern[str]
+) -> tuple[dict[tuple[int, str], Any], dict[str, Any]]:
+    """The entries of filters, by layer and name, and the others."""
+    filters, others = {}, {}
+    for key, value in state.items():
+        if found := pattern.match(key):
+            filters[int(found[1]), found[2]] = value
+        else:
+            others[key] = value
+    return filters, others
 
 
 def _copy_assets(assets: str | None, folder: Path) -> None:

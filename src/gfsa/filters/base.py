@@ -4,8 +4,8 @@ Every filter here is affine in its parameters,
 
     coefficients = base + lr_multiplier · θ · basis,      θ: (heads, learned numbers)
 
-so that θ = 0 is the unmodified model, weight decay pulls towards that model, and one small tensor
-per layer is all there is to save, shard or freeze.
+so that weight decay pulls towards θ = 0, which is the unmodified model, and one small tensor per
+layer is all there is to save, shard or freeze.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gfsa.filters.depth import FirstValues
 from gfsa.filters.spec import (
+    KINDS,
     as_number,
     check_finite,
     check_multiplier,
@@ -28,7 +29,6 @@ from gfsa.filters.spec import (
     check_size,
     is_same_filter,
     kind_of,
-    note_kind,
     per_head,
     read_description,
     shown,
@@ -43,12 +43,7 @@ if TYPE_CHECKING:
 
 
 class GraphFilter(nn.Module):
-    """A learnable polynomial per head, applied to an attention map by calling the filter.
-
-    .. code-block:: python
-
-        y = filter(operator, v)                               # an attention map and its tokens
-        y = graph_filter_attention(q, k, v, filter.coefficients())      # the same, by function
+    """A learnable polynomial per head, applied by calling ``y = filter(operator, v)``.
 
     A subclass passes the polynomial at θ = 0 (``base``) and the polynomial that each learned number
     multiplies (``basis``). One whose coefficients are not affine in θ overrides
@@ -76,25 +71,18 @@ class GraphFilter(nn.Module):
     #: where a plugged layer's attention dropout acts: on entries of A before its powers
     #: ("attention"), or on entries of H ("filter")
     dropout_after: DropoutPlace = "attention"
-
     #: whether the filter is a polynomial of A; if it is not, it has no coefficients
     is_polynomial = True
-
     #: whether this process holds only some of the heads (tensor parallel)
     heads_are_sharded = False
-
     #: whether the k-th learned number changes the k-th coefficient alone
     basis_is_diagonal = False
-
     #: whether the layer adds the first layer's values to its own, with a learned r per head
     has_depth = False
-
     #: where the filters of a stack with a depth term keep those values; None without one
     first_values: FirstValues | None = None
-
     #: which layer of the stack this is
     place = 0
-
     #: whether the share of the exclusive term is learned
     learns_share = False
 
@@ -127,7 +115,9 @@ class GraphFilter(nn.Module):
             self._exact_share: Tensor | None = None
             self._start = theta.detach().double().cpu().expand(num_heads, learned).clone()
             check_finite(self._exact_base, self._exact_basis, self._start)
-            self.basis_is_diagonal = _is_diagonal(self._exact_basis)
+            basis = self._exact_basis
+            is_square = basis.shape[0] == basis.shape[1]
+            self.basis_is_diagonal = is_square and torch.equal(basis, basis.diagonal().diag())
             for constant in ("base", "basis", "base_share"):
                 self.register_buffer(constant, None, persistent=False)
             # torch 2.6's get_default_device does not see `with torch.device(…)`; a new tensor does
@@ -143,26 +133,19 @@ class GraphFilter(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        note_kind(cls)
+        # files name those of gfsa.filters
+        if cls.__module__.startswith("gfsa.filters."):
+            KINDS[cls.__name__] = cls
 
     def coefficients(self) -> Tensor:
-        r"""The coefficients of A⁰ … A^degree of each head, differentiable in θ.
+        """``(heads, degree+1)``, lowest power first, differentiable in θ.
 
-        .. math:: c = base + θ \cdot basis
-
-        ``lr_multiplier`` is part of the stored ``basis``.
-
-        Returns:
-            ``(heads, degree+1)`` in float32 (float64 in a float64 model).
+        In float32, or float64 in a float64 model. The stored ``basis`` includes ``lr_multiplier``.
         """
         return value_of(self._affine())
 
     def polynomial_coefficients(self) -> Tensor | Coefficients:
-        """The coefficients as an operator takes them.
-
-        They come with θ, so that a kernel can compute them. A subclass that overrides
-        :meth:`coefficients` is applied with what that returns.
-        """
+        """The coefficients as an operator takes them: with θ, so that a kernel can compute them."""
         if type(self).coefficients is GraphFilter.coefficients:
             return self._affine()
         return self.coefficients()
@@ -184,15 +167,8 @@ class GraphFilter(nn.Module):
     def exclude(self, share: float | Sequence[float] | Tensor = 1.0, learn: bool = False) -> Self:
         r"""Take the part along a token's own v out of its output, :math:`H - a\,diag(p)`.
 
-        See :class:`gfsa.Exclusive`. Call it before the filter is plugged:
-        ``gfsa.plug(model, filter=lambda heads: gfsa.GFSA(heads).exclude())``.
-
-        Args:
-            share: a, one number or one for each head.
-            learn: whether each head learns its share.
-
-        Returns:
-            The filter itself.
+        See :class:`gfsa.Exclusive`, which has the arguments. It returns the filter itself, to be
+        plugged by ``gfsa.plug(model, filter=lambda heads: gfsa.GFSA(heads).exclude())``.
         """
         self._refuse_terms("an exclusive")
         if self._exact_share is not None or self.has_depth:
@@ -222,10 +198,9 @@ class GraphFilter(nn.Module):
         return self.base_share + self.lr_multiplier * self._learned(self.theta)[:, column]
 
     def add_depth(self) -> Self:
-        """Let the layer add the first layer's values to its own; ``plug(depth=True)`` calls this.
+        """Let the layer add the first layer's values to its own, and return the filter.
 
-        Returns:
-            The filter itself.
+        ``plug(depth=True)`` calls this.
         """
         self._refuse_terms("a depth")
         if self.has_depth:
@@ -275,19 +250,14 @@ class GraphFilter(nn.Module):
         return theta.to_local() if self.heads_are_sharded else theta.full_tensor()
 
     def keep_heads(self, rank: int, processes: int, *, theta_is_cut: bool) -> slice:
-        """Compute the coefficients of one process's heads alone (tensor parallel).
+        """Compute the coefficients of one process's heads alone (tensor parallel), and return them.
 
-        Heads do not interact inside attention, so a process needs the rows of its own heads. The
-        constants are cut here; θ is the caller's to cut, or to shard along the heads.
+        Heads do not interact inside attention, so a process needs the rows of its own heads, the
+        first ones at rank 0. The constants are cut here; θ is the caller's to cut, or to shard.
 
         Args:
-            rank: of the process; the first has the first heads.
-            processes: how many there are, each with as many heads.
             theta_is_cut: whether θ is a plain tensor of these heads' rows. The rows of a DTensor
                 are initialised from all rows, so that the initial values stay whole.
-
-        Returns:
-            The heads of this process.
         """
         count = self.num_heads // processes
         heads = slice(rank * count, (rank + 1) * count)
@@ -303,8 +273,8 @@ class GraphFilter(nn.Module):
     def _fill_constants(self) -> None:
         """Give the constants their values if only they are still on the meta device.
 
-        A filter was built there, then filled by load_state_dict(assign=True), which has no values
-        for them. Without a θ they are on the host until a forward shows where the model is.
+        load_state_dict(assign=True), which filled the filter, has no values for them. Without a θ
+        they are on the host until a forward shows where the model is.
         """
         if not self.base.is_meta:
             return
@@ -355,9 +325,7 @@ class GraphFilter(nn.Module):
     def map(self, operator: DenseOperator, v: Tensor | None = None) -> Tensor:
         """The matrix that replaces A, ``(..., H, N, N)``; to look at it, not for speed.
 
-        Args:
-            v: the values as :meth:`mixed` gives them, on which the matrix of an exclusive filter
-                depends.
+        That of an exclusive filter depends on ``v``, the values as :meth:`mixed` gives them.
         """
         return operator.filter(self.coefficients(), self.share(), v)
 
@@ -384,12 +352,12 @@ class GraphFilter(nn.Module):
             "dropout_after": self.dropout_after,
         }
         if self._exact_share is not None and "share" not in arguments:
-            description["exclusive"] = self.describe_share()
+            description["exclusive"] = self._describe_share()
         if self.has_depth:
             description["depth"] = True
         return description
 
-    def describe_share(self) -> dict[str, Any]:
+    def _describe_share(self) -> dict[str, Any]:
         """The arguments of :meth:`exclude`."""
         assert self._exact_share is not None
         return {"share": as_number(self._exact_share), "learn": self.learns_share}
@@ -480,9 +448,6 @@ class Polynomial(GraphFilter):
             starts as the identity.
         lr_multiplier: see :class:`GraphFilter`.
 
-    Raises:
-        ValueError: if an argument is out of its range.
-
     Examples:
         >>> filter = gfsa.Polynomial(num_heads=4, degree=3)
         >>> filter.coefficients()[0].tolist()               # ordinary attention
@@ -521,11 +486,7 @@ class Polynomial(GraphFilter):
         self.theta[:, : shape[1]] = (wanted - self._exact_base) / self.lr_multiplier
 
     def config(self) -> dict[str, Any]:
-        return {
-            **super().config(),
-            "degree": self.degree,
-            "lr_multiplier": self.lr_multiplier,
-        }
+        return {**super().config(), "degree": self.degree, "lr_multiplier": self.lr_multiplier}
 
 
 def polynomial(*coefficients: float) -> Tensor:
@@ -536,15 +497,11 @@ def polynomial(*coefficients: float) -> Tensor:
 
 def monomial(k: int, degree: int) -> Tensor:
     """The coefficients of A^k among polynomials of a degree."""
-    return polynomial(*(float(power == k) for power in range(degree + 1)))
+    return polynomial(*[0.0] * k, 1.0, *[0.0] * (degree - k))
 
 
 def _warn_of_half(theta: Tensor | None) -> None:
-    """Say that half precision loses what a filter learns.
-
-    The cast is not refused: FSDP 2 needs parameters of one dtype, and DeepSpeed casts a model
-    itself, beside float32 copies that it trains.
-    """
+    """Half precision loses what a filter learns, but FSDP 2 and DeepSpeed may need the cast."""
     if theta is not None and theta.requires_grad and theta.element_size() < 4:
         warnings.warn(
             f"filters were cast to {theta.dtype}, in which small steps of their numbers are lost "
@@ -552,9 +509,3 @@ def _warn_of_half(theta: Tensor | None) -> None:
             "filters stay in float32",
             stacklevel=2,
         )
-
-
-def _is_diagonal(basis: Tensor) -> bool:
-    """Whether each learned number multiplies a power of its own."""
-    learned, powers = basis.shape
-    return learned == powers and bool((basis == basis.diagonal().diag()).all())

@@ -2,14 +2,12 @@ r"""The depth term: a layer adds the first layer's values to its own before it a
 
 .. math:: V \leftarrow V + r_h\,V^0
 
-It is a filter along the layers, as a polynomial of A is one along the tokens ("value residual",
-ResFormer, arXiv 2410.17897). r is learned per head and starts at 0, so the model does not change
-until it learns. Heads that share a key head use the mean of their r.
+It is a filter along the layers ("value residual", ResFormer, arXiv 2410.17897). r is learned per
+head and starts at 0. Heads that share a key head use the mean of their r.
 
 ``V⁰`` belongs to one forward, in one thread, of the modules around the stack: the first filter
 keeps it in a :class:`FirstValues` that the filters of a stack share, the others read it, and it is
-gone when the forward ends or raises. Layers that are called outside of such a forward have no V⁰:
-nothing shows whether they run on the same batch.
+gone when the forward ends or raises. Layers that are called outside of such a forward have no V⁰.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ class FirstValues:
     """V⁰ of a stack of filtered layers, from the first layer to the others of the same forward.
 
     Gradient checkpointing runs a layer again during the backward pass, when other forwards may
-    have run since. Such a layer finds the V⁰ of its own forward by a few of its values, which are
-    the same in both runs.
+    have run since. It finds the V⁰ of its own forward by a few of the layer's values.
     """
 
     def __init__(self) -> None:
@@ -76,12 +73,11 @@ class FirstValues:
             current.values = None
 
     def add(self, v: Tensor, r: Tensor, layer: int) -> Tensor:
-        """``v + r·V⁰``, called by the layers above.
+        """``v + r·V⁰``, called by the layers above; ``layer`` is a number of their own.
 
         Args:
             v: ``(..., H, N, D)``; under grouped queries H counts key heads.
             r: ``(query heads,)``.
-            layer: which layer this is, any number of its own.
         """
         recomputed = _is_recomputed()
         first = self._of_graph(v, layer) if recomputed else self.current.values

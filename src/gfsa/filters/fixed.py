@@ -13,9 +13,6 @@ class Twicing(GraphFilter):
     r"""Twicing attention, :math:`H = 2A - A^2 = A + A (I - A)`, without learned numbers.
 
     It adds to :math:`A v` the attention of the residual, :math:`A (v - A v)`.
-
-    Args:
-        num_heads: heads of the layer.
     """
 
     def __init__(self, num_heads: int) -> None:
@@ -26,9 +23,6 @@ class Laplacian(GraphFilter):
     r"""The graph Laplacian, :math:`H = I - A`, without learned numbers.
 
     It gives what attention removes from v, :math:`v - A v`.
-
-    Args:
-        num_heads: heads of the layer.
     """
 
     def __init__(self, num_heads: int) -> None:
@@ -47,9 +41,6 @@ class PageRank(GraphFilter):
         num_heads: heads of the layer.
         alpha: the probability α, 0 to 1.
         hops: the number of steps L, at least 1, which is the degree.
-
-    Raises:
-        ValueError: if an argument is out of its range.
     """
 
     def __init__(self, num_heads: int, alpha: float = 0.15, hops: int = 4) -> None:
@@ -85,9 +76,6 @@ class Exclusive(GraphFilter):
         learn: whether each head learns its share.
         lr_multiplier: see :class:`GraphFilter`.
 
-    Raises:
-        ValueError: if an argument is out of its range.
-
     Examples:
         >>> report = gfsa.plug(model, filter=gfsa.Exclusive)
     """
@@ -103,8 +91,4 @@ class Exclusive(GraphFilter):
         self.exclude(share, learn)
 
     def config(self) -> dict[str, Any]:
-        return {
-            **super().config(),
-            **self.describe_share(),
-            "lr_multiplier": self.lr_multiplier,
-        }
+        return {**super().config(), **self._describe_share(), "lr_multiplier": self.lr_multiplier}

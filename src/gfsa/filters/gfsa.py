@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from gfsa.filters.base import GraphFilter, monomial
-from gfsa.filters.spec import (
-    as_number,
-    check_multiplier,
-    check_order,
-    check_positive_int,
-    per_head,
-)
+from gfsa.filters.spec import as_number, check_multiplier, check_order, check_positive_int, per_head
 
 Power = Literal["extrapolated", "exact"]
 NAMES = ("w0", "w1", "wK")
@@ -82,11 +76,21 @@ class GFSA(GraphFilter):
                     f"K=None leaves no high-order term, but wK={wK!r:.80} was given; leave it out, "
                     "or pass an integer K of at least 2"
                 )
-            learn = _without_high_order(learn)
+            if "wK" in learn and learn != NAMES:
+                raise ValueError(
+                    f"K=None leaves no wK to learn, but learn={learn!r}; leave 'wK' out of it, or "
+                    "pass an integer K of at least 2"
+                )
+            learn = tuple(name for name in learn if name != "wK")
 
-        # a high-order term that is fixed at zero is left out: it costs no pass
-        high = "wK" in learn or bool(values["wK"].any())
-        terms = _terms(K if high else None, power)
+        # the polynomials that w0, w1 and wK multiply; a high-order term that is fixed at zero is
+        # left out, and costs no pass
+        order = K if "wK" in learn or bool(values["wK"].any()) else None
+        degree = 1 if order is None else order if power == "exact" else 2
+        terms = {"w0": monomial(0, degree), "w1": monomial(1, degree)}
+        if order is not None:
+            a, last = terms["w1"], monomial(degree, degree)
+            terms["wK"] = last if power == "exact" else a + (order - 1) * (last - a)
         # θ is the difference to the unmodified model
         base = sum(
             (_UNMODIFIED[name] if name in learn else values[name][:, None]) * term
@@ -127,16 +131,6 @@ class GFSA(GraphFilter):
         }
 
 
-def _without_high_order(learn: tuple[str, ...]) -> tuple[str, ...]:
-    """What is learned of w0·I + w1·A; wK is left out where all were to be learned."""
-    if "wK" in learn and learn != NAMES:
-        raise ValueError(
-            f"K=None leaves no wK to learn, but learn={learn!r}; leave 'wK' out of it, or pass an "
-            "integer K of at least 2"
-        )
-    return tuple(name for name in learn if name != "wK")
-
-
 def _in_order(learn: Any) -> tuple[str, ...]:
     """Names of what is learned, checked, in the order of :data:`NAMES`."""
     names = (learn,) if isinstance(learn, str) else learn
@@ -144,13 +138,3 @@ def _in_order(learn: Any) -> tuple[str, ...]:
     if any(name not in NAMES for name in names) or len(set(names)) != len(names):
         raise ValueError(f"learn takes each of {NAMES} at most once, got {learn!r:.80}")
     return tuple(name for name in NAMES if name in names)
-
-
-def _terms(K: int | None, power: Power) -> dict[str, Tensor]:
-    """The polynomials of A that w0, w1 and wK multiply, as coefficients of its powers."""
-    if K is None:
-        return {"w0": monomial(0, 1), "w1": monomial(1, 1)}
-    if power == "exact":
-        return {"w0": monomial(0, K), "w1": monomial(1, K), "wK": monomial(K, K)}
-    identity, a, a_squared = (monomial(k, 2) for k in range(3))
-    return {"w0": identity, "w1": a, "wK": a + (K - 1) * (a_squared - a)}

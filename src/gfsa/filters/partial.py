@@ -28,10 +28,6 @@ class PartialPolynomial(Polynomial):
         degree: of the heads in ``high``, at least 2.
         high: heads counted from 0, in order.
         lr_multiplier: see :class:`gfsa.GraphFilter`.
-
-    Raises:
-        TypeError: if ``high`` has something else than integers.
-        ValueError: if an argument is out of its range.
     """
 
     def __init__(
@@ -66,7 +62,7 @@ class PartialPolynomial(Polynomial):
             v = self.mix_values(v)
         columns = columns_of(self.coefficients())
         tokens, mixed = operator.powers(v, 1)
-        _, *higher = some.powers(take_heads(mixed, self.high), self.degree - 1)
+        _, *higher = some.further(take_heads(mixed, self.high), self.degree - 1)
         # summed in the coefficients' precision and rounded once, as in operators.base.combine
         share, identity = self.share(), columns[0]
         if share is not None:

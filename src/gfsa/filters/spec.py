@@ -40,12 +40,6 @@ _SMALLEST, _LARGEST = 1e-30, 1e30
 _ROUNDING = 0.05
 
 
-def note_kind(cls: type[GraphFilter]) -> None:
-    """List a filter class that is one of ``gfsa.filters``."""
-    if cls.__module__.startswith("gfsa.filters."):
-        KINDS[cls.__name__] = cls
-
-
 def kind_of(cls: type) -> str:
     """The name of a filter class in files; a user's class never has the name of one of ours."""
     if KINDS.get(cls.__name__, cls) is cls:

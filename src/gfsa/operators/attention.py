@@ -30,22 +30,19 @@ from gfsa.operators.visibility import Visibility
 
 
 class AttentionOperator(Operator):
-    """Softmax attention whose kernel is chosen call by call.
+    """What :func:`gfsa.graph_filter_attention` applies, for a filter: ``filter(operator, v)``.
 
-    :func:`gfsa.graph_filter_attention` applies this operator; use it to pass an operator to a
-    filter: ``filter(AttentionOperator(q, k), v)``.
+    Shapes are checked when the operator is applied.
 
     Args:
-        q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend: as in
-            :func:`gfsa.graph_filter_attention`.
+        q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend: as there.
         dropout_after: as in :class:`~gfsa.operators.DenseOperator`.
         visible: what a query sees, in place of a mask, as in
             :class:`~gfsa.operators.AttentionCall`.
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if ``dropout_after`` is unknown; shapes are checked when the operator is
-            applied.
+        ValueError: if ``dropout_after`` is unknown.
     """
 
     def __init__(
@@ -79,7 +76,9 @@ class AttentionOperator(Operator):
             return self._chosen(x, 1).apply(x)
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        v = self._prepare(v)
+        check_kinds(v=v)
+        (v,) = autocast(v)
+        check_call(self.call, v)
         with no_autocast(v.device):
             return self._chosen(v, degree).powers(v, degree)
 
@@ -110,11 +109,7 @@ class AttentionOperator(Operator):
         """:meth:`second_pass`, whether it saves time or not; without dropout."""
         some = self.call.of_heads(heads)
         return AttentionOperator(
-            some.q,
-            some.k,
-            some.attn_mask,
-            is_causal=some.is_causal,
-            scale=some.scale,
+            *(some.q, some.k, some.attn_mask, 0.0, some.is_causal, some.scale),
             backend=self.backend,
             visible=some.visible,
         )
@@ -133,12 +128,6 @@ class AttentionOperator(Operator):
         (v,) = autocast(v)
         return self._check_and_decide(coeffs, v, exclusive)
 
-    def _prepare(self, v: Tensor) -> Tensor:
-        check_kinds(v=v)
-        (v,) = autocast(v)
-        check_call(self.call, v)
-        return v
-
     def _decision(self, coeffs: Tensor, v: Tensor, exclusive: bool) -> routes.Decision:
         """The decision for such coefficients, all arguments checked."""
         call = self.call
@@ -155,9 +144,6 @@ class AttentionOperator(Operator):
     def _check_and_decide(self, coeffs: Tensor, v: Tensor, exclusive: bool) -> routes.Decision:
         check_call(self.call, v)
         degree = check_coefficients(coeffs, self.call.q).shape[-1] - 1
-        return self._decide(v, degree, exclusive)
-
-    def _decide(self, v: Tensor, degree: int, exclusive: bool = False) -> routes.Decision:
         situation = routes.situation_of(self.call, v, degree, exclusive)
         return routes.decide(situation, self.backend)
 
@@ -176,7 +162,8 @@ class AttentionOperator(Operator):
         )
 
     def _chosen(self, v: Tensor, degree: int) -> Operator:
-        return self._operator(self._decide(v, degree))
+        situation = routes.situation_of(self.call, v, degree, False)
+        return self._operator(routes.decide(situation, self.backend))
 
     def _operator(self, decision: routes.Decision) -> Operator:
         if decision.route == "dense":

@@ -1,7 +1,6 @@
 """The base class of operators, which multiply tokens by an attention map: ``apply(x) = A·x``.
 
-Beside it are the coefficients that a filter gives an operator, and the weighted sum of the powers
-``A^k·v`` that all operators share.
+Beside it are the coefficients that a filter gives an operator, and the weighted sum of the powers.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ PLAIN = (Tensor, torch.nn.Parameter)
 class Coefficients(NamedTuple):
     r"""A filter's coefficients as it learns them, :math:`c = base + θ \cdot basis`.
 
-    :meth:`Operator.polynomial` takes them in place of a tensor: a fused kernel computes ``c`` and
-    the gradient of θ itself, any other operator calls :meth:`value`.
+    A fused kernel computes ``c`` and the gradient of θ itself, any other operator calls
+    :meth:`value`.
 
     Args:
         theta: the learned numbers θ, ``(H, L)``.
@@ -64,9 +63,6 @@ def combine(
 
     .. math:: y_h = \sum_k c_{h,k}\,u_{k,h} \qquad u_k = A^k v
 
-    With a share a of the exclusive term each token subtracts its own ``a·p`` from c0, where
-    ``p·v`` is the part of ``A·v`` along v (:func:`own_share`).
-
     The sum runs in the coefficients' precision (float32 at least) and is rounded once, so a small
     coefficient is not lost beside a large one when the tokens are bfloat16 or float16.
 
@@ -75,18 +71,25 @@ def combine(
         powers: ``m+1`` tensors ``(..., H, N, D)``; the last one decides the output's dtype.
         in_one_go: let the kernel that adds the last term also round the sum, which saves a launch.
             Only for plain tensors of one shape that are neither differentiated nor traced.
-        exclusive: the share a, ``(H,)`` or a number; needs the first power, ``A·v``.
+        exclusive: the share a, ``(H,)`` or a number, of which each token subtracts its own ``a·p``
+            from c0 (:func:`own_share`); needs the first power, ``A·v``.
     """
     if powers[-1].is_nested:
-        return _combine_jagged(coeffs, powers, exclusive)
+        like: Any = powers[-1]
+        # (H, all tokens, D): the batch and its lengths are one axis there
+        total = combine(coeffs, [power.values() for power in powers], exclusive=exclusive)
+        return torch.nested.nested_tensor_from_jagged(
+            total, like.offsets(), jagged_dim=2, min_seqlen=None, max_seqlen=None
+        )
     columns = columns_of(coeffs)
-    if exclusive is None:
-        total = columns[0] * powers[0]
-    else:
-        total = (columns[0] - own_share(exclusive, powers[1], powers[0])) * powers[0]
+    identity = columns[0]
+    if exclusive is not None:
+        identity = identity - own_share(exclusive, powers[1], powers[0])
+    # without a power of A, v may have a head for several heads of coefficients
+    total = identity * repeat_heads(powers[0], identity)
     last = len(columns) - 1
     for place in range(1, last + 1):
-        # one kernel per term; torch promotes to a float32 sum of bfloat16 tokens
+        # torch promotes to a float32 sum of bfloat16 tokens
         out = torch.empty_like(powers[last]) if in_one_go and place == last else None
         total = torch.addcmul(total, columns[place], powers[place], out=out)
     return total.to(powers[-1].dtype)
@@ -97,13 +100,11 @@ def own_share(share: Tensor, mixed: Tensor, v: Tensor) -> Tensor:
 
     .. math:: a\,p_i, \qquad p_i = \langle (A v)_i, v_i \rangle / \langle v_i, v_i \rangle
 
-    so that with a = 1 ``A·v − p·v`` is orthogonal to v. p is 0 for a token whose v has the square
-    norm 0, or one that is not finite: it keeps ``A·v`` as attention gives it.
+    p is 0 for a token whose v has the square norm 0, or one that is not finite: it keeps ``A·v``.
 
     Args:
         share: a, ``(H,)`` or a number for all heads.
-        mixed: ``A·v``.
-        v: with as many heads.
+        mixed: ``A·v``, with as many heads as v.
     """
     dtype = at_least_float32(torch.promote_types(mixed.dtype, v.dtype))
     mixed, v = mixed.to(dtype), v.to(dtype)
@@ -112,16 +113,6 @@ def own_share(share: Tensor, mixed: Tensor, v: Tensor) -> Tensor:
     # filled before the division, so that no NaN enters the gradient either
     p = (mixed * v).sum(-1, keepdim=True) / square.masked_fill(~has_direction, 1.0)
     return (share[:, None, None] if share.dim() else share) * p.masked_fill(~has_direction, 0.0)
-
-
-def _combine_jagged(coeffs: Tensor, powers: Sequence[Tensor], exclusive: Tensor | None) -> Tensor:
-    """:func:`combine` for jagged tensors ``(B, H, j, D)``: on their sequences end to end."""
-    like: Any = powers[-1]
-    # (H, all tokens, D): the batch and its lengths are one axis there
-    total = combine(coeffs, [power.values() for power in powers], exclusive=exclusive)
-    return torch.nested.nested_tensor_from_jagged(
-        total, like.offsets(), jagged_dim=2, min_seqlen=None, max_seqlen=None
-    )
 
 
 def columns_of(coeffs: Tensor) -> tuple[Tensor, ...]:
@@ -142,6 +133,10 @@ class Operator(ABC):
     #: whether the operator holds its matrix, so that :meth:`dense` costs nothing
     holds_matrix = False
 
+    #: whether :meth:`polynomial` multiplies by the map H and keeps it, for gradients through it
+    keeps_map = False
+    map: Tensor | None = None
+
     @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
         """``A·x`` for tokens ``x`` of shape ``(..., H, N, D)``."""
@@ -151,16 +146,20 @@ class Operator(ABC):
         tokens = [v]
         for _ in range(degree):
             tokens.append(self.apply(tokens[-1]))
-        return tokens
+        # A·v has a head for each query head, v perhaps fewer
+        return [repeat_heads(v, tokens[-1]), *tokens[1:]]
+
+    def further(self, power: Tensor, count: int) -> list[Tensor]:
+        """A power of A on v, and ``count`` passes more."""
+        return self.powers(power, count)
 
     def polynomial(
         self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
     ) -> Tensor:
         r"""``Σ_k coeffs[..., k]·A^k·v``, with as many passes as the polynomial has degrees.
 
-        The powers are kept and combined at the end rather than nested as Horner would: the number
-        of passes is the same, ``A·v`` stays free of the coefficients (so it can be cached while
-        decoding), and no intermediate sum is rounded to the tokens' dtype.
+        The powers are combined at the end rather than nested as Horner would: ``A·v`` can be cached
+        while decoding, and no intermediate sum is rounded to the tokens' dtype.
 
         Args:
             coeffs: ``(H, m+1)`` or ``(m+1,)``, or a filter's :class:`Coefficients`; an operator
@@ -170,24 +169,20 @@ class Operator(ABC):
                 ``Σ_k coeffs[..., k]·A^k·v − a·p·v`` with p as in :func:`own_share`.
         """
         coeffs = value_of(coeffs)
-        degree = coeffs.shape[-1] - 1
-        if exclusive is not None and degree == 0:
+        if exclusive is not None and coeffs.shape[-1] == 1:
             # the share is one of A·v
-            coeffs, degree = torch.nn.functional.pad(coeffs, (0, 1)), 1
-        return combine(coeffs, self.powers(v, degree), exclusive=exclusive)
+            coeffs = torch.nn.functional.pad(coeffs, (0, 1))
+        return combine(coeffs, self.powers(v, coeffs.shape[-1] - 1), exclusive=exclusive)
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
-        """The operator of ``heads`` alone, for tokens that have been through A once already.
+        """The operator of ``heads`` alone, whose :meth:`further` continues their powers.
 
         None if this operator cannot be split by head; every head then does every pass.
         """
         return None
 
     def whole(self) -> Operator:
-        """The map of all tokens: of an operator that decodes with a cache, the one inside it.
-
-        It can be applied to other tokens, which do not enter the cache.
-        """
+        """The map of all tokens; of an operator with a cache, the one inside, without the cache."""
         return self
 
     def visibility(self) -> Visibility | None:
@@ -225,10 +220,7 @@ def repeat_heads(x: Tensor, like: Tensor) -> Tensor:
 
 
 def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
-    """Some heads of ``x (..., H, N, D)``; a tensor with one head for all stays as it is.
-
-    Neighbouring heads are a view, without a copy and without an index on the device.
-    """
+    """Some heads of ``x (..., H, N, D)``, a view of neighbours; one head for all stays."""
     if x.dim() < 3 or x.shape[-3] == 1:
         return x
     parts = [x.narrow(-3, start, length) for start, length in runs_of(heads)]
@@ -236,7 +228,6 @@ def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
 
 
 # below it the launches that splitting adds cost a GPU more than the work they save; a guess
-# between what was measured to lose, 10⁸, and where the launches take as long as that work
 _FLOPS_WORTH_A_CALL = 5e10
 
 

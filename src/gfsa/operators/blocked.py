@@ -4,9 +4,8 @@ Torch's attention takes a mask or causality, but neither a window nor documents.
 queries and keys has N² entries; here at most :data:`MOST_ENTRIES` of them exist at a time, and a
 block of queries is multiplied only with the keys that it can reach.
 
-``torch.compile`` would unroll the blocks and keep the masks of all of them for the gradient. For a
-compiled model the loop is therefore one operator of torch, ``gfsa::attend_by_rows``, which keeps
-its arguments alone and writes each mask again in its gradient, as eager mode does.
+``torch.compile`` would unroll the blocks and keep all masks for the gradient. A compiled model has
+the loop as one operator of torch, ``gfsa::attend_by_rows``, which writes them again.
 """
 
 # no postponed annotations here: torch reads the schemas of the operators from them
@@ -33,7 +32,6 @@ class Block(NamedTuple):
     last: int
 
     def parts(self, q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries of the block, and the keys and values that they can see."""
         start, stop, first, last = self
         return q[..., start:stop, :], k[..., first:last, :], x[..., first:last, :]
 
@@ -59,11 +57,7 @@ def apply_by_rows(
 ) -> Tensor:
     """``A·x`` for queries and keys of the same tokens, ``(..., H, N, D)``.
 
-    Args:
-        visible: what each query sees.
-        q, k, x: queries, keys and values; keys and values may have fewer heads.
-        dropout_p, scale: as torch's attention takes them.
-        in_blocks: False writes the mask of all queries at once.
+    Keys and values may have fewer heads. ``in_blocks=False`` writes the whole mask at once.
     """
     # torch's grouped-query kernels accept no mask
     k, x = repeat_heads(k, q), repeat_heads(x, q)
@@ -174,7 +168,8 @@ def attend_operator(
     """:func:`apply_by_rows` as one operator, without dropout."""
     visible = Visibility(keys, None, causal, window, documents)
     k, x = repeat_heads(k, q), repeat_heads(x, q)
-    out = _empty_result(q, x)
+    # contiguous whatever the arguments are: the compiler is told the layout before anything has run
+    out = q.new_empty((*q.shape[:-1], x.shape[-1]))
     with no_autocast(q.device):
         for block in blocks_of(visible, q.shape[-2]):
             mask = visible.block(*block, q.device)
@@ -223,7 +218,7 @@ def attend_operator_backward(
 
 @attend_operator.register_fake
 def _(q: Tensor, k: Tensor, x: Tensor, *_: Any) -> Tensor:
-    return _empty_result(q, x)
+    return q.new_empty((*q.shape[:-1], x.shape[-1]))
 
 
 @attend_operator_backward.register_fake
@@ -245,13 +240,8 @@ def _differentiate(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
 attend_operator.register_autograd(_differentiate, setup_context=_save)
 
 
-def _empty_result(q: Tensor, x: Tensor) -> Tensor:
-    # contiguous whatever the arguments are: the compiler is told the layout before anything has run
-    return q.new_empty((*q.shape[:-1], x.shape[-1]))
-
-
 def _of_shared_heads(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient of heads that were repeated: the sum over the copies of each of them."""
+    """The gradient of repeated heads: the sum over the copies of each of them."""
     if gradient.shape != like.shape:
         gradient = gradient.unflatten(-3, (like.shape[-3], -1)).sum(-3)
     return gradient.to(like.dtype)

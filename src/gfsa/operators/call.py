@@ -30,12 +30,8 @@ class AttentionCall(NamedTuple):
     """What defines the map ``A = softmax(scale·q·kᵀ + mask)``, as every operator takes it.
 
     Args:
-        q, k: ``(..., H, N, D)``; k may have fewer heads with ``enable_gqa``.
-        attn_mask: bool (True takes part) or additive, broadcastable to ``(..., H, N, N)``.
-        dropout_p: probability of dropping an entry.
-        is_causal: a token sees itself and the tokens before it, on top of the mask.
-        scale: default ``1/sqrt(D)``.
-        enable_gqa: k and v may have fewer heads than q, a divisor.
+        q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa: as in
+            :func:`gfsa.graph_filter_attention`.
         dropout_after: whether entries of A or of H are dropped, see
             :class:`~gfsa.operators.DenseOperator`.
         visible: in place of ``attn_mask`` and ``is_causal``: what a query sees, described rather
@@ -105,10 +101,7 @@ _Decision = TypeVar("_Decision")
 
 
 class DecisionCache(dict[Signature, _Decision], Generic[_Decision]):
-    """Decisions by the signature of a call; emptied when full.
-
-    A program that never repeats its lengths would fill it; signatures in use are decided again.
-    """
+    """Decisions by the signature of a call; emptied when full, as by ever new lengths."""
 
     def __init__(self, capacity: int = 4096) -> None:
         super().__init__()
@@ -147,14 +140,12 @@ _BOOL = (bool, torch.SymBool)
 
 def check_options(dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> None:
     """Numbers and bools where they belong."""
-    if not isinstance(dropout_p, _NUMBER):
-        raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
-    if not (scale is None or isinstance(scale, _NUMBER)):
-        raise TypeError(f"scale must be a number, got {scale!r}")
-    if not isinstance(is_causal, _BOOL):
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
-    if not isinstance(enable_gqa, _BOOL):
-        raise TypeError(f"enable_gqa must be True or False, got {enable_gqa!r}")
+    for name, value in (("dropout_p", dropout_p), ("scale", scale)):
+        if not (isinstance(value, _NUMBER) or (name == "scale" and value is None)):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+    for name, value in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(value, _BOOL):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_call(call: AttentionCall, v: Tensor) -> None:
@@ -167,7 +158,17 @@ def check_call(call: AttentionCall, v: Tensor) -> None:
         )
     _check_devices(q.device, k=k, v=v, attn_mask=call.attn_mask)
     if q.is_nested or k.is_nested or v.is_nested:
-        _check_jagged(call, v)
+        # as torch's attention takes them
+        if not all(x.is_nested and x.layout == torch.jagged and x.dim() == 4 for x in (q, k, v)):
+            raise ValueError(
+                "nested q, k and v must be jagged (B, H, j, D), each of them: make (B, j, H, D) "
+                "with torch.nested.nested_tensor(..., layout=torch.jagged), then x.transpose(1, 2)"
+            )
+        if call.attn_mask is not None or call.enable_gqa:
+            raise ValueError(
+                "nested tensors take neither attn_mask (their sequences never see one another) nor "
+                "enable_gqa (repeat the heads of k and v)"
+            )
     if min(q.dim(), k.dim(), v.dim()) < 2 or not (q.dim() == k.dim() == v.dim()):
         raise ValueError(
             "q, k and v must have shape (..., H, N, D) with the same number of dimensions, "
@@ -201,21 +202,6 @@ def check_call(call: AttentionCall, v: Tensor) -> None:
         )
     if call.visible is not None:
         _check_described(call.visible, q)
-
-
-def _check_jagged(call: AttentionCall, v: Tensor) -> None:
-    """Nested tensors are taken as torch's attention takes them."""
-    tokens = (call.q, call.k, v)
-    if not all(x.is_nested and x.layout == torch.jagged and x.dim() == 4 for x in tokens):
-        raise ValueError(
-            "nested q, k and v must be jagged (B, H, j, D), each of them: make (B, j, H, D) with "
-            "torch.nested.nested_tensor(..., layout=torch.jagged), then x.transpose(1, 2)"
-        )
-    if call.attn_mask is not None or call.enable_gqa:
-        raise ValueError(
-            "nested tensors take neither attn_mask (their sequences never see one another) nor "
-            "enable_gqa (repeat the heads of k and v)"
-        )
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
@@ -265,14 +251,14 @@ def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _check_devices(device: torch.device, **tensors: Tensor | None) -> None:
-    """The fused kernels take addresses, and would read those of another device."""
+    # the fused kernels take addresses, and would read those of another device
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise ValueError(f"q is on {device}, {name} on {tensor.device}; move one of them")
 
 
 def _check_described(visible: Visibility, q: Tensor) -> None:
-    """The fused kernels read ``keys`` and ``documents`` by token, and do not look for their end."""
+    # the fused kernels read keys and documents by token, and do not look for their end
     _check_devices(q.device, keys=visible.keys, pairs=visible.pairs, documents=visible.documents)
     tokens = tuple(q.shape[:-1])
     for name, part in (("keys", visible.keys), ("documents", visible.documents)):
@@ -298,8 +284,7 @@ def check_coefficients(coeffs: Tensor, q: Tensor) -> Tensor:
             "coeffs must be (m+1,), or (H, m+1) with a row for each query head "
             f"(H = {heads} here), lowest power first; got {tuple(coeffs.shape)}"
         )
-    if coeffs.device != q.device:
-        raise ValueError(f"coeffs are on {coeffs.device}, q is on {q.device}; move one of them")
+    _check_devices(q.device, coeffs=coeffs)
     return in_full_precision(coeffs)
 
 
@@ -320,8 +305,7 @@ def check_share(exclusive: float | Tensor, q: Tensor) -> Tensor:
             f"exclusive must be a number or one number for each of {heads} query heads, got shape "
             f"{tuple(exclusive.shape)}"
         )
-    if exclusive.device != q.device:
-        raise ValueError(f"exclusive is on {exclusive.device}, q is on {q.device}; move one")
+    _check_devices(q.device, exclusive=exclusive)
     return in_full_precision(exclusive.reshape(() if exclusive.numel() == 1 else -1))
 
 
@@ -357,11 +341,12 @@ def autocast(*tensors: Any) -> Any:
     if not _has_autocast(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    for place, x in enumerate(tensors):
-        if x is None or x.dtype in (dtype, torch.float64) or not x.dtype.is_floating_point:
-            continue
-        tensors = (*tensors[:place], x.to(dtype), *tensors[place + 1 :])
-    return tensors
+
+    def cast(x: Any) -> Any:
+        stays = x is None or x.dtype == torch.float64 or not x.dtype.is_floating_point
+        return x if stays else x.to(dtype)
+
+    return tuple(map(cast, tensors))
 
 
 def is_exporting() -> bool:

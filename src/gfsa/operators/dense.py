@@ -26,8 +26,7 @@ class DenseOperator(Operator):
 
     .. math:: H = \sum_k c_k A^k, \qquad y = H v
 
-    Every faster operator is tested against this one. It also serves to look at attention maps,
-    and takes maps that are not a softmax of q·kᵀ: any square matrix.
+    Every faster operator is tested against this one. It takes any square matrix.
 
     Args:
         matrix: ``A``, of shape ``(..., H, N, N)``.
@@ -40,10 +39,7 @@ class DenseOperator(Operator):
     holds_matrix = True
 
     def __init__(
-        self,
-        matrix: Tensor,
-        dropout_p: float = 0.0,
-        dropout_after: DropoutPlace = "attention",
+        self, matrix: Tensor, dropout_p: float = 0.0, dropout_after: DropoutPlace = "attention"
     ) -> None:
         check_kinds(matrix=matrix)
         if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2]:
@@ -73,10 +69,8 @@ class DenseOperator(Operator):
         r"""``A = softmax(scale·q·kᵀ + mask) ∘ multiplier``.
 
         Args:
-            q, k: ``(..., H, N, D)``; k may have fewer heads (they are then repeated).
-            attn_mask: bool (True takes part) or additive, broadcastable to ``(..., H, N, N)``.
-            is_causal: a token sees itself and the tokens before it.
-            scale: default ``1/sqrt(D)``.
+            q, k, attn_mask, is_causal, scale: as in :func:`gfsa.graph_filter_attention`; k may
+                have fewer heads, which are then repeated.
             multiplier: applied after the softmax, as Graph-ViT's Hadamard attention does with its
                 patch adjacency; the rows then no longer sum to one.
         """
@@ -106,11 +100,7 @@ class DenseOperator(Operator):
             length = call.k.shape[-2]
             mask = call.visible.rows(0, length, length, call.q.device)
         return cls.from_qk(
-            call.q,
-            call.k,
-            mask,
-            call.is_causal,
-            call.scale,
+            *(call.q, call.k, mask, call.is_causal, call.scale),
             dropout_p=call.dropout_p,
             dropout_after=call.dropout_after,
         )
@@ -119,35 +109,31 @@ class DenseOperator(Operator):
         return (self.matrix @ repeat_heads(x, self.matrix).to(self.matrix.dtype)).to(x.dtype)
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        return [v] if degree == 0 else [v, *self._further(self.apply(v), degree - 1)]
+        v = repeat_heads(v, self.matrix)
+        return [v] if degree == 0 else [v, *self.further(self.apply(v), degree - 1)]
 
-    def _further(self, power: Tensor, count: int) -> list[Tensor]:
-        """A power of A on v, and ``count`` passes more."""
+    def further(self, power: Tensor, count: int) -> list[Tensor]:
         powers = [power]
         for _ in range(count):
-            powers.append(self.apply(self._without_empty_rows(powers[-1])))
+            power = powers[-1]
+            if power.shape[-2]:
+                # queries that see nothing have rows of NaN in maps that models compute, and keep
+                # them in the output. Other queries do not see them, but would multiply them by zero
+                power = power.masked_fill(self.matrix[..., :1].isnan(), 0.0)
+            powers.append(self.apply(power))
         return powers
-
-    def _without_empty_rows(self, power: Tensor) -> Tensor:
-        """Zeros for queries that see nothing, whose row of A is NaN in maps that models compute.
-
-        Their rows of ``A·v`` are NaN, and stay so in the output. Other queries do not see them, but
-        a product would multiply them by zero and make every row NaN.
-        """
-        if power.shape[-2] == 0:
-            return power
-        # a row that is NaN is so throughout
-        return power.masked_fill(self.matrix[..., :1].isnan(), 0.0)
 
     def polynomial(
         self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
     ) -> Tensor:
         v = repeat_heads(v, self.matrix)
-        # by powers of A on v, as every operator: H is only built when its entries are dropped
+        # H is only built when its entries are dropped, or asked for
         dtype = torch.promote_types(v.dtype, self.matrix.dtype)
-        if self.dropout_p:
+        if self.dropout_p or self.keeps_map:
             matrix = self.filter(value_of(coeffs), exclusive, v)
-            y = F.dropout(matrix, self.dropout_p) @ v.to(dtype)
+            if self.keeps_map:
+                self.map = matrix = matrix.to(v.dtype)
+            y = F.dropout(matrix, self.dropout_p).to(dtype) @ v.to(dtype)
         else:
             y = super().polynomial(coeffs, v.to(dtype), exclusive)
         return y.to(v.dtype)
@@ -173,18 +159,13 @@ class DenseOperator(Operator):
         return matrix - (own * identity).to(matrix.dtype)
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
-        # entries of H can only be dropped where the whole of H is built
-        return None if self.dropout_p else _SecondPass(take_heads(self.matrix, heads))
+        if self.dropout_p or self.keeps_map:
+            # the whole of H is built
+            return None
+        return DenseOperator(take_heads(self.matrix, heads))
 
     def dense(self) -> Tensor:
         return self.matrix
-
-
-class _SecondPass(DenseOperator):
-    """For tokens that have been through A once already."""
-
-    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        return self._further(v, degree)
 
 
 def _softmax(scores: Tensor) -> Tensor:

@@ -6,13 +6,11 @@ are computed:
 
 .. math:: (A^{k+1} v)_{new} = A_{new}\,[(A^k v)_{past};\,(A^k v)_{new}]
 
-:class:`Past` says what a framework's cache has to offer; :class:`CachedOperator` computes with it.
 One new token with a filter of degree 1 or 2 is a single launch where the decode kernel serves.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,61 +23,17 @@ from gfsa.kernels import routes
 from gfsa.kernels.routes import refusal_of_decoding
 from gfsa.operators import attention
 from gfsa.operators.attention import AttentionOperator
-from gfsa.operators.base import Coefficients, Operator, combine, own_share, value_of
+from gfsa.operators.base import (
+    Coefficients,
+    Operator,
+    combine,
+    own_share,
+    repeat_heads,
+    value_of,
+)
 from gfsa.operators.call import AttentionCall, DecisionCache, Signature
 from gfsa.operators.sdpa import SDPAOperator
 from gfsa.operators.visibility import Visibility
-
-
-class Past(ABC):
-    """What a cache holds for one attention module, after the new keys and values were added."""
-
-    new: int
-    """How many tokens are new."""
-    length_on_device: Tensor | None = None
-    """The length, where free rows follow the newest token; None if the newest is the last row."""
-
-    @property
-    @abstractmethod
-    def length(self) -> Any:
-        """How many tokens there are, the new ones included; a tensor if the device counts them."""
-
-    @abstractmethod
-    def power(self, k: int) -> Tensor | None:
-        """``A^k·v`` of the tokens before, ``(B, H, rows, D)``, and free rows; None if unknown."""
-
-    @abstractmethod
-    def prepare(self, count: int, heads: tuple[int, ...]) -> None:
-        """Raise unless ``count`` powers of these heads belong to the tokens before."""
-
-    @abstractmethod
-    def write(self, k: int, rows: Tensor, keys: int) -> Tensor:
-        """Append ``A^k·v`` of the new tokens; returns that of all, its first ``keys`` rows.
-
-        :meth:`prepare` comes first, once for all powers.
-        """
-
-    @abstractmethod
-    def make_room(self, like: Tensor) -> Tensor:
-        """The rows of ``A·v`` with one for the new token, which the caller writes.
-
-        Args:
-            like: ``(B, H, 1, D)``, what such a row is like.
-        """
-
-    def counters(self, heads: int, device: torch.device) -> Tensor | None:
-        """Zeros that the decode kernel may use and leaves at zero, if the cache keeps some."""
-        return None
-
-    def newest(self, values: Tensor) -> Tensor:
-        """The rows of ``values`` that belong to the new tokens."""
-        length = self.length_on_device
-        if length is None:
-            return values.narrow(2, values.shape[2] - self.new, self.new)
-        rows = (length - self.new).view(1)
-        if self.new > 1:
-            rows = rows + torch.arange(self.new, device=values.device)
-        return values.index_select(2, rows)
 
 
 class CachedOperator(Operator):
@@ -87,19 +41,21 @@ class CachedOperator(Operator):
 
     Args:
         rows: an operator whose ``apply`` takes all tokens and returns the new ones.
-        past: what the cache holds.
+        past: what the cache holds for one attention module, such as
+            :class:`gfsa.adapters.transformers.past.LayerPast`.
         heads: query heads.
         keys: how many rows of the cache ``rows`` attends to.
+        some: the query heads of ``rows``, whose powers are cached, if it has not all of them.
     """
 
-    #: dropout of the entries of H; ``rows`` drops those of A
-    dropout_p = 0.0
-
-    def __init__(self, rows: Operator, past: Past, heads: int, keys: int) -> None:
+    def __init__(
+        self, rows: Operator, past: Any, heads: int, keys: int, some: tuple[int, ...] = ()
+    ) -> None:
         self.rows = rows
         self.past = past
         self.heads = heads
         self.keys = keys
+        self.some = some
 
     def apply(self, x: Tensor) -> Tensor:
         return self.rows.apply(x)
@@ -110,6 +66,9 @@ class CachedOperator(Operator):
         # not by isinstance, which is slow here
         numbers: Any = coeffs.base if type(coeffs) is Coefficients else coeffs
         degree = numbers.shape[-1] - 1
+        if self.keeps_map:
+            self.map = self._rows_of_map(value_of(coeffs), exclusive, v).to(v.dtype)
+            return self.map @ repeat_heads(v, self.map)
         if self.past.new == 1 and type(self.rows) is SDPAOperator:
             u = self.past.power(1) if degree > 1 else None
             # a filter of degree 1 needs no powers of the tokens before
@@ -126,25 +85,26 @@ class CachedOperator(Operator):
             plain = type(v) is Tensor and not torch.is_grad_enabled()
             y = combine(coeffs, powers, in_one_go=plain and not torch.compiler.is_compiling())
         if v.is_cuda and not torch.compiler.is_compiling():
-            # for the tokens after a prompt: a compiled step finds them, and cannot make them. They
-            # are kept beside the powers, so they come last
+            # for the tokens after a prompt: a compiled step finds them, and cannot make them
             self.past.counters(v.shape[0] * self.heads, v.device)
         return y
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         newest = self.past.newest(v)
-        if newest.shape[1] != self.heads:
-            newest = newest.repeat_interleave(self.heads // newest.shape[1], dim=1)
         if degree == 0:
             return [newest]
-        tokens = [newest, self.rows.apply(v)]
-        if degree > 1:
-            self.past.prepare(degree - 1, tuple(range(self.heads)))
-        for k in range(1, degree):
-            tokens.append(self.rows.apply(self.past.write(k, tokens[-1], self.keys)))
-        return tokens
+        first = self.rows.apply(v)
+        return [repeat_heads(newest, first), *self.further(first, degree - 1)]
 
-    def filter(self, coeffs: Tensor, exclusive: Tensor | None, v: Tensor) -> Tensor:
+    def further(self, power: Tensor, count: int) -> list[Tensor]:
+        if count:
+            self.past.prepare(count, self.some or tuple(range(self.heads)))
+        powers = [power]
+        for k in range(1, count + 1):
+            powers.append(self.rows.apply(self.past.write(k, powers[-1], self.keys)))
+        return powers
+
+    def _rows_of_map(self, coeffs: Tensor, exclusive: Tensor | None, v: Tensor) -> Tensor:
         """The rows of ``H = c0·I + c1·A − diag(a·p)`` for new tokens, ``(B, H, new, keys)``."""
         rows = self.rows
         if isinstance(rows, SDPAOperator):
@@ -173,27 +133,9 @@ class CachedOperator(Operator):
             rows: Operator | None = self.rows.of_heads(heads)
         else:
             rows = self.rows.second_pass(heads)
-        return None if rows is None else _FurtherPowers(rows, self, heads)
-
-
-class _FurtherPowers(Operator):
-    """The second and further passes of some heads: the cache keeps powers for these heads only."""
-
-    def __init__(self, rows: Operator, first: CachedOperator, heads: Sequence[int]) -> None:
-        self.rows = rows
-        self.first = first
-        self.heads = tuple(heads)
-
-    def apply(self, x: Tensor) -> Tensor:
-        return self.rows.apply(x)
-
-    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        tokens, past = [v], self.first.past
-        if degree:
-            past.prepare(degree, self.heads)
-        for k in range(1, degree + 1):
-            tokens.append(self.rows.apply(past.write(k, tokens[-1], self.first.keys)))
-        return tokens
+        if rows is None:
+            return None
+        return CachedOperator(rows, self.past, self.heads, self.keys, tuple(heads))
 
 
 # of the signature of a call: a PreparedToken, or False where torch's calls serve
@@ -201,24 +143,16 @@ _PREPARED: DecisionCache[Any] = DecisionCache()
 
 
 def _decode_in_one_launch(
-    call: AttentionCall,
-    past: Past,
-    u: Tensor | None,
-    coeffs: Tensor | Coefficients,
-    v: Tensor,
-    exclusive: Tensor | None,
+    call: AttentionCall, past: Any, u: Tensor | None, coeffs: Any, v: Tensor, exclusive: Any
 ) -> Tensor | None:
     """The filtered new token, ``(B, H, 1, D)``, by one kernel that reads the cache once.
 
     The kernel writes the token's power into its row of the cache. None where it does not serve;
     torch's passes then run one after another. The decision is made once for calls that are alike,
-    as those of a model's layers are for one token.
+    as those of a model's layers are, unless there is an exclusive term.
 
     Args:
-        call: of the new token's query and all keys.
         u: ``A·v`` of the tokens before; None for a filter of degree 1.
-        v: all values.
-        exclusive: the share of the exclusive term, for which nothing is prepared.
     """
     q, length = call.q, past.length_on_device
     signature = None
@@ -241,12 +175,7 @@ def _decode_in_one_launch(
 
 
 def _decoder(
-    call: AttentionCall,
-    u: Tensor | None,
-    coeffs: Tensor | Coefficients,
-    v: Tensor,
-    exclusive: Tensor | None,
-    signature: Signature | None,
+    call: AttentionCall, u: Tensor | None, coeffs: Any, v: Tensor, exclusive: Any, signature: Any
 ) -> Any:
     """The function that launches the kernel, prepared for a signature; False if torch serves."""
     if refusal_of_decoding(call, v, coeffs, exclusive) or call.reason_for_torch_alone():

@@ -23,10 +23,6 @@ class SDPAOperator(Operator):
     over ``v`` is the same call as ordinary attention's, so a filter of coefficients (0, 1, 0)
     gives the same bits.
 
-    Attention dropout uses one mask for all passes: entries of ``A`` are dropped once, then A is
-    squared. The random generator is reset before each further pass, and ends in the state in which
-    a single pass leaves it.
-
     Torch's kernels round ``A·v`` to the tokens' dtype before anything can be added to it, so in
     bfloat16 a term smaller than 2⁻⁹ of ``A·v`` does not show beside it (its gradient does).
     """
@@ -76,14 +72,11 @@ class SDPAOperator(Operator):
         )
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        q = self.call.q
         if self.call.dropout_p and degree > 1:
             # every pass on the same head layout, so that every pass runs the same kernel
-            tokens = powers_with_one_mask(self.apply, repeat_heads(v, q), degree)
-        else:
-            tokens = super().powers(v, degree)
-        # the identity's term needs v on every query head
-        return [repeat_heads(tokens[0], q), *tokens[1:]]
+            return powers_with_one_mask(self.apply, repeat_heads(v, self.call.q), degree)
+        tokens = super().powers(v, degree)
+        return [repeat_heads(tokens[0], self.call.q), *tokens[1:]]
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
         # under dropout further passes drop the entries that the first one dropped, in every head
@@ -130,7 +123,10 @@ def _as_torch_takes_it(call: AttentionCall) -> AttentionCall:
         attn_mask = torch.atleast_2d(attn_mask)
     if is_causal and attn_mask is not None:
         # torch takes one or the other
-        attn_mask, is_causal = _with_causal(attn_mask, q.shape[-2]), False
+        size, is_causal = q.shape[-2], False
+        causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+        hidden = False if attn_mask.dtype == torch.bool else -math.inf
+        attn_mask = attn_mask.masked_fill(~causal, hidden)
     if attn_mask is not None and attn_mask.dtype == torch.bool and q.is_cuda:
         attn_mask = as_additive(attn_mask, q.dtype)
     if scale is not None and scale <= 0:
@@ -140,13 +136,6 @@ def _as_torch_takes_it(call: AttentionCall) -> AttentionCall:
         *(q, call.k, attn_mask, call.dropout_p, is_causal, scale, call.enable_gqa),
         visible=call.visible,
     )
-
-
-def _with_causal(attn_mask: Tensor, length: int) -> Tensor:
-    causal = torch.ones(length, length, dtype=torch.bool, device=attn_mask.device).tril()
-    if attn_mask.dtype == torch.bool:
-        return attn_mask & causal
-    return attn_mask.masked_fill(~causal, -math.inf)
 
 
 def _generator_state(device: torch.device) -> Tensor:

@@ -1,7 +1,6 @@
 """Which keys each query of a layer may attend to: described in O(N), or read from its masks.
 
-A call that has a :class:`Visibility` instead of a mask never needs a tensor of size N×N. A mean
-over tokens must not include padding, nor later tokens in a causal model.
+A call that has a :class:`Visibility` instead of a mask never needs a tensor of size N×N.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class Visibility:
             pairs: bool (True is visible) or additive, ``(N, N)``, ``(B, N, N)`` or
                 ``(B, H, N, N)``, the queries' axis possibly of size 1.
             keys: bool ``(B, N)``, True where a token counts.
-            causal: on top of the masks.
         """
         if pairs is not None:
             pairs = pairs[:, None] if pairs.dim() == 3 else pairs[(None,) * (4 - pairs.dim())]
@@ -67,7 +65,7 @@ class Visibility:
 
         Args:
             cu_seqlens: ``(documents + 1,)`` integers, where each document begins, and where the
-                last one ends; tokens before the first and after the last are documents, too.
+                last one ends; tokens outside are documents, too.
         """
         tokens = torch.arange(length, device=cu_seqlens.device)
         documents = torch.searchsorted(cu_seqlens.contiguous(), tokens, right=True)
@@ -89,7 +87,8 @@ class Visibility:
         if pairs is None:
             return cls(keys, None, causal)
         if pairs.is_floating_point():
-            pairs = pairs > hidden_below(pairs.dtype)
+            # libraries write -inf, or the smallest number
+            pairs = pairs > torch.finfo(pairs.dtype).min / 2
         pairs = pairs.bool()
         if keys is not None:
             pairs = pairs & keys[..., None, :]
@@ -104,16 +103,11 @@ class Visibility:
 
     @property
     def mask(self) -> Tensor | None:
-        """Bool, broadcastable to ``(..., H, N, N)``; ``causal``, ``window`` and ``documents`` apply
-        on top of it."""
+        """Bool, broadcastable to ``(..., H, N, N)``, without what the other fields hide."""
         return self.keys[..., None, :] if self.keys is not None else self.pairs
 
     def rows(self, start: int, stop: int, length: int, device: torch.device) -> Tensor:
-        """True where queries ``start … stop`` see a key: broadcastable to ``(..., H, rows, N)``.
-
-        Args:
-            length: N, the number of keys.
-        """
+        """True where queries ``start … stop`` see one of ``length`` keys; to be broadcast."""
         return self.block(start, stop, 0, length, device)
 
     def block(self, start: int, stop: int, first: int, last: int, device: torch.device) -> Tensor:
@@ -148,10 +142,7 @@ class Visibility:
 
         with the first and the last token of the document that a token is in. Query i sees the keys
         ``first_i … i``, which :func:`refusal_of_spans` must have found to be all that is described.
-
-        Returns:
-            ``first`` and ``last`` as int32, ``(B or 1, 2, N)``; ``first_i ≤ i ≤ last_i`` whatever
-            the documents are.
+        ``first`` and ``last`` are int32, ``(B or 1, 2, N)``.
         """
         return self._once("spans", length, device, lambda: self._spans(length, device))
 
@@ -178,15 +169,14 @@ class Visibility:
         self, what: str, length: int, device: torch.device, compute: Callable[[], Tensor]
     ) -> Tensor:
         """What all layers share that share this object."""
-        if torch.compiler.is_compiling():
+        if (
             # a compiled graph keeps no state, and its compiler finds what it computes twice
-            return compute()
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # a captured graph computes it in each replay, from the documents of that replay; until
-            # then it is not computed, so that no call outside of the graph may read it
-            return compute()
-        if any(part is not None and part.is_inference() for part in self._parts()):
+            torch.compiler.is_compiling()
+            # a captured graph computes it in each replay, from the documents of that replay
+            or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
             # torch does not count changes of tensors that were made in inference mode
+            or any(part is not None and part.is_inference() for part in self._parts())
+        ):
             return compute()
         key = (what, length, device)
         versions = (None if part is None else part._version for part in self._parts())
@@ -203,9 +193,8 @@ class Visibility:
 
     def needs_rows(self) -> bool:
         """Whether no key mask and no causality alone say what a query sees."""
-        if self.pairs is not None or self.window is not None or self.documents is not None:
-            return True
-        return self.causal and self.keys is not None
+        others = (self.pairs, self.window, self.documents)
+        return any(x is not None for x in others) or (self.causal and self.keys is not None)
 
     def visible_keys(self) -> Tensor | None:
         """``(..., N)``, True where some query of some head sees the key; None if all are seen."""
@@ -215,19 +204,15 @@ class Visibility:
 
     def signature(self) -> tuple[Any, ...]:
         """All of it that a choice of kernels depends on."""
-        layouts = [
-            None if part is None else (part.shape, part.stride(), part.device)
-            for part in self._parts()
-        ]
+        layouts = (x if x is None else (x.shape, x.stride(), x.device) for x in self._parts())
         return (*layouts, self.causal, self.window, self.in_order)
 
     def of_heads(self, heads: Sequence[int]) -> Visibility:
         """What the queries of some heads see."""
-        keys, documents = self.keys, self.documents
-        if keys is not None:
-            keys = take_heads(keys[..., None], heads)[..., 0]
-        if documents is not None:
-            documents = take_heads(documents[..., None], heads)[..., 0]
+        keys, documents = (
+            None if x is None else take_heads(x[..., None], heads)[..., 0]
+            for x in (self.keys, self.documents)
+        )
         pairs = None if self.pairs is None else take_heads(self.pairs, heads)
         return Visibility(keys, pairs, self.causal, self.window, documents, self.in_order)
 
@@ -246,8 +231,3 @@ def refusal_of_spans(visible: Visibility) -> str | None:
         if visible.documents.dim() > 1 and visible.documents.shape[-2] != 1:
             return "documents differ from head to head"
     return None
-
-
-def hidden_below(dtype: torch.dtype) -> float:
-    """An additive mask below this hides a key: libraries write -inf, or the smallest number."""
-    return torch.finfo(dtype).min / 2

@@ -3,7 +3,7 @@
 Such a model looks up ``config._attn_implementation``. A plugged attention module gets a view of its
 config that returns ``gfsa|sdpa`` where the config has ``sdpa``; the function registered under that
 name passes an operator for A to the module's filter. The model itself and its other layers see the
-real config, so the implementation can still be switched; for its masks see ``masks.py``.
+real config.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from gfsa.adapters.transformers.functions import (
+    CHECKED,
     NO_POWERS,
     OperatorMaker,
     eager_function,
     eager_function_of,
-    forget_check,
     functions_of,
     is_trusted,
     operator_maker,
@@ -38,26 +37,20 @@ from gfsa.adapters.transformers.past import (
     layer_in,
     mix_into,
     refuse_other_rows,
+    source_of,
 )
 from gfsa.adapters.transformers.refusals import (
     OTHER_TOKENS,
     QUERY_AND_KEY,
     name_of,
-    refusal_by_owner,
     refusal_of_interface,
     refusal_of_traced,
 )
-from gfsa.operators import AttentionOperator, Coefficients, DenseOperator, Operator
-from gfsa.operators.base import repeat_heads, value_of
+from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.operators.call import no_autocast
 from gfsa.operators.past import CachedOperator
 from gfsa.plugs.adapter import CHILD, HEADS, NAME, Adapter, heads_of
-from gfsa.plugs.checks.proof import (
-    REASON,
-    Owners,
-    crosses_by_design,
-    require_same_tokens,
-)
+from gfsa.plugs.checks.proof import REASON, Owners, crosses_by_design, require_same_tokens
 from gfsa.plugs.tracing.adapter import TracerAdapter
 from gfsa.plugs.tracing.candidates import computes_softmax, looks_like_attention
 
@@ -99,11 +92,13 @@ class InterfaceAdapter(Adapter):
     def refusal_inside(self, owners: Owners) -> str | None:
         if crosses_by_design(owners):
             return REASON
-        return refusal_by_owner(owners[0][0]) if owners else None
+        if owners and "aggregatedattention" in type(owners[0][0]).__name__.lower():
+            return "its queries and keys are pooled in different ways, to different tokens"
+        return None
 
     def install(self, module: Any) -> None:
         module.config = _ConfigView(module.config)
-        module.__dict__[_ARGUMENTS] = _Arguments.of(type(module))
+        module.__dict__[_ARGUMENTS] = _Arguments.of(type(module), source_of(module))
         handle = module.register_forward_pre_hook(_look_at_inputs, with_kwargs=True)
         module.__dict__[PLUGGED] = handle
         # looked up and registered here, not in a forward that may be compiled: a side effect in a
@@ -115,8 +110,8 @@ class InterfaceAdapter(Adapter):
     def remove(self, module: Any) -> None:
         module.__dict__.pop(PLUGGED).remove()
         del module.__dict__["_gfsa_eager"], module.__dict__[_ARGUMENTS]
-        module.__dict__.pop(NAME, None)
-        forget_check(module)
+        for name in (NAME, CHECKED):
+            module.__dict__.pop(name, None)
         module.config = module.config.real
 
     def on_filters_changed(self, model: nn.Module) -> None:
@@ -191,37 +186,40 @@ _CACHE_INDEX = ("layer_idx", "cycle_offset")
 
 
 class _Arguments(NamedTuple):
-    """What the forward of a class of attention modules takes.
+    """What the forward of a plugged module takes, and whose keys and values it uses.
 
-    A tuple of names and numbers, and a function as the hook that reads it: torch.compile then
-    skips its checks of a module whose attributes are the same objects as in the last call. With an
-    object of another class among them it makes all checks in every call, for every token.
+    A tuple of names and numbers, and a function as the hook that reads it: with an object of
+    another class among a module's attributes, torch.compile checks them all in every call.
+
+    Args:
+        positional: its arguments in order, without ``self``.
+        pair: the names of queries and keys, if it takes both.
+        cache_index: arguments that say which layer of the cache is meant.
+        others_first: how many positional arguments come before the first that the hook looks for.
+        source: as :func:`source_of` the module.
     """
 
     positional: tuple[str, ...]
-    """Its arguments in order, without ``self``."""
     pair: tuple[str, str] | None
-    """The names of queries and keys, if it takes both."""
     cache_index: tuple[str, ...]
-    """Arguments that say which layer of the cache is meant."""
     others_first: int
-    """How many positional arguments come before the first that the hook looks for."""
+    source: int | None = None
 
     @classmethod
-    def of(cls, kind: type[nn.Module]) -> _Arguments:
+    def of(cls, kind: type[nn.Module], source: int | None = None) -> _Arguments:
         positional = tuple(inspect.signature(kind.forward).parameters)[1:]
         names = set(positional)
         pair = next((pair for pair in QUERY_AND_KEY if names.issuperset(pair)), None)
         index = tuple(name for name in _CACHE_INDEX if name in names)
         wanted = OTHER_TOKENS.union(_CACHES, pair or (), index).intersection(names)
         others_first = min(map(positional.index, wanted), default=len(positional))
-        return cls(positional, pair, index, others_first)
+        return cls(positional, pair, index, others_first, source)
 
 
 def _look_at_inputs(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The hook that looks at the arguments of a plugged module before its forward.
+    """The hook before the forward of a plugged module.
 
     It raises if the keys are those of another sequence, and adds the cache, with the index of its
     layer, to the keywords, which transformers passes on to the attention function.
@@ -261,28 +259,21 @@ def _look_at_inputs(
     return None
 
 
-class _BatchingEntry:
-    """``init_continuous_batching`` of one plugged model, which refuses what it cannot do.
+def _init_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """``init_continuous_batching`` of a plugged model, which refuses what it cannot do.
 
-    ``generate_batch``, ``continuous_batching_context_manager`` and ``transformers serve`` call it.
-    An error in a forward would be raised in transformers' own thread, which returns results without
-    tokens; this one is raised before anything starts.
+    ``generate_batch``, ``continuous_batching_context_manager`` and ``transformers serve`` call it,
+    before anything starts. An error in a forward would be lost in transformers' own thread.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model: Any = self.model
-        refusal = refusal_of_batching(model)
-        if refusal is not None:
-            raise NotImplementedError(refusal)
-        manager = type(model).init_continuous_batching(model, *args, **kwargs)
-        for module in model.modules():
-            if PLUGGED in module.__dict__:
-                # the paged implementation is registered now, not in a compiled forward
-                _filtered_name(module.config.real._attn_implementation)
-        return manager
+    refusal = refusal_of_batching(model)
+    if refusal is not None:
+        raise NotImplementedError(refusal)
+    manager = type(model).init_continuous_batching(model, *args, **kwargs)
+    for module in model.modules():
+        if PLUGGED in module.__dict__:
+            # the paged implementation is registered now, not in a compiled forward
+            _filtered_name(module.config.real._attn_implementation)
+    return manager
 
 
 def refusal_of_batching(model: nn.Module) -> str | None:
@@ -298,8 +289,7 @@ def refusal_of_batching(model: nn.Module) -> str | None:
     return None
 
 
-# what generate_batch and the context manager call, and the manager that transformers keeps between
-# calls if it is asked to
+# the manager is what transformers keeps between calls if it is asked to
 _ENTRY = "init_continuous_batching"
 _KEPT = "_cached_continuous_batching_manager"
 
@@ -307,8 +297,7 @@ _KEPT = "_cached_continuous_batching_manager"
 def _set_batching_entries(model: nn.Module) -> None:
     """Give an entry to every model in ``model`` that has filters, and to no other.
 
-    Called after filters were plugged, loaded or removed: a manager that transformers kept has a
-    cache that was filled by other filters, so it is dropped.
+    A manager that transformers kept is dropped: its cache was filled by other filters.
     """
     module: Any
     for module in model.modules():
@@ -316,10 +305,9 @@ def _set_batching_entries(model: nn.Module) -> None:
             continue
         if _KEPT in module.__dict__:
             module.destroy_cached_continuous_batching_manager()
+        module.__dict__.pop(_ENTRY, None)
         if any(CHILD in inner._modules for inner in module.modules()):
-            module.__dict__[_ENTRY] = _BatchingEntry(module)
-        elif isinstance(module.__dict__.get(_ENTRY), _BatchingEntry):
-            del module.__dict__[_ENTRY]
+            module.__dict__[_ENTRY] = functools.partial(_init_batching, module)
 
 
 class _ConfigView(ConfigView):
@@ -328,25 +316,21 @@ class _ConfigView(ConfigView):
     @property
     def _attn_implementation(self) -> str:
         implementation = self.real._attn_implementation
-        # as _filtered_name does: every layer of every forward comes here
-        return _NAMES.get(implementation) or _register(implementation)
+        # a lookup first: every layer of every forward comes here
+        return _NAMES.get(implementation) or _filtered_name(implementation)
 
 
-# implementation → the name under which its filtered attention is registered; a dict because every
-# layer looks it up in every forward
+# implementation → the name under which its filtered attention is registered
 _NAMES: dict[str | None, str] = {}
 
 
 def _filtered_name(implementation: str | None) -> str:
-    return _NAMES.get(implementation) or _register(implementation)
-
-
-def _register(implementation: str | None) -> str:
-    name = f"{PREFIX}{implementation or 'eager'}"
-    function = functools.partial(_filtered_attention, operator_maker(implementation or "eager"))
-    ALL_ATTENTION_FUNCTIONS.register(name, function)
-    _NAMES[implementation] = name
-    return name
+    if implementation not in _NAMES:
+        name = f"{PREFIX}{implementation or 'eager'}"
+        function = functools.partial(_filtered_attention, operator_maker(implementation or "eager"))
+        ALL_ATTENTION_FUNCTIONS.register(name, function)
+        _NAMES[implementation] = name
+    return _NAMES[implementation]
 
 
 def _filtered_attention(
@@ -444,7 +428,7 @@ def _filter_with_map(module: Any, operator: Operator, value: Tensor) -> tuple[Te
     """The filtered tokens and the map ``H`` that a plugged module returns."""
     filter = module.gfsa
     cached = operator if isinstance(operator, CachedOperator) else None
-    matrix: Any
+    matrix: Operator
     if cached is None or cached.past.new == cached.keys:
         matrix = _as_matrix(operator if cached is None else cached.rows)
     elif filter.is_polynomial and filter.degree < 2:
@@ -462,50 +446,19 @@ def _filter_with_map(module: Any, operator: Operator, value: Tensor) -> tuple[Te
     if cached is not None and filter.degree > 1:
         # for the powers that the cache keeps
         filter(cached, value)
-    keeper = _MapKeeper(matrix)
-    keeper.values_are_mixed = operator.values_are_mixed
-    y = filter(keeper, value)
-    return y, filter.map(matrix, value).to(value.dtype) if keeper.map is None else keeper.map
-
-
-class _MapKeeper(Operator):
-    """Multiplies tokens by ``H`` and keeps it, so that gradients flow through the returned map.
-
-    Args:
-        matrix: a :class:`DenseOperator`, or a :class:`CachedOperator` with the rows of new tokens.
-    """
-
-    def __init__(self, matrix: Any) -> None:
-        self.matrix = matrix
-        self.map: Tensor | None = None
-
-    def apply(self, x: Tensor) -> Tensor:
-        y: Tensor = self.matrix.apply(x)
-        return y
-
-    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        powers: list[Tensor] = self.matrix.powers(v, degree)
-        return powers
-
-    def polynomial(
-        self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
-    ) -> Tensor:
-        self.map = self.matrix.filter(value_of(coeffs), exclusive, v).to(v.dtype)
-        dropout_p = self.matrix.dropout_p
-        dropped = F.dropout(self.map, dropout_p) if dropout_p else self.map
-        return dropped @ repeat_heads(v, self.map)
+    matrix.keeps_map, matrix.values_are_mixed = True, operator.values_are_mixed
+    y = filter(matrix, value)
+    return y, filter.map(matrix, value).to(value.dtype) if matrix.map is None else matrix.map
 
 
 def _as_matrix(operator: Operator) -> DenseOperator:
     """The map of an operator, with the dropout of the call."""
-    if isinstance(operator, DenseOperator):
-        return operator
     if isinstance(operator, AttentionOperator):
         with no_autocast(operator.call.q.device):
             return DenseOperator.from_call(operator.call)
-    return DenseOperator(operator.dense())
+    return operator if isinstance(operator, DenseOperator) else DenseOperator(operator.dense())
 
 
 # registered at import for plugged models that are unpickled or switch their implementation
 for _implementation in ("sdpa", "eager"):
-    _register(_implementation)
+    _filtered_name(_implementation)

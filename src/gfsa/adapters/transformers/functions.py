@@ -6,16 +6,16 @@ the values in the layout that the operator expects.
 A filter needs a function that multiplies the values by a map. An eager function returns the map's
 weights, so its product must be :math:`A\,v`: one that scales its output afterwards (attention sinks
 as a factor), or reorders tokens, returns another map than the one it used. A function that a user
-registered returns no weights and is called once per power, so it must be linear in v. ``plug``
-tries the function on a few random tokens. The first forward of each layer checks it again, because
-the function may need arguments that only the model has, or may have been replaced.
+registered is called once per power, so it must be linear in v. ``plug`` tries the function on a few
+random tokens. The first forward of each layer checks it again, because the function may need
+arguments that only the model has, or may have been replaced.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ from gfsa.operators import (
     SDPAOperator,
 )
 from gfsa.operators.base import repeat_heads, take_heads
-from gfsa.operators.call import DropoutPlace
 from gfsa.operators.sdpa import powers_with_one_mask
 from gfsa.plugs.checks.proof import has_no_values
 
@@ -85,11 +84,8 @@ def eager_function(kind: type[nn.Module]) -> Callable[..., Any] | None:
 
 def operator_maker(implementation: str) -> OperatorMaker:
     """The function that returns ``(operator, value)`` for the map that ``implementation`` uses."""
-    if implementation == "sdpa":
-        return _sdpa_operator
-    if implementation == "eager":
-        return _eager_operator
-    return functools.partial(_any_operator, implementation)
+    known = {"sdpa": _sdpa_operator, "eager": _eager_operator}
+    return known.get(implementation) or functools.partial(_any_operator, implementation)
 
 
 def _sdpa_operator(
@@ -105,7 +101,7 @@ def _sdpa_operator(
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
     """The map of transformers' own sdpa function; gfsa chooses the kernel."""
-    paged = "cache" in kwargs and _is_paged(kwargs["cache"])
+    paged = _is_paged(kwargs)
     if not (paged or _CHOICES.isdisjoint(kwargs)):
         attention_mask = _with_chosen_keys(module, query, key, attention_mask, kwargs)
     if _REFUSES_SOFTCAP and kwargs.get("softcap") is not None:
@@ -133,53 +129,34 @@ def _sdpa_operator(
                 key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
             return AttentionOperator(
                 *(query, key, None, dropout, False, scaling, _grouped(query, key)),
-                dropout_after=_dropout_place(module, dropout),
+                # without dropout its place does not matter
+                dropout_after=module.gfsa.dropout_after if dropout else "attention",
                 visible=attention_mask.visible,
             ), value
         attention_mask = attention_mask.tensor()
-    return _masked_sdpa_operator(
-        module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias
-    )
-
-
-def _dropout_place(module: Any, dropout: float) -> DropoutPlace:
-    """Where the dropout of a call acts; without dropout its place does not matter."""
-    place: DropoutPlace = module.gfsa.dropout_after if dropout else "attention"
-    return place
-
-
-def _masked_sdpa_operator(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-    bias: Tensor | None,
-) -> tuple[Operator, Tensor]:
-    """transformers' sdpa with a mask that is a tensor, or none."""
-    new = query.shape[2]
+    # transformers' sdpa with a mask that is a tensor, or none
+    mask, new = attention_mask, query.shape[2]
     causal = False
     if new > 1 and mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if causal and key.shape[2] > new:
         # the prefill of a static cache: the rows after the prompt are empty
         key, value = key[:, :, :new], value[:, :, :new]
-        bias = None if bias is None else bias[..., :new]
-    if bias is not None:
-        mask, causal = _biased_mask(bias, mask, causal, query), False
+        position_bias = None if position_bias is None else position_bias[..., :new]
+    if position_bias is not None:
+        mask, causal = _biased_mask(position_bias, mask, causal, query), False
     if new != key.shape[2]:
         call = AttentionCall(query, key, mask, dropout, False, scaling, _grouped(query, key))
         return SDPAOperator(call), value
     if mask is not None:
-        mask = _one_row(mask)
+        if mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0:
+            # one row, expanded to all queries, which torch would copy
+            mask = mask[:, :, :1]
         # torch's grouped-query kernels accept no mask
         key, value = repeat_heads(key, query), repeat_heads(value, query)
     operator = AttentionOperator(
         *(query, key, mask, dropout, causal, scaling, _grouped(query, key)),
-        dropout_after=_dropout_place(module, dropout),
+        dropout_after=module.gfsa.dropout_after if dropout else "attention",
     )
     return operator, value
 
@@ -190,25 +167,14 @@ def _grouped(query: Tensor, key: Tensor) -> bool:
     return bool(key.shape[1] != query.shape[1])
 
 
-def _one_row(mask: Tensor) -> Tensor:
-    """A mask that was expanded to all queries as its single row, which torch would copy."""
-    if mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0:
-        return mask[:, :, :1]
-    return mask
-
-
-def _biased_mask(
-    position_bias: Tensor, attention_mask: Tensor | None, causal: bool, query: Tensor
-) -> Tensor:
+def _biased_mask(bias: Tensor, mask: Tensor | None, causal: bool, query: Tensor) -> Tensor:
     """A learned bias (T5) and a mask as one additive mask."""
-    if attention_mask is not None and attention_mask.dtype != torch.bool:
-        return position_bias + attention_mask
+    if mask is not None and mask.dtype != torch.bool:
+        return bias + mask
     if causal:
         rows = torch.arange(query.shape[2], device=query.device)
-        attention_mask = rows[:, None] >= rows[None, :]
-    if attention_mask is None:
-        return position_bias
-    return torch.where(attention_mask, position_bias, torch.finfo(query.dtype).min)
+        mask = rows[:, None] >= rows[None, :]
+    return bias if mask is None else torch.where(mask, bias, torch.finfo(query.dtype).min)
 
 
 def _eager_operator(
@@ -231,11 +197,9 @@ def _eager_operator(
             "use attn_implementation='sdpa'"
         )
 
-    def attend(dropout: float) -> tuple[Tensor, Tensor]:
-        product, weights = function(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-        return product, weights
+    def attend(dropout: float) -> Any:
+        given = (module, query, key, value, attention_mask)
+        return function(*given, dropout=dropout, scaling=scaling, **kwargs)
 
     dropout = 0.0 if later else dropout
     product, weights = attend(dropout)
@@ -272,10 +236,6 @@ class _EagerOperator(Operator):
             return self.product
         return self.weights.to(x.dtype) @ repeat_heads(x, self.weights)
 
-    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        first, *others = super().powers(v, degree)
-        return [repeat_heads(first, self.weights), *others]
-
     def second_pass(self, heads: Sequence[int]) -> Operator:
         return FunctionOperator(lambda x: take_heads(self.weights, heads).to(x.dtype) @ x)
 
@@ -294,7 +254,7 @@ def _any_operator(
 ) -> tuple[Operator, Tensor]:
     """Flash, flex or any other registered attention function, called once per pass."""
     function = functions_of(type(module))[implementation]
-    if "cache" in kwargs and _is_paged(kwargs["cache"]):
+    if _is_paged(kwargs):
         return _PagedRows(function, module, query, key, attention_mask, kwargs), value
     mask = written_out(attention_mask)
     if module.gfsa.dropout_after == "filter" and kwargs["dropout"]:
@@ -318,31 +278,27 @@ class _FunctionRows(Operator):
         module: Any,
         query: Tensor,
         key: Tensor,
-        attention_mask: Any,
+        mask: Any,
         kwargs: dict[str, Any],
     ) -> None:
         self.function = function
         self.module = module
         self.query = query
         self.key = key
-        self.attention_mask = attention_mask
+        self.mask = mask
         self.kwargs = kwargs
 
     def apply(self, x: Tensor) -> Tensor:
         key = repeat_heads(self.key, x)
         module = _ModuleView(self.module, groups=self.query.shape[1] // key.shape[1])
-        out: Tensor = self.function(module, self.query, key, x, self.attention_mask, **self.kwargs)[
-            0
-        ]
+        out: Tensor = self.function(module, self.query, key, x, self.mask, **self.kwargs)[0]
         # flash has no axis for the batch where the cache is paged
         return (out[None] if out.dim() == 3 else out).transpose(1, 2)
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         if self.kwargs["dropout"] and degree > 1:
-            tokens = powers_with_one_mask(self.apply, repeat_heads(v, self.query), degree)
-        else:
-            tokens = super().powers(v, degree)
-        return [repeat_heads(tokens[0], self.query), *tokens[1:]]
+            return powers_with_one_mask(self.apply, repeat_heads(v, self.query), degree)
+        return super().powers(v, degree)
 
 
 class _ModuleView:
@@ -357,17 +313,16 @@ class _ModuleView:
         return getattr(self._module, name)
 
 
-def _is_paged(cache: Any) -> bool:
-    """Whether an attention function's argument ``cache`` is the cache of continuous batching."""
+def _is_paged(kwargs: Mapping[str, Any]) -> bool:
+    """Whether an attention function is given the cache of continuous batching."""
     # by its name: versions of transformers have it in different places
-    return type(cache).__name__ == "PagedAttentionCache"
+    return "cache" in kwargs and type(kwargs["cache"]).__name__ == "PagedAttentionCache"
 
 
 class _PagedRows(_FunctionRows):
     """The rows of A for the new tokens of every request, with a paged cache (continuous batching).
 
-    The function fills the cache with keys and values and attends to all of a request's tokens. That
-    is all that a filter of degree 1 needs.
+    The function fills the cache itself, which is all that a filter of degree 1 needs.
     """
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
@@ -405,14 +360,8 @@ def _with_chosen_keys(
     """The mask with the keys that an indexer chose (DeepSeek-V3.2, MiniMax-M3).
 
     Such a module looks at the name of its attention implementation. For ``eager`` and ``sdpa`` it
-    adds the choice to the mask; a plugged module has another name and passes the indices on.
-
-    Args:
-        module: the attention module.
-        query: ``(B, H, N, D)``.
-        key: ``(B, H, T, D)``.
-        attention_mask: as the module passed it on.
-        kwargs: the other arguments of the attention function; the choice is removed from them.
+    adds the choice to the mask; a plugged module has another name and passes the indices on, which
+    are removed from ``kwargs`` here.
     """
     indices, blocks = kwargs.pop(_INDICES, None), kwargs.pop(_BLOCKS, None)
     keys = key.shape[2]
@@ -421,8 +370,7 @@ def _with_chosen_keys(
         if positions is None:
             # the queries are the last tokens
             positions = torch.arange(keys - query.shape[2], keys, device=query.device)
-        positions = positions if positions.dim() > 1 else positions[None]
-        positions = positions.expand(query.shape[0], -1)
+        positions = torch.atleast_2d(positions).expand(query.shape[0], -1)
         build = module.indexer.build_block_mask
         return build(blocks, attention_mask, keys, query.dtype, query.device, positions)
     if indices is None:
@@ -441,7 +389,8 @@ def _with_chosen_keys(
     return attention_mask.masked_fill(left_out, torch.finfo(query.dtype).min)
 
 
-_CHECKED = "_gfsa_checked"
+CHECKED = "_gfsa_checked"
+"""The attribute of a plugged module that says which function was checked."""
 
 
 def refusal_by_trial(
@@ -479,13 +428,8 @@ def refusal_by_trial(
 
 
 def is_trusted(function: Callable[..., Any]) -> bool:
-    """Whether a registered function is one of transformers itself, which are linear in v."""
+    """Whether a function is one of transformers itself, which are linear in v."""
     return str(getattr(function, "__module__", "")).startswith("transformers.")
-
-
-def forget_check(module: Any) -> None:
-    """Delete what the check has stored on a module that is unplugged."""
-    module.__dict__.pop(_CHECKED, None)
 
 
 def _reason(function: Callable[..., Any], gap: str) -> str:
@@ -495,7 +439,7 @@ def _reason(function: Callable[..., Any], gap: str) -> str:
 def _needs_check(module: Any, function: Callable[..., Any], x: Tensor) -> bool:
     """Whether this layer's function has not been checked yet, and ``x`` can be read."""
     # by id: a function that a user registered may be one that cannot be pickled with the model
-    if torch.compiler.is_compiling() or module.__dict__.get(_CHECKED) == id(function):
+    if torch.compiler.is_compiling() or module.__dict__.get(CHECKED) == id(function):
         return False
     return not (x.is_meta or has_no_values(x))
 
@@ -508,7 +452,7 @@ def _conclude(module: Any, function: Callable[..., Any], gap: str | None, decide
             "gfsa.unplug(model), and leave the layer out with plug(..., layers=...)"
         )
     if decided:
-        module.__dict__[_CHECKED] = id(function)
+        module.__dict__[CHECKED] = id(function)
 
 
 def _gap(product: Tensor, weights: Tensor, value: Tensor) -> tuple[str | None, bool]:

@@ -2,28 +2,26 @@
 
 A model of transformers asks its implementation's mask function for a mask of all queries and keys.
 The function here returns what the mask says: which keys are padding, causality, a window, the
-boundaries of packed documents. That is O(N) numbers instead of N², also while a graph is traced,
-where transformers cannot look whether anything is hidden and would write out the triangle.
-
+boundaries of packed documents. That is O(N) numbers instead of N², also while a graph is traced.
 Masks that are no such thing (chunks, images that see themselves, a user's own function), and those
 of new tokens after others in a cache, are transformers' own.
 
 A model makes its masks by its config's attention implementation. During the forward of a model with
-plugged layers inside, its config is a view that returns the name of this mask function; outside of
-the forward, and for everyone else, the config is the real one. Attention layers inside that have no
-filter get masks as tensors, unless torch's attention alone reads them and they would be large.
+plugged layers inside, its config is a view that returns the name of this mask function. Attention
+layers inside that have no filter get masks as tensors, unless torch's attention alone reads them
+and they would be large.
 
 For a static cache ``generate`` makes the masks itself, before the model's forward, by the model's
 ``create_masks_for_generate`` if it has one. A model with plugged layers gets one that describes the
-mask of the prompt: all of its tokens and the free rows of the cache. The mask of a decoded token is
-one row, made by transformers.
+mask of the prompt: all of its tokens and the free rows of the cache.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -99,18 +97,17 @@ class DescribedMask:
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """On another device it is still a description; in another dtype it is a tensor."""
-        if len(args) == 1 and not kwargs and isinstance(args[0], (str, int, torch.device)):
-            return self._on(torch.device(args[0]))
-        if not args and kwargs.keys() <= {"device", "non_blocking"} and "device" in kwargs:
-            return self._on(torch.device(kwargs["device"]))
-        return self.tensor().to(*args, **kwargs)
-
-    def _on(self, device: torch.device) -> DescribedMask:
+        wanted = None
+        if len(args) == 1 and not kwargs:
+            wanted = args[0]
+        elif not args and kwargs.keys() <= {"device", "non_blocking"}:
+            wanted = kwargs.get("device")
+        if not isinstance(wanted, (str, int, torch.device)):
+            return self.tensor().to(*args, **kwargs)
+        device, old = torch.device(wanted), self.visible
         if device == self.device:
             return self
-        old = self.visible
-        keys = None if old.keys is None else old.keys.to(device)
-        documents = None if old.documents is None else old.documents.to(device)
+        keys, documents = (None if x is None else x.to(device) for x in (old.keys, old.documents))
         visible = Visibility(keys, None, old.causal, old.window, documents, old.in_order)
         return DescribedMask(visible, self.shape[0], self.shape[-2], device, self.shape[-1])
 
@@ -148,30 +145,16 @@ class DescribedMask:
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is TORCH_ATTENTION and isinstance(kwargs.get("attn_mask"), cls):
-            y = _attend(*args, **kwargs)
-            if y is not None:
-                return y
+        mask = kwargs.get("attn_mask")
+        if function is TORCH_ATTENTION and isinstance(mask, cls) and len(args) == 3:
+            query, key, value = args
+            if mask.fits(query, key) and not kwargs.get("is_causal"):
+                tokens = query.shape[-2]
+                key, value = key[..., :tokens, :], value[..., :tokens, :]
+                options = kwargs.get("dropout_p", 0.0), kwargs.get("scale")
+                return apply_by_rows(mask.visible, query, key, value, *options)
         args, kwargs = tree_map(written_out, (args, kwargs))
         return function(*args, **kwargs)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: DescribedMask,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
-    """Torch's attention under a description; None if it is not of these queries and keys."""
-    if is_causal or not attn_mask.fits(query, key):
-        return None
-    tokens = query.shape[-2]
-    key, value = key[..., :tokens, :], value[..., :tokens, :]
-    return apply_by_rows(attn_mask.visible, query, key, value, dropout_p, scale)
 
 
 def written_out(mask: Any) -> Any:
@@ -179,86 +162,48 @@ def written_out(mask: Any) -> Any:
     return mask.tensor() if isinstance(mask, DescribedMask) else mask
 
 
-def describe_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
-    attention_mask: Any = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool | None = None,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    config: Any = None,
-    **kwargs: Any,
-) -> Any:
+def describe_mask(batch_size: int, q_length: int, kv_length: int, **asked: Any) -> Any:
     """The mask function of plugged models: None, a tensor, or a :class:`DescribedMask`.
 
     The arguments are those of transformers' ``sdpa_mask``.
     """
-    if isinstance(attention_mask, DescribedMask):
+    if isinstance(asked.get("attention_mask"), DescribedMask):
         # an outer model has made it
-        return attention_mask
-    causal = allow_is_bidirectional_skip is None
+        return asked["attention_mask"]
+    function = asked.setdefault("mask_function", causal_mask_function)
+    skip = asked.get("allow_is_bidirectional_skip")
+    causal = skip is None
+    asked["allow_is_bidirectional_skip"] = bool(skip)
+    if causal:
+        skip = asked.get("allow_is_causal_skip", True)
     visible = None
-    if (
-        not use_vmap
-        and not torch.jit.is_tracing()
-        and _is_of_first_tokens(q_length, kv_length, q_offset, kv_offset, attention_mask, causal)
-    ):
-        padding = None if attention_mask is None else attention_mask[:, :q_length]
-        visible = _describe(
-            *(batch_size, q_length, mask_function, padding, local_size, config, device),
-            causal=causal,
-        )
+    if _is_of_first_tokens(q_length, kv_length, asked, causal):
+        visible = _describe(batch_size, q_length, asked, causal)
     if visible is not None and not visible.needs_rows():
         if visible.keys is not None:
             # one row for all queries: expanded, it has the shape that transformers makes
             return visible.keys[:, :, None].expand(batch_size, 1, q_length, q_length)
-        skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
         if skip and not (causal and torch.compiler.is_compiling()):
             # the attention layers are causal, or not, by themselves
             return None
-        if not skip and mask_function.__name__ != _TOGETHER:
+        if not skip and function.__name__ != _TOGETHER:
             # the model asked for the mask itself; packed documents ask for it, too
             visible = None
     if visible is not None:
-        return DescribedMask(visible, batch_size, q_length, device, kv_length)
-    return sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip,
-        allow_is_bidirectional_skip=bool(allow_is_bidirectional_skip),
-        use_vmap=use_vmap,
-        device=device,
-        config=config,
-        **kwargs,
-    )
+        return DescribedMask(visible, batch_size, q_length, asked.get("device", "cpu"), kv_length)
+    return sdpa_mask(batch_size, q_length, kv_length, **asked)
 
 
 def _is_of_first_tokens(
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    padding: Tensor | None,
-    causal: bool,
+    q_length: int, kv_length: int, asked: Mapping[str, Any], causal: bool
 ) -> bool:
     """Whether queries are the first tokens, and see no other keys than theirs."""
-    if kv_offset != 0:
+    if asked.get("use_vmap") or torch.jit.is_tracing() or asked.get("kv_offset", 0) != 0:
         return False
     if q_length != kv_length and not (causal and 1 < q_length < kv_length):
         # more keys than queries are a prompt in a static cache; a decoded token is never the first
         return False
+    q_offset, padding = asked.get("q_offset", 0), asked.get("attention_mask")
     if isinstance(q_offset, Tensor):
         # of a static cache, on the device: for a decoded token it is not read, which would wait
         if masking_utils.is_tracing(q_offset) or bool(q_offset != 0):
@@ -272,50 +217,39 @@ def _is_of_first_tokens(
 
 
 def _describe(
-    batch_size: int,
-    length: int,
-    mask_function: Callable[..., Any],
-    padding: Tensor | None,
-    local_size: int | None,
-    config: Any,
-    device: torch.device | str,
-    causal: bool,
+    batch_size: int, length: int, asked: Mapping[str, Any], causal: bool
 ) -> Visibility | None:
     """What a mask function says, or None if it says something else than the parts known here."""
-    if not _is_known(mask_function, local_size, config, causal):
+    mask_function, config = asked["mask_function"], asked.get("config")
+    padding, window = asked.get("attention_mask"), asked.get("local_size")
+    if not _is_known(mask_function, window, config, causal):
         return None
+    padding = None if padding is None else padding[:, :length]
     if padding is not None and not masking_utils.is_tracing(padding) and bool(padding.all()):
         padding = None
     keys = None if padding is None else padding[:, None, :]
-    window = local_size
     if window is not None and not causal:
         # transformers' window to both sides includes its last token
         window = window + 1
-    if window is not None and _may_compare_length(padding) and window >= length:
-        window = None
-    documents = None
-    if causal and padding is None and _may_be_packed(mask_function, config):
-        documents = _documents(mask_function, batch_size, length, device)
-    return Visibility(keys, None, causal, window, documents, in_order=documents is not None)
-
-
-def _may_compare_length(padding: Tensor | None) -> bool:
-    """Whether the result may depend on the length, as whether a window hides anything does."""
     if torch.compiler.is_compiling():
         # a compiled graph is compiled once more beyond the window; an exported program has to serve
         # all lengths
-        return not is_exporting()
-    return not masking_utils.is_tracing(padding)
-
-
-def _may_be_packed(mask_function: Any, config: Any) -> bool:
-    """Whether several documents may share a row."""
-    if mask_function.__name__ != _TOGETHER:
-        return False
-    if masking_utils.is_tracing():
+        may_compare_length = not is_exporting()
+    else:
+        may_compare_length = not masking_utils.is_tracing(padding)
+    if window is not None and may_compare_length and window >= length:
+        window = None
+    documents = None
+    # several documents may share a row where masks are combined
+    may_be_packed = causal and padding is None and mask_function.__name__ == _TOGETHER
+    if may_be_packed and masking_utils.is_tracing():
         # transformers cannot look at positions there; those that a model makes are of one document
-        return bool(getattr(config, "positions_given", True))
-    return any(part.__code__ is _PACKED.__code__ for part in _parts(mask_function))
+        may_be_packed = getattr(config, "positions_given", True)
+    elif may_be_packed:
+        may_be_packed = any(part.__code__ is _PACKED.__code__ for part in _parts(mask_function))
+    if may_be_packed:
+        documents = _documents(mask_function, batch_size, length, asked.get("device", "cpu"))
+    return Visibility(keys, None, causal, window, documents, in_order=documents is not None)
 
 
 _CAUSAL = causal_mask_function.__name__
@@ -326,24 +260,19 @@ _WINDOWS = (sliding_window_overlay(2), sliding_window_bidirectional_overlay(2))
 _PACKED = packed_sequence_mask_function({(0, token): token > 1 for token in range(5)})
 
 
-def _known_codes() -> set[CodeType]:
-    """The code of those parts of masks that do in this version what a description says."""
-    meant: dict[Any, Callable[[int, int], bool]] = {
-        causal_mask_function: lambda query, key: key <= query,
-        bidirectional_mask_function: lambda query, key: True,
-        _WINDOWS[0]: lambda query, key: key > query - 2,
-        _WINDOWS[1]: lambda query, key: abs(query - key) <= 2,
-        _PACKED: lambda query, key: (query > 1) == (key > 1),
-    }
-    pairs = list(itertools.product(range(5), repeat=2))
-    return {
-        part.__code__
-        for part, says in meant.items()
-        if all(part(0, 0, *pair) == says(*pair) for pair in pairs)
-    }
-
-
-_KNOWN = _known_codes()
+_MEANT: dict[Any, Callable[[int, int], bool]] = {
+    causal_mask_function: lambda query, key: key <= query,
+    bidirectional_mask_function: lambda query, key: True,
+    _WINDOWS[0]: lambda query, key: key > query - 2,
+    _WINDOWS[1]: lambda query, key: abs(query - key) <= 2,
+    _PACKED: lambda query, key: (query > 1) == (key > 1),
+}
+# the code of those parts of masks that do in this version what a description says
+_KNOWN = {
+    part.__code__
+    for part, says in _MEANT.items()
+    if all(part(0, 0, *pair) == says(*pair) for pair in itertools.product(range(5), repeat=2))
+}
 
 
 def _is_known(function: Any, local_size: int | None, config: Any, causal: bool) -> bool:
@@ -392,15 +321,13 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, describe_mask)
 _HANDLES = "_gfsa_mask_handles"
 PLUGGED = "_gfsa_handle"
 _FOR_GENERATE = "create_masks_for_generate"
-_CREATORS = frozenset(
-    (
-        "create_bidirectional_mask",
-        "create_bidirectional_sliding_window_mask",
-        "create_causal_mask",
-        "create_masks_for_generate",
-        "create_sliding_window_causal_mask",
-    )
-)
+_CREATORS = {
+    "create_bidirectional_mask",
+    "create_bidirectional_sliding_window_mask",
+    "create_causal_mask",
+    "create_masks_for_generate",
+    "create_sliding_window_causal_mask",
+}
 
 
 class ConfigView:
@@ -436,8 +363,7 @@ class MaskConfigView(ConfigView):
     """A model's config while it makes its masks."""
 
     positions_given = True
-    """Whether the caller gave position ids, which may be those of packed documents; those that a
-    model makes itself are of one document."""
+    """Whether the caller gave position ids, which may be those of packed documents."""
 
     @property
     def _attn_implementation(self) -> str | None:
@@ -448,20 +374,14 @@ class MaskConfigView(ConfigView):
         return name
 
 
-class _TakeView:
+def _take_view(place: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before the forward of a model that makes masks: its config becomes the view."""
-
-    def __init__(self, module: nn.Module) -> None:
-        names = tuple(inspect.signature(type(module).forward).parameters)[1:]
-        self.place = names.index("position_ids") if "position_ids" in names else len(names)
-
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        config = module.config
-        if isinstance(config, MaskConfigView):
-            # the model is called inside of its own forward, or another thread is in it
-            config = config.real
-        positions = args[self.place] if len(args) > self.place else kwargs.get("position_ids")
-        module.config = MaskConfigView(config, positions_given=positions is not None)
+    config = module.config
+    if isinstance(config, MaskConfigView):
+        # the model is called inside of its own forward, or another thread is in it
+        config = config.real
+    positions = args[place] if len(args) > place else kwargs.get("position_ids")
+    module.config = MaskConfigView(config, positions_given=positions is not None)
 
 
 def _leave_view(module: Any, *_: Any) -> None:
@@ -476,21 +396,19 @@ def _write_out(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before the forward of an attention layer without a filter: masks become what it takes."""
-    written = {name: _without_filter(module, value) for name, value in kwargs.items()}
-    return tuple(_without_filter(module, value) for value in args), written
 
+    def taken(mask: Any) -> Any:
+        if not isinstance(mask, DescribedMask):
+            return mask
+        visible, length = mask.visible, mask.shape[-2]
+        if visible.causal and not visible.needs_rows() and getattr(module, "is_causal", False):
+            # causal by itself, as in eager mode; a compiled transformers model writes the triangle
+            return None
+        if not torch.compiler.is_compiling() and rows_at_once(visible, length) < length:
+            return mask
+        return mask.tensor()
 
-def _without_filter(module: Any, mask: Any) -> Any:
-    """An argument of an attention layer that has no filter, with a mask that it takes."""
-    if not isinstance(mask, DescribedMask):
-        return mask
-    visible, length = mask.visible, mask.shape[-2]
-    if visible.causal and not visible.needs_rows() and getattr(module, "is_causal", False):
-        # causal by itself, as in eager mode; a compiled model of transformers writes the triangle
-        return None
-    if not torch.compiler.is_compiling() and rows_at_once(visible, length) < length:
-        return mask
-    return mask.tensor()
+    return tuple(map(taken, args)), {name: taken(value) for name, value in kwargs.items()}
 
 
 def set_mask_hooks(model: nn.Module) -> None:
@@ -501,30 +419,32 @@ def set_mask_hooks(model: nn.Module) -> None:
         if isinstance(module, PreTrainedModel):
             # torch calls no hook after a forward that Ctrl-C ended
             _leave_view(module)
-    makers = list(_makers(model))
-    describe_for_generate(model, makers)
+        if module.__dict__.get(_FOR_GENERATE) is _describe_for_generate:
+            del module.__dict__[_FOR_GENERATE]
+    # the models that make masks for plugged layers
+    makers = [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        and _makes_masks(type(module))
+        and any(PLUGGED in inner.__dict__ for inner in module.modules())
+    ]
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and _makes_masks_before(module, makers):
+            module.__dict__[_FOR_GENERATE] = _describe_for_generate
     for maker in makers:
-        enter = maker.register_forward_pre_hook(_TakeView(maker), with_kwargs=True)
+        names = tuple(inspect.signature(type(maker).forward).parameters)[1:]
+        place = names.index("position_ids") if "position_ids" in names else len(names)
+        take_view = functools.partial(_take_view, place)
+        enter = maker.register_forward_pre_hook(take_view, with_kwargs=True)
         leave = maker.register_forward_hook(_leave_view, always_call=True)
-        _keep(maker, enter, leave)
+        maker.__dict__[_HANDLES] = (*maker.__dict__.get(_HANDLES, ()), enter, leave)
         for module in maker.modules():
             if PLUGGED in module.__dict__ or _HANDLES in module.__dict__:
                 continue
             if looks_like_attention(module):
-                _keep(module, module.register_forward_pre_hook(_write_out, with_kwargs=True))
-
-
-def _keep(module: nn.Module, *handles: Any) -> None:
-    module.__dict__[_HANDLES] = (*module.__dict__.get(_HANDLES, ()), *handles)
-
-
-def _makers(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """The models in ``model`` that make masks for plugged layers."""
-    for module in model.modules():
-        if not isinstance(module, PreTrainedModel) or not _makes_masks(type(module)):
-            continue
-        if any(PLUGGED in inner.__dict__ for inner in module.modules()):
-            yield module
+                handle = module.register_forward_pre_hook(_write_out, with_kwargs=True)
+                module.__dict__[_HANDLES] = (handle,)
 
 
 def _makes_masks(kind: type[nn.Module]) -> bool:
@@ -537,27 +457,19 @@ def _makes_masks(kind: type[nn.Module]) -> bool:
             # what is decided when a model is built, the real config decides
             if name == "__init__" or not callable(function):
                 continue
-            names.update(_names_in(inspect.unwrap(function)))
+            waiting = [getattr(inspect.unwrap(function), "__code__", None)]
+            while waiting:
+                code = waiting.pop()
+                if code is not None:
+                    names.update(code.co_names)
+                    # a lambda in the function may be the one that mentions them
+                    waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
     return bool(names & _CREATORS) and "_attn_implementation" not in names
 
 
-def _names_in(function: Any) -> set[str]:
-    """Globals and attributes that a function mentions; a lambda in it may be the one that does."""
-    found: set[str] = set()
-    waiting = [getattr(function, "__code__", None)]
-    while waiting:
-        code = waiting.pop()
-        if code is not None:
-            found.update(code.co_names)
-            waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-    return found
-
-
-class _DescribeForGenerate:
+def _describe_for_generate(config: Any, **arguments: Any) -> Any:
     """In place of transformers' function, for one model."""
-
-    def __call__(self, config: Any, **arguments: Any) -> Any:
-        return create_masks_for_generate(config=_OneConfig(config), **arguments)
+    return create_masks_for_generate(config=_OneConfig(config), **arguments)
 
 
 class _OneConfig(MaskConfigView):
@@ -565,20 +477,6 @@ class _OneConfig(MaskConfigView):
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> _OneConfig:
         return self
-
-
-def describe_for_generate(model: nn.Module, makers: Sequence[PreTrainedModel]) -> None:
-    """Have ``generate`` describe masks for ``makers``, and for no other models in ``model``.
-
-    Args:
-        makers: the models that take a described mask, by the hooks that they have.
-    """
-    for module in model.modules():
-        if isinstance(module.__dict__.get(_FOR_GENERATE), _DescribeForGenerate):
-            del module.__dict__[_FOR_GENERATE]
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and _makes_masks_before(module, makers):
-            module.__dict__[_FOR_GENERATE] = _DescribeForGenerate()
 
 
 def _makes_masks_before(module: PreTrainedModel, makers: Sequence[PreTrainedModel]) -> bool:

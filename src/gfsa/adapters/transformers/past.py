@@ -1,14 +1,11 @@
 r"""The past of a decoded token in a cache of transformers: powers beside keys and values.
 
-A layer of the cache gets companions, one for each power ``A^k·v`` that is needed again. They are
-cache layers of its own kind, with a power in the row of a token's key and value. Every operation on
-the layer (beams reordered, tokens cropped, a window that slides, memory moved) is applied to them
-as well. Where late layers of a model attend to the keys and values of an earlier one (Gemma 3n),
-each of them has companions of its own.
-
-One tensor ``[V | U]`` in the layer would need no companions. But ``torch.cat`` would copy U of all
-tokens for every new one (on a CPU 1.2 to 1.8 times the time of a layer's attention and cache), and
-with grouped queries U would have no stride from head to head, by which the decode kernel reads it.
+A layer of the cache gets companions, one for each power ``A^k·v`` that is needed again: cache
+layers of its own kind, on which every operation on the layer is repeated (beams reordered, tokens
+cropped, a window that slides, memory moved). Where several layers of a model attend to the keys
+and values of one (Gemma 3n), each has companions of its own. One tensor ``[V | U]`` would need no
+companions, but ``torch.cat`` would copy U of all tokens for every new one, and with grouped queries
+U would have no stride from head to head, by which the decode kernel reads it.
 
 The powers must belong to the tokens in the layer, and another model may have used the cache in
 between. Lengths show it where they are numbers of the host. A static layer, and a window in a
@@ -38,10 +35,9 @@ from transformers.cache_utils import (
 
 from gfsa.adapters.transformers.refusals import name_of
 from gfsa.operators.call import is_exporting
-from gfsa.operators.past import Past
 
 
-class LayerPast(Past):
+class LayerPast:
     """What a layer of a cache holds, and the companions beside it.
 
     Args:
@@ -50,25 +46,38 @@ class LayerPast(Past):
         new: how many tokens are new.
     """
 
+    #: the length, where free rows follow the newest token
+    length_on_device: Tensor | None = None
+
     def __init__(self, layer: Any, owner: int, new: int) -> None:
         self.layer = layer
         self.owner = owner
         self.new = new
-        # the most common classes first, because isinstance is slow here
-        kind = type(layer)
-        if kind is StaticLayer or (kind is not DynamicLayer and _fills_from_the_front(layer)):
-            self.length_on_device = layer.cumulative_length
+        # the most common class first, because isinstance is slow here
+        if type(layer) is not DynamicLayer and isinstance(layer, StaticLayer):
+            is_window = isinstance(layer, StaticSlidingWindowLayer)
+            # once a window is full it slides, and the newest tokens are its last rows
+            if not is_window or layer.cumulative_length_int <= layer.max_cache_len:
+                self.length_on_device = layer.cumulative_length
 
-    @property
-    def length(self) -> Any:
-        return self.layer.get_seq_length()
+    def newest(self, values: Tensor) -> Tensor:
+        """The rows of ``values`` that belong to the new tokens."""
+        length = self.length_on_device
+        if length is None:
+            return values.narrow(2, values.shape[2] - self.new, self.new)
+        rows = (length - self.new).view(1)
+        if self.new > 1:
+            rows = rows + torch.arange(self.new, device=values.device)
+        return values.index_select(2, rows)
 
     def power(self, k: int) -> Tensor | None:
+        """``A^k·v`` of the tokens before, ``(B, H, rows, D)``, and free rows; None if unknown."""
         companions = getattr(self.layer, "gfsa_powers", {}).get(self.owner)
         rows: Tensor | None = companions[k - 1].rows if companions else None
         return rows
 
     def prepare(self, count: int, heads: tuple[int, ...]) -> None:
+        """Raise unless ``count`` powers of these heads belong to the tokens before."""
         layer, owner = self.layer, self.owner
         # isinstance is slow here, and every decoded token asks
         if is_exporting() and isinstance(layer, StaticLayer):
@@ -90,35 +99,31 @@ class LayerPast(Past):
             # the length of a layer that grows without a window tells everything
             if type(companions[0]) is not GrowingPowers:
                 _count_fillings(layer, owner)
-        elif len(companions) < count:
+        elif len(companions) < count or companions[0].gfsa_heads != heads:
             raise ValueError(
-                f"this cache was filled by a filter of degree {len(companions) + 1}, the filter "
-                f"now has degree {count + 1}; start from a new cache"
-            )
-        elif companions[0].gfsa_heads != heads:
-            raise ValueError(
-                f"this cache keeps powers of the heads {list(companions[0].gfsa_heads)}, the "
-                f"filter now needs those of {list(heads)}; start from a new cache"
+                f"this cache was filled by a filter of degree {len(companions) + 1} with powers of "
+                f"the heads {list(companions[0].gfsa_heads)}, the filter now has degree "
+                f"{count + 1} and needs those of {list(heads)}; start from a new cache"
             )
         self._refuse_another(companions[:count])
 
     def write(self, k: int, rows: Tensor, keys: int) -> Tensor:
+        """After :meth:`prepare`, append ``A^k·v`` of new tokens; the first ``keys`` rows of all."""
         every: Tensor = self.layer.gfsa_powers[self.owner][k - 1].add(rows, self.layer)
         return every if every.shape[2] == keys else every[:, :, :keys]
 
     def make_room(self, like: Tensor) -> Tensor:
+        """The rows of ``A·v`` with one for the new token, ``like`` it, which the caller writes."""
         layer = self.layer
         companion = layer.gfsa_powers[self.owner][0]
-        if type(companion) is GrowingPowers and not torch.compiler.is_compiling():
-            # few questions: every token comes here in each layer
-            free = companion.next_row(layer.keys.shape[2], like.device)
-            if free is not None:
-                return free
-        self._refuse_another((companion,))
+        # few questions: every token comes here in each layer
+        if type(companion) is not GrowingPowers or companion.length + 1 != layer.keys.shape[2]:
+            self._refuse_another((companion,))
         rows: Tensor = companion.make_room(like, layer)
         return rows
 
     def counters(self, heads: int, device: torch.device) -> Tensor | None:
+        """Zeros that the decode kernel may use and leaves at zero, if the layer keeps some."""
         layer = self.layer
         # the most common class first, because isinstance is slow here
         if type(layer) is DynamicLayer:
@@ -131,10 +136,8 @@ class LayerPast(Past):
             return counters
         if torch.compiler.is_compiling() or not isinstance(layer, StaticLayer):
             return None
-        if device.type != "cuda":
-            return None
-        if torch.cuda.is_current_stream_capturing():
-            # they would be the graph's memory
+        # while a graph is captured, they would be its memory
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return None
         counters = holder.gfsa_counters = _new_counters(heads, device)
         return counters
@@ -144,9 +147,7 @@ class LayerPast(Past):
         for companion in companions:
             known = companion.tokens()
             # only a companion that counts its tokens is compared by length
-            if known is None or _is_on_device(held := self.length):
-                continue
-            if known + self.new != held:
+            if known is not None and known + self.new != (held := self.layer.get_seq_length()):
                 raise ValueError(
                     f"the cache holds {int(held) - self.new} earlier tokens, but the powers of "
                     f"{int(known)}: {_CAUSES}"
@@ -160,7 +161,8 @@ class LayerPast(Past):
         setattr(self.layer, name, 0)
 
     def _refuse_tokens_without_powers(self) -> None:
-        held = self.length
+        # a tensor if the device counts the tokens
+        held = self.layer.get_seq_length()
         if isinstance(held, Tensor) and torch.compiler.is_compiling():
             # a compiled graph cannot read what is on the device, but can check it there
             if held.device.type in ("cpu", "cuda"):
@@ -182,17 +184,8 @@ _CAUSES = (
 )
 
 
-def _fills_from_the_front(layer: Any) -> bool:
-    """Whether a layer has free rows after its newest tokens, as a static one has."""
-    if isinstance(layer, StaticSlidingWindowLayer):
-        # once the window is full it slides, and the newest tokens are the last rows
-        return bool(layer.cumulative_length_int <= layer.max_cache_len)
-    return isinstance(layer, StaticLayer)
-
-
 # free rows that a growing layer has after it was copied: by their bytes, so that all layers of a
-# model together hardly need more memory than its tokens (12 layers of GPT-2, 16 sequences: 0.84
-# MiB). Keys and values, of which there is twice as much, are copied for every token
+# model together hardly need more memory than its tokens
 _MOST_FREE = 16
 _FEWEST_FREE = 3
 _FREE_BYTES = 20 * 1024
@@ -205,8 +198,8 @@ class GrowingPowers(DynamicLayer):
     they belong to, None where the layer of the cache alone counts them; ``add`` appends the newest
     and returns all; ``make_room`` returns rows with one for the newest, which the caller writes.
 
-    ``torch.cat`` would copy all rows for each new token. Where gradients are recorded or a graph is
-    traced, it does: autograd may hold such rows, and they are not written again, cropped or not.
+    Where gradients are recorded or a graph is traced, ``torch.cat`` copies the rows for each token:
+    autograd may hold them, and they are not written again, cropped or not.
     """
 
     # transformers registers a class by it, for caches that it builds itself
@@ -284,32 +277,20 @@ class GrowingPowers(DynamicLayer):
         # a kernel's write is nothing that autograd would have to know
         if type(like) is not Tensor or torch.compiler.is_compiling():
             return self.add(torch.empty_like(like), layer)
-        self.prefetch()
+        if self.rows is None or self.rows.device != like.device:
+            self.prefetch()
         rows = self._with_room(1, like)
         self.length += 1
-        return rows
-
-    def next_row(self, length: int, device: torch.device) -> Tensor | None:
-        """As :meth:`make_room`, if token number ``length`` is the next and needs no copy."""
-        rows = self.rows
-        if rows is None or self.length + 1 != length or not self._is_writable:
-            return None
-        if rows.device != device or not length <= rows.shape[2] <= 2 * length + _MOST_FREE:
-            return None
-        self.length = length
         return rows
 
     def _with_room(self, new: int, like: Tensor) -> Tensor:
         rows, length = self.rows, self.length
         assert rows is not None
         needed = length + new
-        if (
-            self._is_writable
-            # cropped to less than half, it gives the memory back, as torch.cat would
-            and needed <= rows.shape[2] <= 2 * needed + _MOST_FREE
-            # rows of inference mode cannot be written outside of it
-            and (torch.is_inference_mode_enabled() or not rows.is_inference())
-        ):
+        # cropped to less than half, it gives the memory back, as torch.cat would
+        fits = self._is_writable and needed <= rows.shape[2] <= 2 * needed + _MOST_FREE
+        # rows of inference mode cannot be written outside of it
+        if fits and (torch.is_inference_mode_enabled() or not rows.is_inference()):
             return rows
         batch, heads, _, dim = like.shape
         row = batch * heads * dim * like.element_size()
@@ -320,15 +301,16 @@ class GrowingPowers(DynamicLayer):
         return other
 
 
+def _keys_of(layer: Any) -> Tensor | None:
+    keys: Tensor | None = layer.keys
+    return keys
+
+
 class WindowPowers(DynamicSlidingWindowLayer):
     """Powers in a window that grows."""
 
     _layer_type = None
-
-    @property
-    def rows(self) -> Tensor | None:
-        rows: Tensor | None = self.keys
-        return rows
+    rows = property(_keys_of)
 
     def tokens(self) -> int | None:
         # a compiled call would have two numbers that are equal, the layer's and this one. Torch
@@ -357,6 +339,7 @@ class TracedStaticPowers(StaticLayer):
     """
 
     _layer_type = None
+    rows = property(_keys_of)
 
     gfsa_counters: Tensor | None = None
 
@@ -367,11 +350,6 @@ class TracedStaticPowers(StaticLayer):
     def get_seq_length(self) -> int:
         return self.max_cache_len if self.is_initialized else 0
 
-    @property
-    def rows(self) -> Tensor | None:
-        rows: Tensor | None = self.keys
-        return rows
-
     def tokens(self) -> int | None:
         return None
 
@@ -379,21 +357,20 @@ class TracedStaticPowers(StaticLayer):
         if not self.is_initialized:
             self.lazy_initialization(tokens, tokens[..., :0])
         rows, new, most = self._rows_beside(layer), tokens.shape[2], self.max_cache_len
-        before = layer.cumulative_length_int - new if self.slides else 0
-        if not self.slides or before + new <= most:
-            length = layer.cumulative_length
-            _write(rows, torch.arange(new, device=length.device) + (length - new), tokens)
-            return rows
-        if before >= most and new == 1:
-            last = torch.tensor([most - 1], device=rows.device)
-            _write(self.make_room(tokens, layer), last, tokens)
-            return rows
-        every = tokens
-        if before > 0:
+        if self.slides and layer.cumulative_length_int > most:
+            before = layer.cumulative_length_int - new
             past = rows[:, :, 1:] if before >= most else rows[:, :, :before]
-            every = torch.cat([past, tokens], dim=2)
-        rows.copy_(every[:, :, -most:])
-        return every
+            every = torch.cat([past, tokens], dim=2) if before else tokens
+            rows.copy_(every[:, :, -most:])
+            return every
+        length = layer.cumulative_length
+        position = torch.arange(new, device=length.device) + (length - new)
+        try:
+            rows.index_copy_(2, position, tokens)
+        except NotImplementedError:
+            # on a device without it, such as mps
+            rows[:, :, position] = tokens
+        return rows
 
     def make_room(self, like: Tensor, layer: Any) -> Tensor:
         rows = self._rows_beside(layer)
@@ -415,9 +392,8 @@ class StaticPowers(TracedStaticPowers, nn.Module):
     """:class:`TracedStaticPowers` as a module, because of what a compiled call checks each time.
 
     Torch skips the checks of a module whose attributes are the same objects as in the last call, if
-    they are tensors, numbers or names; the attributes of other objects are checked one by one. (A
-    device is none of these, so a forward asks the layer's length for its device, which it never
-    leaves.)
+    they are tensors, numbers or names (a device is none of these); the attributes of other objects
+    are checked one by one.
     """
 
     def __init__(self, max_cache_len: int, slides: bool = False) -> None:
@@ -425,16 +401,8 @@ class StaticPowers(TracedStaticPowers, nn.Module):
         TracedStaticPowers.__init__(self, max_cache_len, slides)
 
 
-def _write(rows: Tensor, position: Tensor, tokens: Tensor) -> None:
-    try:
-        rows.index_copy_(2, position, tokens)
-    except NotImplementedError:
-        # on a device without it, such as mps
-        rows[:, :, position] = tokens
-
-
 def _new_counters(heads: int, device: torch.device | str) -> Tensor:
-    """Zeros in which the decode kernel's programs of a head count how many of them are done."""
+    """Zeros in which the decode kernel's programs of a head count those that are done."""
     counters = torch.zeros(heads, dtype=torch.int32, device=device)
     # as the layer's own tensors: a graph that writes to it can be captured
     torch._dynamo.mark_static_address(counters)
@@ -476,14 +444,8 @@ def empty_like(layer: Any) -> Any:
 
 # the methods of a cache layer, besides those that fill it, that companions repeat
 _REPEATED = (
-    "activate_past_recording",
-    "batch_repeat_interleave",
-    "batch_select_indices",
-    "crop",
-    "offload",
-    "prefetch",
-    "reorder_cache",
-    "reset",
+    *("activate_past_recording", "batch_repeat_interleave", "batch_select_indices", "crop"),
+    *("offload", "prefetch", "reorder_cache", "reset"),
 )
 
 
@@ -551,19 +513,14 @@ class HeldRows:
 
 
 def _state(layer: Any) -> tuple[int, tuple[int, int] | None]:
-    """A number that changes when tokens are added, and how often keys and values were written.
-
-    Both are known on the host. Tensors of inference mode do not count how often they are written.
-    """
-    filled = layer.__dict__.get("cumulative_length")
+    """A number that changes when tokens are added, and how often keys and values were written."""
     if layer.keys is None:
         # newer versions of transformers drop the rows of a layer that is reset
         return 0, None
+    filled = layer.__dict__.get("cumulative_length", layer.keys.shape[-2])
+    # tensors of inference mode do not count how often they are written
     try:
-        if filled is None:
-            filled = layer.keys.shape[-2]
-        elif type(filled) is not int:
-            filled = filled._version
+        filled = filled if type(filled) is int else filled._version
     except RuntimeError:
         filled = 0
     try:
@@ -585,19 +542,9 @@ def _count_fillings(layer: Any, owner: int) -> None:
 
 
 def _fillings_for(owner: int) -> str:
-    """The attribute of a layer that counts how often it was filled since a module added powers.
-
-    One number for each module, and not a dict of them: what a compiled call changes is set after
-    it, in every layer for every token, and an attribute is set much faster than a dict is.
-    """
+    """The attribute of a layer that counts how often it was filled since a module added powers."""
+    # not a dict of them: after a compiled call an attribute is set much faster than a dict is
     return f"gfsa_fillings_{owner}"
-
-
-def _is_on_device(length: Any) -> bool:
-    """Whether a length cannot be read, or only by waiting for the GPU."""
-    if not isinstance(length, Tensor):
-        return False
-    return torch.compiler.is_compiling() or length.device.type != "cpu"
 
 
 class _TracedUpdate:
@@ -625,13 +572,7 @@ class _CountedUpdate(_TracedUpdate, nn.Module):
 
 
 def layer_in(cache: Any, index: int | None, module: Any) -> Any:
-    """The cache layer that a module attends to; raises for caches that cannot hold powers.
-
-    Args:
-        cache: as the module got it.
-        index: the layer of the cache that the module fills.
-        module: the attention module.
-    """
+    """The layer of a cache that a module attends to; ``index`` is that of the one that it fills."""
     # the most common classes first, because isinstance is slow here
     if type(cache) is not DynamicCache and type(cache) is not StaticCache:
         cache = _of_self_attention(cache)
@@ -640,24 +581,15 @@ def layer_in(cache: Any, index: int | None, module: Any) -> Any:
             f"{name_of(module)} does not say which layer of the cache it uses (its layer_idx is "
             "None), so the powers of past tokens have no place. Pass use_cache=False"
         )
-    source = _source_of(module) if _shares(module) else index
-    if source is None or source >= len(cache.layers):
+    # decided when the module was plugged
+    source = module._gfsa_arguments.source
+    source = index if source is None else source
+    if not 0 <= source < len(cache.layers):
         raise ValueError(
             f"layer {index} ({name_of(module)}) has no layer of its own in the cache: it uses the "
             "keys and values of another layer. Pass use_cache=False"
         )
     return cache.layers[source]
-
-
-def _shares(module: Any) -> bool:
-    """Whether a module uses the keys and values of another layer."""
-    # a compiled call that has read __dict__ itself checks all that is in it, for every token
-    if torch.compiler.is_compiling():
-        return bool(getattr(module, "is_kv_shared_layer", False))
-    # a module's own getattr is slow for what it lacks
-    if hasattr(type(module), "is_kv_shared_layer"):
-        return bool(module.is_kv_shared_layer)
-    return bool(module.__dict__.get("is_kv_shared_layer", False))
 
 
 def _of_self_attention(cache: Any) -> Any:
@@ -671,11 +603,13 @@ def _of_self_attention(cache: Any) -> Any:
     return cache
 
 
-def _source_of(module: Any) -> int | None:
-    """The layer whose keys and values a sharing layer uses.
+def source_of(module: Any) -> int | None:
+    """The layer whose keys and values a module uses, -1 if unknown; None if it has its own.
 
     The config lists it (Mistral Large 4), or it is the last of its type with its own.
     """
+    if not getattr(module, "is_kv_shared_layer", False):
+        return None
     listed = getattr(module.config, "kv_source_layers", None)
     if listed is not None:
         source: int = listed[module.layer_idx]
@@ -683,15 +617,12 @@ def _source_of(module: Any) -> int | None:
     kinds = module.config.layer_types
     own = len(kinds) - module.config.num_kv_shared_layers
     alike = [i for i, kind in enumerate(kinds[:own]) if kind == kinds[module.layer_idx]]
-    return alike[-1] if alike else None
+    return alike[-1] if alike else -1
 
 
 def mix_into(cache: Any, index: int | None, module: Any) -> None:
-    """Let a cache keep ``V + r·V⁰`` of a module with a depth term, in place of V.
-
-    The cache then holds what the module attends to, so nothing of V⁰ is needed for past tokens.
-    """
-    if index is None or _shares(module):
+    """Let a cache keep ``V + r·V⁰`` in place of V, so that no V⁰ of past tokens is needed."""
+    if index is None or module._gfsa_arguments.source is not None:
         return
     cache = _of_self_attention(cache)
     update = cache.__dict__.get("update")

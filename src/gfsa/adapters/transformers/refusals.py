@@ -19,16 +19,10 @@ from gfsa.plugs.tracing.candidates import refusal_of_pooling
 OTHER_TOKENS = frozenset((*OTHER_SEQUENCE, "context_hidden_states"))
 """Arguments of an attention module's forward that hold the tokens of another sequence."""
 
-QUERY_AND_KEY = (
-    ("query", "key"),
-    ("queries", "keys"),
-    ("query_tensor", "key_tensor"),
-    ("q", "k"),
-)
+QUERY_AND_KEY = (("query", "key"), ("queries", "keys"), ("query_tensor", "key_tensor"), ("q", "k"))
 """Arguments that hold the tokens of queries and of keys where a forward takes them apart."""
 
 REDUCED = "its keys are a shorter summary of its tokens: the map is not square"
-_POOLED_QUERIES = "its queries are pooled: the map is not square"
 
 # class names of attention outside the interface; the tracer has a table for those of any library
 _WITHOUT_MAP = {
@@ -52,10 +46,15 @@ def refusal_of_interface(module: Any) -> str | None:
     if hasattr(module, "sequence_reduction"):
         return REDUCED
     if getattr(module, "query_stride", None):
-        return _POOLED_QUERIES
+        return "its queries are pooled: the map is not square"
     if getattr(module, "compressor", None) is not None:
         return "its keys are its tokens and compressed ones: the map is not square"
-    if _requires_other_tokens(type(module)) or hasattr(module, "append_to_cache"):
+    required = {
+        name
+        for name, parameter in inspect.signature(type(module).forward).parameters.items()
+        if parameter.default is inspect.Parameter.empty
+    }
+    if OTHER_TOKENS & required or hasattr(module, "append_to_cache"):
         return f"{REASON} (or some of them are)"
     return None
 
@@ -71,22 +70,6 @@ def refusal_of_traced(module: Any) -> str | None:
     if kind == "CvtSelfAttention" and _strides(module.convolution_projection_key):
         return REDUCED
     return None
-
-
-def refusal_by_owner(owner: nn.Module | None) -> str | None:
-    """Why the module directly inside ``owner`` cannot be filtered, or None."""
-    if "aggregatedattention" in type(owner).__name__.lower():
-        return "its queries and keys are pooled in different ways, to different tokens"
-    return None
-
-
-def _requires_other_tokens(kind: type[nn.Module]) -> bool:
-    """Whether the forward cannot be called without the tokens of another sequence."""
-    parameters = inspect.signature(kind.forward).parameters
-    return any(
-        name in OTHER_TOKENS and parameter.default is inspect.Parameter.empty
-        for name, parameter in parameters.items()
-    )
 
 
 def _strides(projection: nn.Module) -> bool:

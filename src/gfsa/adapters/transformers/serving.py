@@ -43,9 +43,7 @@ class FilteredModelManager(ModelManager):
         if model_id_and_revision not in self.loaded_models:
             path, revision = model_id_and_revision.split("@", 1)
             if kwargs.get("gguf_file"):
-                refusal: str | None = (
-                    f"{path} is a GGUF file, which has no filters; serve it with transformers serve"
-                )
+                refusal: str | None = f"{path} is a GGUF file; serve it with transformers serve"
             else:
                 refusal = refusal_to_serve(path, revision, self.trust_remote_code)
             if refusal is not None:
@@ -103,8 +101,7 @@ def refusal_to_serve(path: str, revision: str, trust_remote_code: bool = False) 
 def run(arguments: Sequence[str]) -> None:
     """``transformers serve`` with these arguments, until it is stopped.
 
-    transformers' command builds its manager of models itself. The name under which it looks the
-    class up is ours until that manager is built, and no longer.
+    transformers' command builds its manager of models itself, of the class that it looks up here.
 
     Raises:
         ValueError, OSError: if the server cannot start with them, or the model cannot be loaded.
@@ -115,14 +112,9 @@ def run(arguments: Sequence[str]) -> None:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(Serve)
 
-    class OnlyManager(FilteredModelManager):
-        with_batching = "--continuous-batching" in arguments
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            model_manager.ModelManager = ModelManager
-            super().__init__(*args, **kwargs)
-
-    model_manager.ModelManager = OnlyManager
+    options = {"with_batching": "--continuous-batching" in arguments}
+    manager: Any = type("Manager", (FilteredModelManager,), options)
+    model_manager.ModelManager = manager
     try:
         app(list(arguments), prog_name="gfsa serve")
     except SafetensorError as error:

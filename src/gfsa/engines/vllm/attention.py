@@ -12,7 +12,7 @@ mask the powers of past tokens never change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ from gfsa.operators.base import combine
 class ServedFilter(nn.Module):
     """The coefficients of one layer's filter, for the heads of this process.
 
-    vLLM gives every module its own part of the checkpoint (:meth:`load_weights`). The coefficients
-    are computed from it once, for all heads, as the plugged model computes them.
+    They are computed once for all heads, as the plugged model does, from the part of the checkpoint
+    that vLLM gives to this module (:meth:`load_weights`).
 
     Args:
         filter: as described in the checkpoint, without its learned numbers.
@@ -58,9 +58,21 @@ class ServedFilter(nn.Module):
         loaded = set()
         for name, tensor in weights:
             if name == EXTRA:
-                self._check_description(read_description(tensor))
+                found, own = read_description(tensor), filter.describe()
+                if not is_same_filter(found, own):
+                    raise ValueError(
+                        f"{self.layer} is served with a filter {shown(own)}, the new weights have "
+                        f"{shown(found)}; start vLLM again to serve another filter"
+                    )
             elif name == "theta" and filter.theta is not None:
-                self._check_theta(filter.theta, tensor)
+                shape = tuple(filter.theta.shape)
+                if tensor.shape != shape or not tensor.is_floating_point():
+                    raise ValueError(
+                        f"θ of {self.layer} should be floating point of shape {shape}, got "
+                        f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                    )
+                if not bool(torch.isfinite(tensor).all()):
+                    raise ValueError(f"θ of {self.layer} has values that are not finite")
                 filter.theta.copy_(tensor)
                 self.is_loaded = True
             else:
@@ -85,23 +97,6 @@ class ServedFilter(nn.Module):
             missing = max(0, 2 - coefficients.shape[-1])
             coefficients = nn.functional.pad(coefficients, (0, missing))
         return coefficients.narrow(0, *self.heads).clone(), share
-
-    def _check_theta(self, theta: Tensor, found: Tensor) -> None:
-        if found.shape != theta.shape or not found.is_floating_point():
-            raise ValueError(
-                f"θ of {self.layer} should be floating point of shape {tuple(theta.shape)}, got "
-                f"{found.dtype} of shape {tuple(found.shape)}"
-            )
-        if not bool(torch.isfinite(found).all()):
-            raise ValueError(f"θ of {self.layer} has values that are not finite")
-
-    def _check_description(self, found: Mapping[str, Any]) -> None:
-        own = self.__dict__["filter"].describe()
-        if not is_same_filter(found, own):
-            raise ValueError(
-                f"{self.layer} is served with a filter {shown(own)}, the new weights have "
-                f"{shown(found)}; start vLLM again to serve another filter"
-            )
 
 
 class FilteredAttention(nn.Module):
@@ -146,18 +141,3 @@ class FilteredAttention(nn.Module):
             return x.reshape(tokens, -1)
         x = x.reshape(tokens, self.num_kv_heads, 1, -1)
         return x.expand(-1, -1, groups, -1).reshape(tokens, -1)
-
-
-def further_layers(degree: int, arguments: Mapping[str, Any]) -> list[Attention]:
-    """The attention layers of the powers after the first, like the layer of ``arguments``."""
-    return [
-        Attention(
-            **{
-                **arguments,
-                "num_kv_heads": arguments["num_heads"],
-                # vLLM looks for one number in a layer's name: the layer's index
-                "prefix": f"{arguments['prefix']}.gfsa_power{power}",
-            }
-        )
-        for power in range(1, degree)
-    ]

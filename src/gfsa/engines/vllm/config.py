@@ -1,9 +1,8 @@
 """The config of a plugged checkpoint: with the filters' descriptions and the class to serve it.
 
-vLLM chooses a model class by ``config.architectures``. A config that belongs to a plugged
-checkpoint gets the architecture that applies filters, and an entry ``gfsa`` with the descriptions
-of the filters. The entry travels to vLLM's worker processes with the config, and is part of the key
-under which vLLM keeps compiled graphs: another degree is another graph.
+vLLM chooses a model class by ``config.architectures``: for a plugged checkpoint, one that applies
+filters. The entry ``gfsa`` with their descriptions travels to vLLM's worker processes, and is part
+of the key under which vLLM keeps compiled graphs: another degree is another graph.
 """
 
 from __future__ import annotations
@@ -121,11 +120,10 @@ def _architecture(config: Any, architectures: list[str], source: str) -> str:
 def _quiet() -> Iterator[None]:
     """Without vLLM's warning that a parser is replaced, which would come for every model."""
 
-    class Quiet(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            return False
+    def quiet(record: logging.LogRecord) -> bool:
+        return False
 
-    target, quiet = logging.getLogger(vllm_config.__name__), Quiet()
+    target = logging.getLogger(vllm_config.__name__)
     target.addFilter(quiet)
     try:
         yield
@@ -136,12 +134,7 @@ def _quiet() -> Iterator[None]:
 def descriptions_in(
     model: str | Path, revision: str | None = None, token: Any = None
 ) -> dict[str, dict[str, Any]]:
-    """What each filter is, by the name of its layer; empty if the checkpoint has no filters.
-
-    Args:
-        model: a folder, or a name on the hub.
-        revision, token: of the hub.
-    """
+    """What each filter is, by the name of its layer; empty if the checkpoint has no filters."""
     hub = {"revision": revision, "token": token}
     if not any(f".{CHILD}." in name for name in _tensor_names(model, hub)):
         return {}
@@ -162,56 +155,39 @@ def descriptions_in(
 
 def _tensor_names(model: str | Path, hub: dict[str, Any]) -> Iterable[str]:
     """The names in a checkpoint of safetensors; none where there is no such checkpoint."""
+    from huggingface_hub import parse_safetensors_file_metadata
+    from safetensors import safe_open
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+    index = _located(model, SAFE_WEIGHTS_INDEX_NAME, **hub)
+    if index is not None:
+        try:
+            weight_map = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            return [str(name) for name in weight_map]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"{index} is damaged: {error!r:.200}") from error
+    weights = _located(model, SAFE_WEIGHTS_NAME, **hub, local_files_only=True)
+    if weights is not None:
+        with safe_open(weights, framework="pt") as checkpoint:
+            return list(checkpoint.keys())
     if Path(model).is_dir():
-        index, weights = Path(model, SAFE_WEIGHTS_INDEX_NAME), Path(model, SAFE_WEIGHTS_NAME)
-        if index.is_file():
-            return _names_in_index(index)
-        return _names_in_file(weights) if weights.is_file() else ()
-    found = _cached(model, SAFE_WEIGHTS_INDEX_NAME, **hub)
-    if found is not None:
-        return _names_in_index(found)
-    found = _cached(model, SAFE_WEIGHTS_NAME, **hub, local_files_only=True)
-    if found is not None:
-        return _names_in_file(found)
-    return _names_in_header(model, SAFE_WEIGHTS_NAME, hub)
-
-
-def _names_in_index(index: Path) -> Iterable[str]:
+        return ()
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{index} is damaged: {error!r:.200}") from error
-    return [str(name) for name in weight_map]
+        # from the first bytes of a file on the hub, which is not fetched
+        return list(parse_safetensors_file_metadata(str(model), SAFE_WEIGHTS_NAME, **hub).tensors)
+    # as in _located, and whatever the hub's client raises where there is no connection
+    except Exception:
+        return ()
 
 
-def _names_in_file(file: Path) -> Iterable[str]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as checkpoint:
-        return list(checkpoint.keys())
-
-
-def _cached(model: str | Path, name: str, **hub: Any) -> Path | None:
-    """A file of the hub, fetched if it is not in the cache; None if it cannot be had."""
+def _located(model: str | Path, name: str, **hub: Any) -> str | None:
+    """A file of a folder, or of the hub, fetched if it is not in the cache; None without it."""
     from transformers.utils.hub import cached_file
 
     try:
-        file = cached_file(str(model), name, **hub)
+        file: str | None = cached_file(str(model), name, **hub)
     # no such file or repository, no connection, or a name of another kind than the hub's: whatever
     # it is, vLLM will say so when it loads the weights, and refuses filters that were not found
     except (OSError, ValueError):
         return None
-    return None if file is None else Path(file)
-
-
-def _names_in_header(model: str | Path, name: str, hub: dict[str, Any]) -> Iterable[str]:
-    """From the first bytes of a file on the hub, which is not fetched."""
-    from huggingface_hub import parse_safetensors_file_metadata
-
-    try:
-        return list(parse_safetensors_file_metadata(str(model), name, **hub).tensors)
-    # as in _cached, and whatever the hub's client raises where there is no connection
-    except Exception:
-        return ()
+    return file

@@ -7,21 +7,17 @@ have the names of those that they extend: vLLM recognises its Transformers backe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models import gpt2, transformers
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-from gfsa.engines.vllm.attention import FilteredAttention, ServedFilter, further_layers
+from gfsa.engines.vllm.attention import FilteredAttention, ServedFilter
 from gfsa.engines.vllm.config import FILTERS
 from gfsa.filters.spec import build
 from gfsa.plugs.adapter import CHILD
@@ -33,8 +29,12 @@ class _Filtered:
 
     def _create_hf_to_vllm_mapper(self: Any) -> None:
         # names of weights depend on the architecture that wrote them
-        with _architectures(self.config, self.config.gfsa["architectures"]):
+        serving = self.config.architectures
+        self.config.architectures = self.config.gfsa["architectures"]
+        try:
             super()._create_hf_to_vllm_mapper()  # type: ignore[misc]
+        finally:
+            self.config.architectures = serving
 
     def _create_attention_instances(self: Any, prefix: str = "") -> None:
         # prefix of an attention layer → the arguments that it was built with
@@ -140,7 +140,7 @@ def _put_filters(
     arguments_of: Callable[[Any], Mapping[str, Any]],
     source: str,
 ) -> None:
-    """Put each described filter into its layer, if the layer is in this process's model.
+    """Let ``attn`` of each layer apply its filter, if the layer is in this process's model.
 
     Args:
         model: vLLM's model; under pipeline parallelism, the part of it that this process has.
@@ -149,34 +149,29 @@ def _put_filters(
         arguments_of: the arguments that a module's attention layer was built with.
         source: the checkpoint, for errors.
     """
+    rank, processes = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     for layer, description in descriptions.items():
-        if layer in layers:
-            module = model.get_submodule(layer)
-            _put_filter(module, description, arguments_of(module), layer, source)
-        elif not is_pp_missing_parameter(f"{layer}.", model):
+        if layer not in layers:
+            if is_pp_missing_parameter(f"{layer}.", model):
+                continue
             raise ValueError(
                 f"the checkpoint has a filter for {layer}, where vLLM's model has no attention "
                 f"layer; it has {some_of(layers)}"
             )
-
-
-def _put_filter(
-    module: Any,
-    description: Mapping[str, Any],
-    arguments: Mapping[str, Any],
-    layer: str,
-    source: str,
-) -> None:
-    """Let ``module.attn`` apply the described filter."""
-    count = arguments["num_heads"]
-    all_heads = count * get_tensor_model_parallel_world_size()
-    filter = build(description, all_heads, layer, source)
-    # vLLM shards heads in order: the first process has the first ones
-    served = ServedFilter(filter, (get_tensor_model_parallel_rank() * count, count), layer)
-    # under the name that the checkpoint has for it, where vLLM looks for its weights
-    setattr(module, CHILD, served)
-    further = further_layers(filter.degree, arguments)
-    module.attn = FilteredAttention([module.attn, *further], served)
+        module: Any = model.get_submodule(layer)
+        arguments = arguments_of(module)
+        count = arguments["num_heads"]
+        filter = build(description, count * processes, layer, source)
+        # vLLM shards heads in order: the first process has the first ones
+        served = ServedFilter(filter, (rank * count, count), layer)
+        # under the name that the checkpoint has for it, where vLLM looks for its weights
+        setattr(module, CHILD, served)
+        further = []
+        for power in range(1, filter.degree):
+            # vLLM looks for one number in a layer's name: the layer's index
+            prefix = f"{arguments['prefix']}.gfsa_power{power}"
+            further.append(Attention(**{**arguments, "num_kv_heads": count, "prefix": prefix}))
+        module.attn = FilteredAttention([module.attn, *further], served)
 
 
 def _require_loaded(model: nn.Module) -> None:
@@ -191,13 +186,3 @@ def _require_loaded(model: nn.Module) -> None:
             f"the checkpoint describes filters of {some_of(missing)}, but has no θ for them; save "
             "the plugged model again with save_pretrained"
         )
-
-
-@contextmanager
-def _architectures(config: Any, names: list[str]) -> Iterator[None]:
-    """The config with the architectures of the checkpoint."""
-    serving, config.architectures = config.architectures, names
-    try:
-        yield
-    finally:
-        config.architectures = serving

@@ -59,7 +59,7 @@ def tune(
         typer.echo(f"{why}: nothing was written", err=True)
         raise typer.Exit(130 if interrupted else 1)
     if interrupted:
-        tuned.update(file, gpu.machine, rows)
+        tuned.write(file, gpu.machine, rows, update=True)
         typer.echo(f"interrupted: the {len(rows)} kinds that were measured are in {file}", err=True)
         raise typer.Exit(130)
     tuned.write(file, gpu.machine, rows)

@@ -279,9 +279,9 @@ def test_inputs_of_a_graph_may_begin_anywhere(degree: int, monkeypatch: pytest.M
     expected = kernels.decode(*arguments, coeffs, None, None, 0.3)
     run = kernels._run
 
-    def checked(*arguments: Any, **options: Any) -> Any:
-        assert not any(x.data_ptr() % 16 for x in arguments[:4] if x is not None)
-        return run(*arguments, **options)
+    def checked(token: kernels.Token, *rest: Any, **options: Any) -> Any:
+        assert not any(x.data_ptr() % 16 for x in token[:4] if x is not None)
+        return run(token, *rest, **options)
 
     monkeypatch.setattr(kernels, "_run", checked)
     found = kernels.registered(*off, None, coeffs, None, None, None, None, 0.3, False)
@@ -369,11 +369,11 @@ def test_a_static_window_before_and_after_it_is_full(
     launched: list[bool] = []
     run = kernels._run
 
-    def counted(*arguments: Any, **options: Any) -> Any:
-        launched.append(arguments[8] is not None)
-        return run(*arguments, **options)
+    def noted(token: kernels.Token, *rest: Any, **options: Any) -> Any:
+        launched.append(token.length is not None)
+        return run(token, *rest, **options)
 
-    monkeypatch.setattr(kernels, "_run", counted)
+    monkeypatch.setattr(kernels, "_run", noted)
     monkeypatch.setattr(cached, "refusal_of_decoding", lambda *_: None)
     if way == "decided once":
         monkeypatch.setattr(cached.attention, "host_time_counts", lambda *_: True)
@@ -430,6 +430,16 @@ def model(kind: str, layers: int = 1, degree: int = 2, exclusive: bool = False) 
     return built
 
 
+def counted(counts: dict[str, int], name: str, function: Any) -> Any:
+    """The function, which counts its calls."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
 @pytest.mark.parametrize(
     ("kind", "cache", "beams", "degree", "exclusive"),
     [
@@ -468,16 +478,8 @@ def test_generation_by_one_launch_a_layer_and_token(
     }
     by_torch = subject.generate(ids, **options)
     counts = {"kernel": 0, "torch": 0}
-    run, attend = kernels._run, F.scaled_dot_product_attention
-
-    def count(name: str, function: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return function(*args, **kwargs)
-
-        return counted
-
-    monkeypatch.setattr(kernels, "_run", count("kernel", run))
+    attend = F.scaled_dot_product_attention
+    monkeypatch.setattr(kernels, "_run", counted(counts, "kernel", kernels._run))
     monkeypatch.setattr(cached, "refusal_of_decoding", lambda *_: None)
     by_kernel = subject.generate(ids, **options)
     assert torch.equal(by_kernel.sequences, by_torch.sequences)
@@ -486,7 +488,8 @@ def test_generation_by_one_launch_a_layer_and_token(
     # one layer; the first of three tokens is that of the prompt
     assert counts["kernel"] == 2
     monkeypatch.setattr(AttentionCall, "reason_for_torch_alone", lambda call: None)
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count("torch", attend))
+    watched = counted(counts, "torch", attend)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     past = transformers.DynamicCache(config=subject.config)
     with torch.no_grad():
         subject(ids, past_key_values=past)
@@ -519,17 +522,8 @@ def test_layers_share_the_decision_about_a_token(
     }
     wanted = subject.generate(ids, **options)
     counts = {"decided": 0, "launched": 0}
-    serves, run = cached._decoder, kernels._run
-
-    def counted(name: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(cached, "_decoder", counted("decided", serves))
-    monkeypatch.setattr(kernels, "_run", counted("launched", run))
+    monkeypatch.setattr(cached, "_decoder", counted(counts, "decided", cached._decoder))
+    monkeypatch.setattr(kernels, "_run", counted(counts, "launched", kernels._run))
     monkeypatch.setattr(cached.attention, "host_time_counts", lambda *_: True)
     monkeypatch.setattr(cached, "_PREPARED", cached.DecisionCache())
     # torch's calls serve on a CPU, and that is remembered as well

@@ -16,7 +16,14 @@ from gfsa.kernels import routes
 from gfsa.kernels.degree_one import combine_degree_one
 from gfsa.kernels.op import FusedOperator
 from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator
-from support.fused_cases import NAMES, Problem, error
+from support.fused_cases import (
+    NAMES,
+    Problem,
+    assert_learns_by_the_kernels,
+    assert_same_bits,
+    error,
+    outcome,
+)
 
 assert support.triton_interpreter
 
@@ -73,24 +80,12 @@ def test_agrees_with_the_specification(
 @pytest.mark.parametrize("heads", [1, 3])
 def test_a_filter_learns_by_the_kernels(heads: int, exclusive: bool) -> None:
     """The coefficients and θ's gradient by kernels are those that torch works out."""
-    q, k, v, _, g = Problem(3, heads, 70, 16, is_causal=True, projected=True).tensors()
     layer = gfsa.GFSA(heads, K=None, w0=0.2, w1=0.7)
     if exclusive:
         layer.exclude(0.6, learn=True)
     assert layer.degree == 1
-    inputs = [x.requires_grad_() for x in (q, k, v)] + [layer.theta]
-    results = []
-    for operator in (
-        FusedOperator(AttentionCall(q, k, is_causal=True)),
-        DenseOperator.from_qk(q, k, is_causal=True),
-    ):
-        y = layer(operator, v)
-        results.append([y.detach(), *torch.autograd.grad(y, inputs, g)])
-        with torch.no_grad():
-            assert error(layer(operator, v), y) == 0
-    for name, mine, exact in zip(NAMES, *results, strict=True):
-        assert mine.shape == exact.shape
-        assert error(mine, exact) <= 2e-6, name
+    problem = Problem(3, heads, 70, 16, is_causal=True, projected=True)
+    assert_learns_by_the_kernels(layer, problem)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -145,10 +140,8 @@ def test_any_layout(layout: str) -> None:
     results = []
     for x, y in ((v, u), (v.clone(), u.clone())):
         inputs = [each.detach().requires_grad_() for each in (x, y, coeffs)]
-        out = combine_degree_one(*inputs)
-        results.append([out, *torch.autograd.grad(out, inputs, g)])
-    for mine, other in zip(*results, strict=True):
-        assert torch.equal(mine, other)
+        results.append(outcome(combine_degree_one, inputs, g))
+    assert_same_bits(*results)
 
 
 def test_compiled_whole() -> None:
@@ -158,12 +151,9 @@ def test_compiled_whole() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
         return FusedOperator(AttentionCall(q, k, is_causal=True)).polynomial(coeffs, v) * 2
 
-    y, z = step(*inputs), torch.compile(step, fullgraph=True, backend="aot_eager")(*inputs)
-    assert error(y, z) <= 2e-6
-    for a, b in zip(
-        torch.autograd.grad(y, inputs, g), torch.autograd.grad(z, inputs, g), strict=True
-    ):
-        assert error(a, b) <= 2e-6
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for x, y in zip(outcome(step, inputs, g), outcome(compiled, inputs, g), strict=True):
+        assert error(x, y) <= 2e-6
 
 
 def test_checkpointing_and_dropout() -> None:
@@ -180,8 +170,7 @@ def test_checkpointing_and_dropout() -> None:
     results = []
     for work in (run, lambda *x: checkpoint(run, *x, use_reentrant=False), by_torch):
         torch.manual_seed(5)
-        y = work(*inputs)
-        results.append([y, *torch.autograd.grad(y, inputs, g)])
+        results.append(outcome(work, inputs, g))
     kept, again, plain = results
     for name, x, y, z in zip(NAMES, kept, again, plain, strict=True):
         assert torch.equal(x, y), name

@@ -17,7 +17,17 @@ from gfsa.kernels.launching import Options
 from gfsa.kernels.op import FusedOperator, filter_attention
 from gfsa.operators import AttentionCall, Coefficients, DenseOperator, SDPAOperator
 from support.far_strides import PAST_INT32, spread
-from support.fused_cases import NAMES, MaskKind, Problem, error, run
+from support.fused_cases import (
+    NAMES,
+    MaskKind,
+    Problem,
+    assert_agree,
+    assert_learns_by_the_kernels,
+    assert_same_bits,
+    error,
+    outcome,
+    run,
+)
 
 assert support.triton_interpreter
 
@@ -61,13 +71,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_agrees_with_the_specification(problem: Problem) -> None:
-    got, expected = run(problem)
-    size = max(x.norm().item() for x in expected)
-    for name, x, y in zip(NAMES, got, expected, strict=True):
-        assert x.shape == y.shape, name
-        # a gradient that is zero but for rounding has no relative error of its own
-        negligible = (x.double() - y).norm().item() <= 1e-6 * size
-        assert negligible or error(x, y) <= 2e-6, (name, error(x, y))
+    assert_agree(*run(problem))
 
 
 @pytest.mark.parametrize("kind", ["keys", "full"])
@@ -149,13 +153,8 @@ def test_compiled_whole() -> None:
     def step(*inputs: torch.Tensor) -> torch.Tensor:
         return filter_attention(*inputs, None, None, Options(0.25)) * 2
 
-    y = step(*inputs)
-    z = torch.compile(step, fullgraph=True, backend="aot_eager")(*inputs)
-    assert torch.equal(y, z)
-    for a, b in zip(
-        torch.autograd.grad(y, inputs, g), torch.autograd.grad(z, inputs, g), strict=True
-    ):
-        assert torch.equal(a, b)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_same_bits(outcome(step, inputs, g), outcome(compiled, inputs, g))
 
 
 def test_operator_and_checkpointing() -> None:
@@ -168,12 +167,10 @@ def test_operator_and_checkpointing() -> None:
         return FusedOperator(AttentionCall(q, k, dropout_p=0.3, is_causal=True)).polynomial(c, v)
 
     results = []
-    for recompute in (False, True):
+    for work in (run, lambda *x: checkpoint(run, *x, use_reentrant=False)):
         torch.manual_seed(5)
-        y = checkpoint(run, *inputs, use_reentrant=False) if recompute else run(*inputs)
-        results.append([y, *torch.autograd.grad(y, inputs, g)])
-    for kept, again in zip(*results, strict=True):
-        assert torch.equal(kept, again)
+        results.append(outcome(work, inputs, g))
+    assert_same_bits(*results)
     assert results[0][-1].shape == (3,)
 
 
@@ -198,18 +195,8 @@ def test_no_second_derivative_in_silence() -> None:
 @pytest.mark.parametrize("heads", [1, 3])
 def test_a_filter_learns_by_the_kernels(K: int, heads: int) -> None:
     """The coefficients and θ's gradient by kernels are those that torch works out."""
-    q, k, v, _, g = Problem(3, heads, 40, 16, mask="keys").tensors()
     layer = gfsa.GFSA(heads, K=K, w0=0.2, w1=0.7, wK=0.4)
-    inputs = [x.requires_grad_() for x in (q, k, v)] + [layer.theta]
-    results = []
-    for operator in (FusedOperator(AttentionCall(q, k)), DenseOperator.from_qk(q, k)):
-        y = layer(operator, v)
-        results.append([y.detach(), *torch.autograd.grad(y, inputs, g)])
-        with torch.no_grad():
-            assert error(layer(operator, v), y) == 0
-    for name, mine, exact in zip(NAMES, *results, strict=True):
-        assert mine.shape == exact.shape
-        assert error(mine, exact) <= 2e-6, name
+    assert_learns_by_the_kernels(layer, Problem(3, heads, 40, 16))
 
 
 @pytest.mark.parametrize("high", [[0, 2], [1]])
@@ -270,5 +257,4 @@ def test_on_a_gpu_without_a_copy_engine(problem: Problem, monkeypatch: pytest.Mo
     expected, _ = run(problem)
     monkeypatch.setattr(launching, "has_copy_engine", lambda x: False)
     torch.manual_seed(0)
-    for name, x, y in zip(NAMES, run(problem)[0], expected, strict=True):
-        assert torch.equal(x, y), name
+    assert_same_bits(run(problem)[0], expected)

@@ -32,32 +32,72 @@ from gfsa.kernels import (  # noqa: E402
     sweep,
     two_pass,
 )
+from gfsa.kernels.launching import Launch, Options, Problem  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
-KERNELS = {
-    "attend": two_pass.attend,
-    "combine": two_pass.combine,
-    "grad_first_pass": two_pass.grad_first_pass,
-    "grad_keys": two_pass.grad_keys,
-    "grad_queries": two_pass.grad_queries,
-}
 # what Triton calls the types of arguments that are no tiles
 TYPES = {
     **dict.fromkeys(["lse_in", "lse_out", "delta_in", "delta_out", "dc_out"], "*fp32"),
-    **dict.fromkeys(["coeffs", "sums"], "*fp32"),
+    **dict.fromkeys(["coeffs", "sums", "theta", "base", "basis"], "*fp32"),
+    **dict.fromkeys(["dc", "dtheta", "parts_in", "total_out"], "*fp32"),
+    **dict.fromkeys(["q_in", "v_in", "out", "u_out"], "*bf16"),
+    **dict.fromkeys(["spans", "flags", "arrived"], "*i32"),
     **dict.fromkeys(["scale", "dropout_p"], "fp32"),
-    "mask": "*u8",
     "seed_in": "*i64",
-    "zero": "*i32",
 }
-
 
 GLUON = pytest.mark.skipif(
     routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
 )
 
 
-def tile_type(block: tuple[int, ...] | list[int], number: str = "bf16") -> str:
+@pytest.fixture(autouse=True)
+def _multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (short, sweep):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+
+
+def problem(
+    dim: int = 64,
+    length: int = 1024,
+    causal: bool = True,
+    mask: int = launching.NO_MASK,
+    dropout: bool = False,
+    exclusive: bool = False,
+) -> Problem:
+    options = Options(0.1, causal, 0.1 * dropout, exclusive)
+    return Problem(2, 4, 4, length, dim, torch.bfloat16, None, options, (0, 0, 0, 0), mask)
+
+
+def compiled_launch(
+    launch: Launch, target: GPUTarget = HOPPER, number: str = "bf16"
+) -> tuple[Any, str]:
+    """What is compiled for a launch, and what :func:`compile_for` says of it."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel = launch.kernel.function
+    names = kernel.arg_names
+    in_gluon = launch.kernel.describe is not launching.describe
+    types: dict[str, Any] = {}
+    for name, block in zip(names, launch.blocks, strict=False):
+        if in_gluon:
+            types[name] = tile_type(block, "fp32" if block[2] == 1 else number)
+        else:
+            tile = f"tensordesc<{number}{list(block)}>"
+            types[name] = tile if target.arch >= 90 else address()
+    constants = dict(zip(names[-len(launch.constants) :], launch.constants, strict=True))
+    spans = constants.get("MASK") == launching.SPANS
+    types["mask"] = "*i32" if spans or "DEGREE" in constants else "*u8"
+    if "total" in names and "zero" in names:
+        # in one kernel an address, in the other a number
+        types["zero"] = "*i32" if in_gluon else "i32"
+    if "group" in names:
+        constants["group"] = 1
+    source = GluonASTSource if in_gluon else ASTSource
+    return compile_for(target, source, kernel, types, constants, **launch.options)
+
+
+def tile_type(block: tuple[int, ...], number: str) -> str:
     """A tile of tokens, or of numbers in float32, as Gluon kernels take it."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -66,29 +106,13 @@ def tile_type(block: tuple[int, ...] | list[int], number: str = "bf16") -> str:
     return f"tensordesc<{number}{list(block)},{layout!r}>"
 
 
-def tile_types(kernel: Any, tiles: Any, width: int, number: str = "bf16") -> dict[str, Any]:
-    """The tiles of a gradient's kernel, whose arguments' names end in the side they are on."""
-    blocks = {name: hopper.block_of(name, tiles, width) for name in kernel.arg_names}
-    return {
-        name: tile_type(block, "fp32" if block[2] == 1 else number)
-        for name, block in blocks.items()
-        if block is not None
-    }
-
-
 def compile_for(
-    target: GPUTarget,
-    source: Any,
-    kernel: Any,
-    tiles: dict[str, Any],
-    constants: dict[str, Any],
-    warps: int,
-    **options: Any,
+    target: GPUTarget, source: Any, kernel: Any, types: Any, constants: Any, **options: Any
 ) -> tuple[Any, str]:
     """What is compiled, and the assembler's line on registers, stack and shared memory."""
     names = kernel.arg_names
     signature = {
-        name: "constexpr" if name in constants else tiles.get(name, TYPES.get(name, "i32"))
+        name: "constexpr" if name in constants else types.get(name, TYPES.get(name, "i32"))
         for name in names
     }
     aligned = [["tt.divisibility", 16]]
@@ -100,23 +124,28 @@ def compile_for(
         elif signature[name].startswith("*"):
             attributes[index,] = aligned
     fixed = {(names.index(name),): value for name, value in constants.items()}
-    compiled = triton.compile(
-        source(kernel, signature, fixed, attributes), target, {"num_warps": warps, **options}
-    )
+    compiled = triton.compile(source(kernel, signature, fixed, attributes), target, options)
+    usage = by_tool("cuobjdump", "--dump-resource-usage", compiled.asm["cubin"])
+    taken = f"{re.search(r'REG:[0-9]+ STACK:[0-9]+', usage)[0]} shared {compiled.metadata.shared}"
+    print(kernel.fn.__name__, taken)
+    return compiled, taken
+
+
+def by_tool(tool: str, option: str, cubin: bytes) -> str:
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        command = [tools / "cuobjdump", "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    taken = re.search(r"REG:\d+ STACK:\d+", usage)[0]
-    return compiled, f"{taken} shared {compiled.metadata.shared}"
+        command = [tools / tool, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def compile_for_hopper(
-    source: Any, kernel: Any, tiles: dict[str, Any], constants: dict[str, Any], warps: int
-) -> str:
-    return compile_for(HOPPER, source, kernel, tiles, constants, warps)[1]
+def stack_of(usage: str) -> int:
+    return int(re.search(r"STACK:(\d+)", usage)[1])
+
+
+def registers_of(usage: str) -> int:
+    return int(re.search(r"REG:(\d+)", usage)[1])
 
 
 def address(number: str = "bf16") -> tuple[str, ...]:
@@ -125,26 +154,12 @@ def address(number: str = "bf16") -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("spans", [False, True], ids=["", "spans"])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", two_pass._KERNELS)
 def test_passes(name: str, spans: bool) -> None:
     """The kernels of any length take no more registers than there are."""
-    tiles = two_pass.tiles(name, 64, 1024, spans, False, spans)
-    kernel = KERNELS[name]
-    sides = {"_rows": tiles.rows, "_cols": tiles.cols}
-    described = {
-        argument: f"tensordesc<bf16[1, 1, {sides[argument[-5:]]}, 64]>"
-        for argument in kernel.arg_names
-        if argument[-5:] in sides
-    }
-    constants = {
-        "D": 64, "BM": tiles.rows, "BN": tiles.cols, "STAGES": tiles.stages, "CAUSAL": spans,
-        "MASK": launching.SPANS if spans else launching.NO_MASK, "DROPOUT": False, "group": 1,
-    }  # fmt: skip
-    if spans:
-        described["mask"] = "*i32"
-    usage = compile_for_hopper(ASTSource, kernel, described, constants, tiles.warps)
-    print(name, usage)
-    assert "STACK:0 " in usage
+    call = problem(causal=spans, mask=launching.SPANS if spans else launching.NO_MASK)
+    _, usage = compiled_launch(two_pass._launches(call)[name])
+    assert stack_of(usage) == 0
 
 
 # KiB of shared memory that a program may take, by compute capability
@@ -163,7 +178,10 @@ def variants() -> list[Any]:
     """Every kernel under a causal mask, and the tall tiles of one without it."""
     found = []
     for capability, dim in MOST_STACK:
-        for name, causal in [*((name, True) for name in KERNELS), ("grad_first_pass", False)]:
+        for name, causal in [
+            *((name, True) for name in two_pass._KERNELS),
+            ("grad_first_pass", False),
+        ]:
             # before Hopper tall tiles spill hundreds of bytes
             if not causal and capability < 90:
                 continue
@@ -175,24 +193,10 @@ def variants() -> list[Any]:
 @pytest.mark.parametrize(("name", "capability", "dim", "causal"), variants())
 def test_passes_on_other_gpus(name: str, capability: int, dim: int, causal: bool) -> None:
     """Loads run ahead there as well, there is room for them, and little spills."""
-    tiles = two_pass.tiles(name, dim, 1024, causal, False)
-    kernel = KERNELS[name]
-    sides = {"_rows": tiles.rows, "_cols": tiles.cols}
-    described: dict[str, Any] = {
-        argument: f"tensordesc<bf16[1, 1, {sides[argument[-5:]]}, {dim}]>"
-        if capability >= 90
-        else address()
-        for argument in kernel.arg_names
-        if argument[-5:] in sides
-    }
-    constants = {
-        "D": dim, "BM": tiles.rows, "BN": tiles.cols, "STAGES": tiles.stages, "CAUSAL": causal,
-        "MASK": 0, "DROPOUT": False, "group": 1,
-    }  # fmt: skip
     target = GPUTarget("cuda", capability, 32)
-    compiled, usage = compile_for(target, ASTSource, kernel, described, constants, tiles.warps)
-    print(name, capability, dim, usage)
-    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= MOST_STACK[capability, dim]
+    launch = two_pass._launches(problem(dim, causal=causal))[name]
+    compiled, usage = compiled_launch(launch, target)
+    assert stack_of(usage) <= MOST_STACK[capability, dim]
     assert compiled.metadata.shared <= SHARED[capability] * 1024
     ahead = "cp.async.bulk.tensor" if capability >= 90 else "cp.async.cg.shared.global"
     assert ahead in compiled.asm["ptx"]
@@ -200,38 +204,32 @@ def test_passes_on_other_gpus(name: str, capability: int, dim: int, causal: bool
 
 @pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
 def test_degree_one_in_one_pass(exclusive: bool) -> None:
-    kernel = one_pass.attend_once
-    tiles = one_pass.tiles(1024, True)
-    described: dict[str, Any] = dict.fromkeys(["q_in", "v_in"], "*bf16")
-    described["zero"] = "i32"
-    for argument in kernel.arg_names:
-        rows = {"_rows": tiles.rows, "_cols": tiles.cols}.get(argument[-5:])
-        if rows is not None:
-            described[argument] = f"tensordesc<bf16[1, 1, {rows}, 64]>"
-    constants = {
-        "UNITS": 8, "D": 64, "BM": tiles.rows, "BN": tiles.cols, "STAGES": tiles.stages,
-        "POWERS": 2, "CAUSAL": True, "KEEPS": exclusive, "EXCLUSIVE": exclusive, "group": 1,
-    }  # fmt: skip
-    compiled, usage = compile_for(HOPPER, ASTSource, kernel, described, constants, tiles.warps)
-    print(usage)
-    assert int(re.search(r"STACK:(\d+)", usage)[1]) == 0
+    launch = one_pass._launch(problem(exclusive=exclusive), 2 + exclusive, (8,) * 6, exclusive)
+    compiled, usage = compiled_launch(launch)
+    assert stack_of(usage) == 0
     assert compiled.metadata.shared <= SHARED[90] * 1024
     assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
 
+def launch_around(name: str, dim: int, exclusive: bool) -> Launch:
+    shape, device = torch.Size((1, 4, 1024, dim)), torch.device("meta")
+    return degree_one._launch(name, shape, 1, 3, torch.bfloat16, device, exclusive)
+
+
 @pytest.mark.parametrize("capability", [80, 89])
 def test_around_attention_on_older_gpus(capability: int) -> None:
-    kernel = degree_one.combine_around
-    described = {name: address() for name in kernel.arg_names if name.endswith("_rows")}
-    constants = {
-        "BM": degree_one.ROWS, "D": 128, "POWERS": 3, "GROUP": 4, "EXCLUSIVE": True,
-    }  # fmt: skip
     target = GPUTarget("cuda", capability, 32)
-    compiled, usage = compile_for(target, ASTSource, kernel, described, constants, 4)
-    print(capability, usage)
-    assert "STACK:0 " in usage
+    compiled, usage = compiled_launch(launch_around("combine_around", 128, True), target)
+    assert stack_of(usage) == 0
     # eight numbers at a time
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("name", degree_one._KERNELS)
+def test_steps_around_attention(name: str, dim: int, exclusive: bool) -> None:
+    assert stack_of(compiled_launch(launch_around(name, dim, exclusive))[1]) == 0
 
 
 @pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
@@ -253,12 +251,8 @@ def test_a_decoded_token(
     degree: int, dim: int, number: str, registers: int, stack: int, exclusive: bool
 ) -> None:
     """A program keeps its sums in registers, and works while the next keys are on their way."""
-    types = {
-        **dict.fromkeys(["q_in", "k_in", "v_in", "u_rows", "y_out"], f"*{number}"),
-        **dict.fromkeys(["theta", "base", "basis", "sums"], "*fp32"),
-        "length": "*i64",
-        "arrived": "*i32",
-    }
+    tokens = ["q_in", "k_in", "v_in", "u_rows", "y_out"]
+    types = {**dict.fromkeys(tokens, f"*{number}"), "mask": "*u8", "length": "*i64"}
     tile = decode.tile_of(dim)
     constants = {
         "D": dim, "WIDTH": dim, "BN": tile.keys, "LEARNED": degree + 1, "BY_HEAD": False,
@@ -266,10 +260,10 @@ def test_a_decoded_token(
         "EXCLUSIVE": exclusive,
     }  # fmt: skip
     kernel = decode.decode_token
-    compiled, usage = compile_for(HOPPER, ASTSource, kernel, types, constants, tile.warps)
-    print(dim, degree, usage)
-    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= stack
-    assert int(re.search(r"REG:(\d+)", usage)[1]) <= registers
+    warps = tile.warps
+    compiled, usage = compile_for(HOPPER, ASTSource, kernel, types, constants, num_warps=warps)
+    assert stack_of(usage) <= stack
+    assert registers_of(usage) <= registers
     # also on GPUs with 99 KiB
     assert compiled.metadata.shared <= 99 * 1024
     # loads of the next keys, values and with degree 2 of U that the loop does not wait for
@@ -284,35 +278,14 @@ def test_a_decoded_token(
     assert barrier > max(i for i, line in enumerate(written) if "st.global" in line)
 
 
-@pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
-@pytest.mark.parametrize("dim", [128, 256])
-def test_steps_around_attention(dim: int, exclusive: bool) -> None:
-    shape, device = torch.Size((1, 4, 1024, dim)), torch.device("meta")
-    for name, (kernel, tensors) in degree_one._KERNELS.items():
-        launch = degree_one._launch(name, shape, 1, 3, torch.bfloat16, device, exclusive)
-        names = kernel.function.arg_names
-        described = {
-            argument: f"tensordesc<bf16{list(launch.blocks[0])}>"
-            for argument in names
-            if argument.endswith("_rows")
-        }
-        assert len(described) == tensors
-        constants = dict(zip(names[-len(launch.constants) :], launch.constants, strict=True))
-        usage = compile_for_hopper(ASTSource, kernel.function, described, constants, 4)
-        print(name, usage)
-        assert "STACK:0 " in usage
-
-
-@pytest.mark.parametrize("name", ["fold", "unfold", "add_parts"])
-def test_coefficients(name: str) -> None:
-    kernel = getattr(coefficients, name)
-    constants = {"L": 2, "LANES": 16, "ROWS": 16, "BLOCK": 4096, "POWERS": 2, "GIVEN": 3}
-    constants = {each: value for each, value in constants.items() if each in kernel.arg_names}
-    numbers = ["theta", "base", "basis", "dc", "dtheta", "parts_in", "total_out"]
-    pointers = dict.fromkeys(numbers, "*fp32")
-    usage = compile_for_hopper(ASTSource, kernel, pointers, constants, 8)
-    print(name, usage)
-    assert "STACK:0 " in usage
+def test_coefficients() -> None:
+    """``c`` from θ, and the gradients back."""
+    for launch in (
+        coefficients._fold(None, 16, 2, 2),
+        coefficients._unfold(None, 16, 2, 4096, 2, 3),
+        coefficients._add_parts(None, 48, 4096),
+    ):
+        assert stack_of(compiled_launch(launch)[1]) == 0
 
 
 @GLUON
@@ -331,45 +304,16 @@ def test_coefficients(name: str) -> None:
 )
 def test_short(length: int, mask: int, dropout: bool, most_stack: tuple[int, int]) -> None:
     """The whole filter of one head in one program, forward and backward."""
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from gfsa.kernels.gluon_short import filter_short, grad_short
-
-    options = {"CAUSAL": length == 256, "MASK": mask, "DROPOUT": dropout, "group": 1}
-    even = {"MERGED": length > 128, "EVEN": length == 256}
-    for kernel, width, more, most in (
-        (filter_short, 64, {"WHOLE": length <= 208}, most_stack[0]),
-        (grad_short, 128 if length == 128 else 64, even, most_stack[1]),
+    call = problem(64, length, length == 256, mask, dropout)
+    for launch, most in zip(
+        (short.forward_launch(call), short.backward_launch(call)), most_stack, strict=True
     ):
-        cut = short.chunks(length, width)
-        types = {
-            argument: tile_type((1, 1, cut.rows, 64))
-            for argument in kernel.arg_names
-            if argument.endswith(("_in", "_out")) and argument not in TYPES
-        }
-        sizes = dict(zip(("N", "D", "BN", "FULL", "TAIL"), cut.constants, strict=True))
-        usage = compile_for_hopper(
-            GluonASTSource, kernel, types, {**sizes, **options, **more}, cut.rows // 16
-        )
-        print(kernel.__name__, length, mask, dropout, usage)
-        assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most
+        assert stack_of(compiled_launch(launch)[1]) <= most
 
 
 def compile_sweep(degree: int, dim: int, mask: int, exclusive: bool) -> tuple[Any, str]:
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    kernel = launching.gluon_kernel("gluon_sweep", "filter_sweep").function
-    keys = sweep.KEYS[degree, dim]
-    types = dict.fromkeys(("q_in", "u_io", "out_io"), tile_type((1, 1, sweep.HALF, dim)))
-    types |= dict.fromkeys(("k_in", "v_in"), tile_type((1, 1, sweep.COPIED[degree], dim)))
-    types |= {"out": "*bf16", "u_out": "*bf16", "flags": "*i32", "mask": "*i32"}
-    constants = {
-        "D": dim, "TILE": keys, "STAGES": sweep.STAGES[degree], "MASK": mask, "group": 1,
-        "DEGREE": degree, "POWERS": 3, "KEEPS": exclusive, "EXCLUSIVE": exclusive,
-    }  # fmt: skip
-    compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, types, constants, 4)
-    print(degree, dim, mask, exclusive, usage)
-    return compiled, usage
+    call, keeps = problem(dim, mask=mask, exclusive=exclusive), degree == 2 or exclusive
+    return compiled_launch(sweep._launch(call, degree, 3, keeps, (1, 1, 1)))
 
 
 @GLUON
@@ -385,11 +329,11 @@ def compile_sweep(degree: int, dim: int, mask: int, exclusive: bool) -> tuple[An
 def test_one_causal_sweep(dim: int, mask: int, most_stack: int) -> None:
     """A program fits on a multiprocessor, and products run beside the softmax."""
     compiled, usage = compile_sweep(2, dim, mask, False)
-    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most_stack
+    assert stack_of(usage) <= most_stack
     assert compiled.metadata.shared <= SHARED[90] * 1024
     # the next scores are waited for while two products are in flight, and the exponentials follow
     # before these are waited for
-    sass = disassembled(compiled.asm["cubin"])
+    sass = by_tool("cuobjdump", "-sass", compiled.asm["cubin"])
     wait = r"WARPGROUP\.DEPBAR"
     loops = re.findall(rf"{wait}\.LE gsb0, 0x2 ;(.*?){wait}", sass, re.DOTALL)
     assert len(loops) == 2
@@ -402,14 +346,7 @@ def test_one_causal_sweep(dim: int, mask: int, most_stack: int) -> None:
 
 
 def test_plan_of_a_causal_sweep() -> None:
-    constants = {
-        "ROWS": sweep.ROWS, "HALF": sweep.HALF, "TILE": 2 * sweep.HALF,
-        "LOOKED_AT": sweep.LOOKED_AT, "WINDOWS": sweep.WINDOWS, "FLAGS": sweep.FLAGS,
-    }  # fmt: skip
-    pointers = {"spans": "*i32", "flags": "*i32"}
-    usage = compile_for_hopper(ASTSource, sweep.plan_blocks, pointers, constants, 8)
-    print(usage)
-    assert "STACK:0 " in usage
+    assert stack_of(compiled_launch(sweep._plan(problem(mask=launching.SPANS)))[1]) == 0
 
 
 @GLUON
@@ -428,11 +365,11 @@ def test_degree_one_in_one_causal_sweep(
 ) -> None:
     """Nothing spills in a loop, and the softmax runs beside a product."""
     compiled, usage = compile_sweep(1, dim, mask, exclusive)
-    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most_stack
+    assert stack_of(usage) <= most_stack
     assert compiled.metadata.shared <= SHARED[90] * 1024
     # the next scores are waited for while a product is in flight, and the exponentials follow
     # before that is waited for: in each warpgroup's loop, of which a last tile is not part
-    sass = disassembled(compiled.asm["cubin"])
+    sass = by_tool("cuobjdump", "-sass", compiled.asm["cubin"])
     wait = r"WARPGROUP\.DEPBAR"
     loops = re.findall(rf"{wait}\.LE gsb0, 0x1 ;(.*?){wait}", sass, re.DOTALL)
     assert len(loops) == 4
@@ -466,15 +403,6 @@ def releases(ptx: str) -> list[str]:
     return sorted(found)
 
 
-def disassembled(cubin: bytes) -> str:
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [tools / "cuobjdump", "-sass", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 @GLUON
 @pytest.mark.parametrize(
     ("width", "used", "mask", "causal"),
@@ -493,11 +421,12 @@ def disassembled(cubin: bytes) -> str:
 @pytest.mark.parametrize("name", hopper.TILES)
 def test_backward_for_hopper(name: str, width: int, used: int, mask: int, causal: bool) -> None:
     """Nothing spills, and products run while something else is computed."""
-    compiled, usage = compile_backward(name, width, used, mask, causal=causal)
-    print(name, width, usage)
-    assert "STACK:0 " in usage
+    launch = hopper._launch(name, problem(used, causal=causal, mask=mask), False)
+    assert launch.blocks[0][3] == width
+    compiled, usage = compiled_launch(launch)
+    assert stack_of(usage) == 0
     # three programs share a multiprocessor's 64 Ki registers where heads are narrow
-    assert width == 128 or int(re.search(r"REG:(\d+)", usage)[1]) <= 168
+    assert width == 128 or registers_of(usage) <= 168
     assert compiled.metadata.shared <= SHARED[90] * 1024
     assert "serialized" not in remarks(compiled.asm["ptx"])
 
@@ -513,10 +442,9 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int, causal
 )
 def test_backward_for_hopper_that_adds_up_dq(number: str, causal: bool, most_stack: int) -> None:
     """Little spills, and four numbers are added at a time."""
-    given = ("grad_keys", 128, 128, launching.NO_MASK, number)
-    compiled, usage = compile_backward(*given, with_queries=True, causal=causal)
-    print(number, causal, usage)
-    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most_stack
+    launch = hopper._launch("grad_keys", problem(128, causal=causal), True)
+    compiled, usage = compiled_launch(launch, number=number)
+    assert stack_of(usage) <= most_stack
     assert compiled.metadata.shared <= SHARED[90] * 1024
     ptx = compiled.asm["ptx"]
     assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == 8
@@ -524,74 +452,17 @@ def test_backward_for_hopper_that_adds_up_dq(number: str, causal: bool, most_sta
 
 
 @GLUON
-@pytest.mark.parametrize("with_queries", [False, True])
-def test_launches_for_hopper_have_every_argument(with_queries: bool) -> None:
-    """Tiles, then pointers, numbers and constants, in the order of the kernel's arguments."""
-    q = torch.empty(4, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
-    call = launching.problem_of(q, q, None, launching.Options(0.1, True))
-    launches = hopper._launches(call, with_queries)
-    pointers = {"grad_first_pass": 4, "grad_keys": 3, "grad_queries": 4, "finish_queries": 1}
-    for name, launch in launches.items():
-        rest = launch.kernel.function.arg_names[len(launch.blocks) + pointers[name] :]
-        named = dict(zip(rest, (*launch.numbers, *launch.constants), strict=True))
-        assert (named["heads"], named["scale"], named["D"]) == (16, 0.1, 128)
-        assert named["BN"] == launches["grad_keys"].blocks[0][2]
-        assert named.get("n", 4096) == 4096
-        assert named.get("WITH_QUERIES", with_queries) == with_queries
-
-
-def compile_backward(
-    name: str,
-    width: int,
-    used: int,
-    mask: int,
-    number: str = "bf16",
-    with_queries: bool = False,
-    causal: bool = True,
-) -> tuple[Any, str]:
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    tiles = hopper.TILES[name][width]
-    kernel = launching.gluon_kernel("gluon_hopper", name).function
-    types = tile_types(kernel, tiles, width, number)
-    constants = {
-        "D": width, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": causal,
-        "USED": used, "MASK": mask, "group": 1,
-    }  # fmt: skip
-    if name == "grad_keys":
-        constants["WITH_QUERIES"] = with_queries
-    if mask == launching.SPANS:
-        types["mask"] = "*i32"
-    most = hopper.REGISTERS.get((name, width, mask))
-    options = {} if most is None else {"maxnreg": most}
-    return compile_for(HOPPER, GluonASTSource, kernel, types, constants, tiles.warps, **options)
-
-
-@GLUON
 @pytest.mark.parametrize("mask", [launching.NO_MASK, launching.SPANS])
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
-@pytest.mark.parametrize("name", one_pass.HOPPER_KERNELS)
-def test_degree_one_for_hopper(name: str, exclusive: bool, dim: int, mask: int) -> None:
+@pytest.mark.parametrize("kernel", [0, 1], ids=["grad_queries_one", "grad_keys_one"])
+def test_degree_one_for_hopper(kernel: int, exclusive: bool, dim: int, mask: int) -> None:
     """Nothing spills, narrow programs share a multiprocessor, and products run beside the rest."""
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from gfsa.kernels import gluon_hopper as kernels
-
-    tiles = one_pass.HOPPER_TILES
-    kernel = getattr(kernels, name)
-    types = tile_types(kernel, tiles, dim)
-    constants = {
-        "D": dim, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True,
-        "POWERS": 3, "MASK": mask, "EXCLUSIVE": exclusive, "group": 1,
-    }  # fmt: skip
-    types["mask"] = "*i32"
-    compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, types, constants, tiles.warps)
-    print(name, mask, usage)
-    assert "STACK:0 " in usage
+    launch = hopper._launches_once(problem(dim, mask=mask, exclusive=exclusive), 3)[kernel]
+    compiled, usage = compiled_launch(launch)
+    assert stack_of(usage) == 0
     together = 3 if dim == 64 else 2
-    registers = int(re.search(r"REG:(\d+)", usage)[1]) * tiles.warps * 32
-    assert together * registers <= 64 * 1024
+    assert together * registers_of(usage) * launch.options["num_warps"] * 32 <= 64 * 1024
     assert together * compiled.metadata.shared <= SHARED[90] * 1024
     assert "serialized" not in remarks(compiled.asm["ptx"])
 

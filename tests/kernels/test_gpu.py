@@ -15,15 +15,21 @@ pytest.importorskip("triton")
 
 import gfsa
 from gfsa.functional import graph_filter_attention
-from gfsa.kernels import (
-    op,
-    routes,
-)
+from gfsa.kernels import op, routes
 from gfsa.kernels.launching import Options, Saved
 from gfsa.kernels.op import filter_attention, kernels_for, run_backward, run_forward
 from gfsa.operators import AttentionOperator, DenseOperator
 from support.far_strides import spread
-from support.fused_cases import NAMES, Problem, attention_errors, error, run
+from support.fused_cases import (
+    NAMES,
+    Problem,
+    assert_as_exact_as_attention,
+    assert_same_bits,
+    attention_errors,
+    error,
+    outcome,
+    run,
+)
 from support.route_cases import CASES, HOPPER_CASES, Case, check
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -80,18 +86,8 @@ KNOWN = [
 
 @pytest.mark.parametrize("problem", KNOWN + fuzzed(60), ids=str)
 def test_as_exact_as_attention(problem: Problem) -> None:
-    torch.manual_seed(1)
-    got, expected = run(problem)
-    plain = attention_errors(problem)
-    # rounding of the inputs to the last product, where n is too small for errors to average
-    floor = 0.2 * torch.finfo(problem.dtype).eps
-    allowed = dict(zip(NAMES, [2 * e + floor for e in plain], strict=False), dc=5e-3)
-    size = max(x.norm().item() for x in expected)
-    for name, x, y in zip(NAMES, got, expected, strict=True):
-        assert torch.isfinite(x).all(), name
-        # a gradient that vanishes but for rounding (of q, when n = 1) has no relative error
-        negligible = (x.double() - y).norm().item() <= 1e-4 * size
-        assert negligible or error(x, y) <= allowed[name], (name, error(x, y), allowed[name])
+    # a gradient that vanishes but for rounding (of q, when n = 1) has no relative error
+    assert_as_exact_as_attention(problem, vanishing=1e-4)
 
 
 @pytest.fixture
@@ -157,8 +153,7 @@ def test_a_mask_whose_keys_lie_far_apart(is_causal: bool) -> None:
     for keys in (mask, spread(mask, -1)):
         out = filter_attention(*inputs, keys, None, Options(0.125, is_causal))
         results.append([out, *torch.autograd.grad(out, inputs, g)])
-    for name, near, far in zip(NAMES, *results, strict=True):
-        assert torch.equal(near, far), name
+    assert_same_bits(*results)
 
 
 @pytest.mark.usefixtures("_without_hopper_kernels")
@@ -404,9 +399,7 @@ def test_the_exclusive_term_gives_the_same_bits_again() -> None:
     for _ in range(3):
         out = filter_attention(*inputs[:4], None, None, options, once=True, share=share)
         results.append([out, *torch.autograd.grad(out, inputs, g)])
-    for again in results[1:]:
-        for name, x, y in zip(NAMES, results[0], again, strict=True):
-            assert torch.equal(x, y), name
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("exclusive", [None, 0.7])
@@ -428,8 +421,7 @@ def test_degree_one_in_a_captured_graph(exclusive: float | None) -> None:
         found = step()
     graph.replay()
     torch.cuda.synchronize()
-    for name, x, y in zip(NAMES, found, expected, strict=True):
-        assert torch.equal(x, y), name
+    assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 9])
@@ -451,9 +443,7 @@ def test_the_same_bits_again(problem: Problem) -> None:
     for _ in range(3):
         torch.manual_seed(2)
         results.append(run(problem)[0])
-    for again in results[1:]:
-        for name, x, y in zip(NAMES, results[0], again, strict=True):
-            assert torch.equal(x, y), name
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("length", [5, 63, 100, 129, 197, 255, 300, 511])
@@ -568,12 +558,7 @@ def test_compiled_whole(length: int, projected: bool) -> None:
         return graph_filter_attention(*inputs, backend="fused") * 2
 
     compiled = torch.compile(step, fullgraph=True)
-    y, z = step(*inputs), compiled(*inputs)
-    assert torch.equal(y, z)
-    for a, b in zip(
-        torch.autograd.grad(y, inputs, g), torch.autograd.grad(z, inputs, g), strict=True
-    ):
-        assert torch.equal(a, b)
+    assert_same_bits(outcome(step, inputs, g), outcome(compiled, inputs, g))
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
@@ -615,8 +600,7 @@ def test_captured_in_a_graph(length: int) -> None:
         q.copy_(torch.randn_like(q))
     graph.replay()
     first = dropped[0].clone()
-    for x, y in zip(plain, step(0.0), strict=True):
-        assert torch.equal(x, y)
+    assert_same_bits(plain, step(0.0))
     graph.replay()
     assert not torch.equal(first, dropped[0])
 

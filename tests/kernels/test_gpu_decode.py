@@ -211,9 +211,9 @@ class Launched(list[torch.dtype]):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         run, prepared = kernels._run, PreparedToken.__call__
 
-        def counted(q: Tensor, *arguments: Any, **options: Any) -> Tensor:
-            self.append(q.dtype)
-            return run(q, *arguments, **options)
+        def counted(token: kernels.Token, *arguments: Any, **options: Any) -> Tensor:
+            self.append(token.q.dtype)
+            return run(token, *arguments, **options)
 
         def counted_too(token: PreparedToken, q: Tensor, *arguments: Any) -> Tensor:
             self.append(q.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from gfsa.kernels import op, sweep
 from gfsa.kernels.launching import Options
 from gfsa.kernels.routes import Backend
 from gfsa.operators import AttentionOperator, Visibility
-from support.fused_cases import NAMES, error
+from support.fused_cases import NAMES, assert_same_bits, error, outcome
 from support.grids import launched_grids
 from support.packed_cases import Packed, assert_as_exact_as_attention, run
 
@@ -78,9 +79,7 @@ def test_the_same_bits_again(packed: Packed) -> None:
     for _ in range(3):
         torch.manual_seed(2)
         results.append(run(packed)[0])
-    for again in results[1:]:
-        for name, x, y in zip(NAMES, results[0], again, strict=True):
-            assert torch.equal(x, y), name
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("heads", [2, pytest.param(12, id="one sweep")])
@@ -147,8 +146,7 @@ def test_captured_in_a_graph(degree: int) -> None:
     for packed in (first, second):
         documents.copy_(packed.visible().documents)
         graph.replay()
-        for name, x, y in zip(NAMES, replayed, step_of(documents, inputs, g), strict=True):
-            assert torch.equal(x, y), name
+        assert_same_bits(replayed, step_of(documents, inputs, g))
 
 
 @pytest.mark.parametrize("degree", [1, 2])
@@ -163,13 +161,9 @@ def test_compiled_whole(degree: int) -> None:
         return AttentionOperator(q, k, visible=visible, backend="fused").polynomial(coeffs, v)
 
     documents = packed.visible().documents
-    y = forward(documents, *inputs)
-    z = torch.compile(forward, fullgraph=True)(documents, *inputs)
-    assert torch.equal(y, z)
-    for a, b in zip(
-        torch.autograd.grad(y, inputs, g), torch.autograd.grad(z, inputs, g), strict=True
-    ):
-        assert torch.equal(a, b)
+    compiled = torch.compile(forward, fullgraph=True)
+    results = [outcome(partial(each, documents), inputs, g) for each in (forward, compiled)]
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("backend", ["auto", "fused"])

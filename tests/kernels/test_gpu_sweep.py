@@ -16,10 +16,11 @@ from gfsa.functional import graph_filter_attention
 from gfsa.kernels import op, routes, sweep, two_pass
 from gfsa.kernels.launching import Options
 from gfsa.kernels.op import filter_attention
-from support.fused_cases import NAMES, Problem, attention_errors, error, run
+from support import packed_cases
+from support.fused_cases import Problem, assert_as_exact_as_attention, error
 from support.grids import launched_grids
 from support.holding import hold_multiprocessors
-from support.packed_cases import Packed, assert_as_exact_as_attention
+from support.packed_cases import Packed
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -30,11 +31,15 @@ if routes.capability(torch.device("cuda")) != (9, 0) or routes.TRITON != routes.
 @pytest.fixture(autouse=True)
 def _for_any_shape(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Shapes that the kernel can serve, not the measured ones alone; launches are not kept."""
-    monkeypatch.setattr(routes, "SWEEP_LENGTHS", (257, 10**6))
+    wider = dict.fromkeys((64, 128), (257, 10**6))
+    found = [x._replace(lengths=wider) if x.name == "sweep" else x for x in routes.ROUTES]
+    monkeypatch.setattr(routes, "ROUTES", tuple(found))
     monkeypatch.setattr(routes, "SWEEP_TOKENS", 1)
-    sweep._launch.cache_clear()
+    for cache in (sweep._launch, routes.kernels_of):
+        cache.cache_clear()
     yield
-    sweep._launch.cache_clear()
+    for cache in (sweep._launch, routes.kernels_of):
+        cache.cache_clear()
 
 
 def causal(*shape: int, **options: object) -> Problem:
@@ -57,16 +62,9 @@ CASES = [
 
 @pytest.mark.parametrize("problem", CASES, ids=str)
 def test_as_exact_as_attention(problem: Problem) -> None:
-    torch.manual_seed(1)
     q, *_ = problem.tensors()
     assert op.kernels_for(q, None, Options(0.1, True)).forward == "sweep"
-    got, expected = run(problem)
-    plain = attention_errors(problem)
-    floor = 0.2 * torch.finfo(problem.dtype).eps
-    allowed = dict(zip(NAMES, [2 * e + floor for e in plain], strict=False), dc=5e-3)
-    for name, x, y in zip(NAMES, got, expected, strict=True):
-        assert torch.isfinite(x).all(), name
-        assert error(x, y) <= allowed[name], (name, error(x, y), allowed[name])
+    assert_as_exact_as_attention(problem)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -98,15 +96,19 @@ LARGE = [
 
 @pytest.mark.parametrize("problem", LARGE, ids=str)
 def test_many_heads_many_times(problem: Problem) -> None:
+    *inputs, _ = problem.tensors()
+    check_many_times(inputs, None)
+
+
+def check_many_times(inputs: list[Tensor], spans: Tensor | None) -> None:
     """Each run gives the same bits, and every number is that of two passes to rounding."""
-    q, k, v, coeffs, _ = problem.tensors()
-    options = Options(problem.head_dim**-0.5, True)
-    expected = two_pass.forward(q, k, v, coeffs, None, None, options)
-    first = sweep.forward(q, k, v, coeffs, None, None, options)
+    options = Options(inputs[0].shape[-1] ** -0.5, True)
+    expected = two_pass.forward(*inputs, spans, None, options)
+    first = sweep.forward(*inputs, spans, None, options)
     for x, y in zip(first, expected, strict=True):
         assert (x.double() - y.double()).abs().max() <= 0.02 * y.abs().max()
     for _ in range(10):
-        again = sweep.forward(q, k, v, coeffs, None, None, options)
+        again = sweep.forward(*inputs, spans, None, options)
         for x, y in zip(again, first, strict=True):
             assert torch.equal(x, y)
 
@@ -169,19 +171,6 @@ def test_two_at_a_time() -> None:
         assert torch.equal(got, expected)
 
 
-def test_beside_nothing_but_its_own_memory() -> None:
-    """Tokens in a sea of NaN: keys and queries beyond the last one are not looked at."""
-    for head_dim in (64, 128):
-        sea = torch.full((4, 2, 4, 1200, head_dim), float("nan"), device="cuda", dtype=BF16)
-        q, k, v = (x[:, :, :1100].copy_(torch.randn_like(x[:, :, :1100])) for x in sea[:3])
-        coeffs = torch.rand(4, 3, device="cuda")
-        got, *_ = sweep.forward(q, k, v, coeffs, None, None, Options(0.1, True))
-        clean = [x.contiguous() for x in (q, k, v)]
-        expected, *_ = sweep.forward(*clean, coeffs, None, None, Options(0.1, True))
-        assert torch.isfinite(got).all()
-        assert torch.equal(got, expected)
-
-
 def test_captured_and_compiled() -> None:
     """By the same kernels as a call whose gradient may follow, so to the bit."""
     q, k, v, coeffs, _ = causal(2, 64, 1024, 64).tensors()
@@ -230,7 +219,7 @@ PACKED = [
 def test_documents_and_windows(case: Packed) -> None:
     q, *_ = case.tensors()
     assert op.kernels_for(q, spans_of(case), Options(0.1, True)).forward == "sweep"
-    assert_as_exact_as_attention(case)
+    packed_cases.assert_as_exact_as_attention(case)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -264,17 +253,8 @@ def test_documents_are_documents_alone(lengths: list[int], head_dim: int) -> Non
     ids=str,
 )
 def test_many_documents_many_times(case: Packed) -> None:
-    """Each run gives the same bits, and every number is that of two passes to rounding."""
-    q, k, v, coeffs, _ = case.tensors()
-    options, spans = Options(case.head_dim**-0.5, True), spans_of(case)
-    expected = two_pass.forward(q, k, v, coeffs, spans, None, options)
-    first = sweep.forward(q, k, v, coeffs, spans, None, options)
-    for x, y in zip(first, expected, strict=True):
-        assert (x.double() - y.double()).abs().max() <= 0.02 * y.abs().max()
-    for _ in range(10):
-        again = sweep.forward(q, k, v, coeffs, spans, None, options)
-        for x, y in zip(again, first, strict=True):
-            assert torch.equal(x, y)
+    *inputs, _ = case.tensors()
+    check_many_times(inputs, spans_of(case))
 
 
 SHORT_ROWS = ([300, 1, 1, 698, 100], [50] * 22)
@@ -346,12 +326,14 @@ def test_a_captured_sweep_sees_new_documents() -> None:
         assert torch.equal(captured, expected)
 
 
-def test_documents_beside_nothing_but_their_own_memory() -> None:
+@pytest.mark.parametrize("rows", [None, ([500, 1, 599], [1100])])
+def test_beside_nothing_but_its_own_memory(rows: tuple[list[int], ...] | None) -> None:
+    """Tokens in a sea of NaN: keys and queries beyond the last one are not looked at."""
     for head_dim in (64, 128):
         sea = torch.full((4, 2, 4, 1200, head_dim), float("nan"), device="cuda", dtype=BF16)
         q, k, v = (x[:, :, :1100].copy_(torch.randn_like(x[:, :, :1100])) for x in sea[:3])
         coeffs = torch.rand(4, 3, device="cuda")
-        spans = spans_of(packed([500, 1, 599], [1100]))
+        spans = None if rows is None else spans_of(packed(*rows))
         got, *_ = sweep.forward(q, k, v, coeffs, spans, None, Options(0.1, True))
         clean = [x.contiguous() for x in (q, k, v)]
         expected, *_ = sweep.forward(*clean, coeffs, spans, None, Options(0.1, True))

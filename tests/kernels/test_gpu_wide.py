@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from gfsa.kernels import hopper, routes
 from gfsa.kernels.launching import Options, Saved, problem_of
 from gfsa.kernels.op import kernels_for, run_backward, run_forward
-from support.fused_cases import NAMES, Problem, attention_errors, error, run
+from support.fused_cases import Problem, assert_as_exact_as_attention, error
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -68,14 +68,7 @@ CASES = [
 
 @pytest.mark.parametrize("problem", CASES, ids=str)
 def test_as_exact_as_attention(problem: Problem) -> None:
-    torch.manual_seed(1)
-    got, expected = run(problem)
-    plain = attention_errors(problem)
-    floor = 0.2 * torch.finfo(problem.dtype).eps
-    allowed = dict(zip(NAMES, [2 * e + floor for e in plain], strict=False), dc=5e-3)
-    for name, x, y in zip(NAMES, got, expected, strict=True):
-        assert torch.isfinite(x).all(), name
-        assert error(x, y) <= allowed[name], (name, error(x, y), allowed[name])
+    assert_as_exact_as_attention(problem)
 
 
 # all heads of the measured shapes: what goes wrong once in a thousand tiles shows here

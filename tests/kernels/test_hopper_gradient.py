@@ -1,9 +1,9 @@
-"""The Hopper gradient of degree 2 without a GPU: its arithmetic, and what its barriers wait for."""
+"""The Hopper gradients without a GPU: their arithmetic, and what their barriers wait for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -39,22 +39,30 @@ def kernels() -> Iterator[dict[str, Any]]:
         yield vars(modules[-1])
 
 
-def run(
-    kernels: dict[str, Any],
+class Drawn(NamedTuple):
+    """Random tokens, and what the specification gives for them: dq, dk and dv by query head, dc."""
+
+    # q, k, v, g, the output and the coefficients, float64; in place of the output of a filter with
+    # the exclusive term A·V, which its gradient reads
+    tokens: list[np.ndarray]
+    matrix: torch.Tensor
+    # natural ones, infinite for a query that sees no key
+    lse: torch.Tensor
+    expected: tuple[torch.Tensor, ...]
+
+
+def drawn(
     shape: tuple[int, int, int, int],
     visible: Visibility,
-    width: int,
+    degree: int,
+    exclusive: bool = False,
     dim: int = DIM,
     room: int = DIM,
-    with_queries: bool = False,
-) -> list[tuple[np.ndarray, torch.Tensor]]:
-    """What the kernels give and what the specification gives: dq, dk and dv by query head, dc.
-
+) -> Drawn:
+    """
     Args:
         shape: batch, heads, heads that share keys, tokens.
-        width: of a head on chip, which decides about the tiles and the order of the grid.
         dim: features of a head that are used; room: features on chip, zeros from ``dim`` on.
-        with_queries: dQ is added up by the kernel of dK and dV.
     """
     batch, heads, group, n = shape
     generator = torch.Generator().manual_seed(n)
@@ -66,7 +74,10 @@ def run(
         return x * (torch.arange(room) < dim)
 
     q, k, v, g = (tokens(number) for number in (heads, heads // group, heads // group, heads))
-    coeffs = torch.randn(heads, 3, generator=generator, dtype=torch.float64)
+    if degree == 1:
+        # a token without a direction of its own
+        v[0, 0, n // 2] = 0.0
+    coeffs = torch.randn(heads, degree + 1 + exclusive, generator=generator, dtype=torch.float64)
     exact = [q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), coeffs]
     exact = [x.requires_grad_() for x in exact]
     seen = visible.rows(0, n, n, CPU)
@@ -74,9 +85,33 @@ def run(
     # a query that sees no key, as left padding leaves some: its row of the matrix is zero
     empty = ~seen.any(-1, keepdim=True)
     matrix = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-    out = DenseOperator(matrix).polynomial(exact[3], exact[2])
+    operator, c = DenseOperator(matrix), exact[3]
+    share = c[:, degree + 1] if exclusive else None
+    out = operator.polynomial(c[:, : degree + 1], exact[2], share)
     expected = torch.autograd.grad(out, exact, g)
+    read = operator.apply(exact[2]) if exclusive else out
+    lse = scores.logsumexp(-1).masked_fill(empty[..., 0], torch.inf).detach()
+    given = [x.detach().numpy() for x in (q, k, v, g, read, coeffs)]
+    return Drawn(given, matrix.detach(), lse, expected)
 
+
+def run(
+    kernels: dict[str, Any],
+    shape: tuple[int, int, int, int],
+    visible: Visibility,
+    width: int,
+    dim: int = DIM,
+    room: int = DIM,
+    with_queries: bool = False,
+) -> list[tuple[np.ndarray, torch.Tensor]]:
+    """What the kernels of degree 2 give and what the specification gives.
+
+    Args:
+        width: of a head on chip, which decides about the tiles and the order of the grid.
+        with_queries: dQ is added up by the kernel of dK and dV.
+    """
+    batch, heads, group, n = shape
+    (q_, k_, v_, g_, out_, c), matrix, lses, expected = drawn(shape, visible, 2, False, dim, room)
     kind, mask, strides = NO_MASK, np.zeros(0, dtype=int), (0, 0, 0)
     if visible.keys is not None:
         # with causality or without it
@@ -88,10 +123,8 @@ def run(
     sizes = (batch, heads, heads // group, n, dim)
     problem = Problem(*sizes, torch.bfloat16, None, options, (strides[0], 0, 0, 0), kind)
 
-    u = (matrix @ exact[2]).detach().numpy()
-    q_, k_, v_, g_, out_, c = (x.detach().numpy() for x in (q, k, v, g, out, coeffs))
-    # as the forward kernels save it, infinite for a query that sees no key
-    lse = scores.logsumexp(-1).masked_fill(empty[..., 0], torch.inf).detach().numpy()[:, :, None]
+    u = matrix.numpy() @ v_.repeat(group, 1)
+    lse = lses.numpy()[:, :, None]
     delta = np.full(lse.shape, np.nan)
     du, gq, gk, gv = (np.full(q_.shape, np.nan) for _ in range(4))
     numbers = (Number(heads), Number(group), Number(n), SCALE, *map(Number, strides))
@@ -204,4 +237,134 @@ def test_dq_added_up_with_dk_and_dv(
 def test_dq_added_up_without_a_mask(kernels: dict[str, Any]) -> None:
     """Whole blocks of keys."""
     for got, expected in run(kernels, (1, 2, 1, 96), Visibility(), 128, with_queries=True):
+        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+
+
+def run_once(
+    kernels: dict[str, Any],
+    shape: tuple[int, int, int, int],
+    visible: Visibility,
+    rows: int,
+    cols: int,
+    powers: int,
+    exclusive: bool = False,
+) -> list[tuple[np.ndarray, torch.Tensor]]:
+    """What the kernels of degree 1 give and what the specification gives."""
+    batch, heads, group, n = shape
+    sums = 2 + exclusive
+    (q_, k_, v_, g_, mixed_, c), _, lses, expected = drawn(shape, visible, 1, exclusive)
+    # logsumexps to base 2, infinite beyond the last query
+    length = (n + 15) // 16 * 16
+    lse = np.full((batch, heads, 1, length), np.inf)
+    lse[..., 0, :n] = lses.numpy() / np.log(2)
+    delta = np.full(lse.shape, np.nan)
+    gq, gk, gv = (np.full((batch, heads, n, DIM), np.nan) for _ in range(3))
+    blocks = -(-n // rows)
+    parts = np.full((heads, sums, batch * blocks), np.nan)
+    padded = np.full((heads, powers), np.nan)
+    padded[:, :sums] = c
+    du = np.full(g_.shape, np.nan) if exclusive else g_
+    spans, kind = np.zeros(0, dtype=int), NO_MASK
+    if visible.needs_rows():
+        spans, kind = visible.spans(n, CPU).numpy().astype(int), SPANS
+    stride = Number(2 * n if len(spans) > 1 else 0)
+    numbers = (Number(heads), Number(group), Number(n), SCALE, stride)
+    constants = (DIM, rows, cols, visible.causal, powers, kind, exclusive)
+    gluon_on_cpu.launch(
+        kernels["grad_queries_one"],
+        (blocks, batch * heads),
+        *(Descriptor(x, cols) for x in (k_, v_)),
+        *(Descriptor(x, rows) for x in (q_, g_, v_, mixed_, gq, du)),
+        *(Pointer(x.reshape(-1)) for x in (delta, lse, padded, spans)),
+        *numbers,
+        *constants,
+    )
+    assert (delta[..., n:] == 0).all()
+    gluon_on_cpu.launch(
+        kernels["grad_keys_one"],
+        (blocks, batch * heads),
+        *(Descriptor(x, cols) for x in (q_, du)),
+        *(Numbers(x, cols) for x in (lse, delta)),
+        *(Descriptor(x, rows) for x in (k_, v_, g_, mixed_, gk, gv)),
+        *(Pointer(x.reshape(-1)) for x in (parts, padded, spans)),
+        *numbers,
+        *constants,
+    )
+    return list(zip((gq, gk, gv, parts.sum(-1)), expected, strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    # (batch, heads, group, tokens), rows and columns of tiles
+    ("shape", "tiles"),
+    [
+        ((1, 2, 2, 64), (16, 16)),
+        # the last block is not full, nor are the last 16 logsumexps
+        ((2, 1, 1, 75), (16, 16)),
+        ((1, 1, 1, 75), (32, 32)),
+        # fewer tokens than a tile has rows
+        ((1, 2, 1, 5), (32, 32)),
+    ],
+)
+def test_gradients_of_degree_one(
+    kernels: dict[str, Any], shape: tuple[int, int, int, int], tiles: tuple[int, int], causal: bool
+) -> None:
+    for got, expected in run_once(kernels, shape, Visibility(causal=causal), *tiles, 2):
+        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("shape", "visible"),
+    [
+        ((2, 2, 1, 75), Visibility()),
+        ((1, 4, 2, 64), Visibility(causal=True)),
+        ((2, 2, 2, 75), packed([16, 20, 1, 1, 30, 7], [75])),
+    ],
+)
+def test_the_exclusive_term(
+    kernels: dict[str, Any], shape: tuple[int, int, int, int], visible: Visibility
+) -> None:
+    for got, expected in run_once(kernels, shape, visible, 16, 16, 3, exclusive=True):
+        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    # heads, group, tokens, rows and columns of tiles; what they see
+    ("shape", "tile", "visible"),
+    [
+        # documents that begin inside of blocks and between them, of one token too; heads that
+        # share keys
+        ((2, 2, 75), 16, packed([16, 20, 1, 1, 30, 7], [75])),
+        ((1, 1, 96), 32, packed([64, 32])),
+        # windows: of one token, inside of a block, over several, and as long as all tokens
+        ((1, 1, 40), 16, Visibility(causal=True, window=1)),
+        ((2, 1, 75), 16, Visibility(causal=True, window=9)),
+        ((1, 1, 100), 16, Visibility(causal=True, window=37)),
+        ((1, 1, 40), 32, Visibility(causal=True, window=40)),
+        ((2, 2, 90), 16, packed([50, 3, 37], [20, 20, 50], window=21)),
+    ],
+)
+def test_documents_and_windows_of_degree_one(
+    kernels: dict[str, Any], shape: tuple[int, int, int], tile: int, visible: Visibility
+) -> None:
+    batch = 1 if visible.documents is None else len(visible.documents)
+    for got, expected in run_once(kernels, (batch, *shape), visible, tile, tile, 3):
+        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+
+
+def test_no_tile_of_another_document_is_read(
+    kernels: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = gluon_on_cpu.moved_tiles(monkeypatch)
+    run_once(kernels, (1, 2, 2, 96), packed([32, 48, 16]), 16, 16, 3)
+    heads, blocks, seen = 2, 6, (1 + 2) + (1 + 2 + 3) + 1
+    # keys and values: those that a block of queries sees, its own values, and a block's own
+    assert taken.count(1) == heads * (2 * seen + blocks + 2 * blocks)
+    # q, g, the output and dQ of a block of queries; q and g that a block of keys is seen by, its g,
+    # dK and dV
+    assert taken.count(2) == heads * (4 * blocks + 2 * seen + 3 * blocks)
+
+
+def test_coefficients_of_a_filter_have_three_columns(kernels: dict[str, Any]) -> None:
+    for got, expected in run_once(kernels, (1, 2, 1, 20), Visibility(causal=True), 16, 16, 3):
         np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)

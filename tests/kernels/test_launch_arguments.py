@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from gfsa.kernels import hopper, one_pass, op, routes, sweep
+from gfsa.kernels import hopper, op, routes, sweep
 from gfsa.kernels.launching import Launch, Options, Saved
 from gfsa.operators import Visibility
 
@@ -39,7 +39,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Launch, dic
 
     monkeypatch.setattr(Launch, "__call__", record)
     monkeypatch.setattr(sweep, "multiprocessors", lambda device: 132)
-    caches = (sweep._launch, sweep._plan, hopper._launches, one_pass._hopper_launch)
+    caches = (sweep._launch, sweep._plan, hopper._launches, hopper._launches_once)
     for cache in caches:
         cache.cache_clear()
     yield taken

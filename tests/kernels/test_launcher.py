@@ -10,8 +10,6 @@ import torch
 
 pytest.importorskip("triton")
 
-import pytest
-
 from gfsa.kernels import hopper, launching
 from gfsa.kernels.launching import Kernel, Launch, Options, problem_of
 from gfsa.kernels.op import FusedOperator

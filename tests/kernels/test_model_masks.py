@@ -70,25 +70,10 @@ def test_padded_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(mask, expected)
 
 
-@pytest.mark.parametrize("K", [3, None])
-def test_a_compiled_model_keeps_the_kernels_in_its_graph(
-    K: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What auto chooses on a Hopper GPU, compiled: one operator a layer, forward and backward."""
-    model = models()["bert"].train()
-    gfsa.plug(model, K=K)
-    found: list[str] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        found.extend(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
-    with nothing_launched(), torch.autocast("cpu", torch.bfloat16):
-        compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=backend))
-        ids = torch.randint(3, 50, (2, 9))
-        compiled(input_ids=ids).last_hidden_state.float().sum().backward()
-    assert found.count("gfsa.filter_attention.default") == 2
-    assert found.count("gfsa.filter_attention_backward.default") == 2
+def mistral(window: int, **sizes: int) -> Any:
+    small = {key: SMALL[key] for key in ("hidden_size", "intermediate_size", "vocab_size")}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": window}
+    return transformers.MistralModel(transformers.MistralConfig(**small | heads | sizes))
 
 
 @pytest.mark.parametrize("K", [3, None])
@@ -96,15 +81,7 @@ def test_packed_rows_of_a_decoder_reach_the_kernels_as_spans(
     K: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A window and documents of 4, 2 and 3 tokens: both layers get the same few numbers."""
-    sizes = {key: SMALL[key] for key in ("hidden_size", "intermediate_size", "vocab_size")}
-    config = transformers.MistralConfig(
-        **sizes,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=3,
-    )
-    model = transformers.MistralModel(config).train()
+    model = mistral(3, num_hidden_layers=2).train()
     gfsa.plug(model, K=K)
     masks: list[torch.Tensor] = []
     attend = op.filter_attention
@@ -128,22 +105,19 @@ def test_packed_rows_of_a_decoder_reach_the_kernels_as_spans(
     assert masks[1] is masks[0]
 
 
-@pytest.mark.parametrize(("K", "name"), [(3, "filter_attention"), (None, "filter_attention")])
-def test_a_compiled_window_is_in_the_kernels(
-    K: int | None, name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("K", [3, None])
+@pytest.mark.parametrize(("kind", "length", "layers"), [("bert", 9, 2), ("window", 304, 1)])
+def test_a_compiled_model_keeps_the_kernels_in_its_graph(
+    kind: str, length: int, layers: int, K: int | None
 ) -> None:
-    """What auto chooses on a Hopper GPU: no mask by rows beside torch's attention."""
-    sizes = {key: SMALL[key] for key in ("intermediate_size", "vocab_size")}
-    config = transformers.MistralConfig(
-        **sizes,
-        hidden_size=128,
-        head_dim=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=100,
-    )
-    model = transformers.MistralModel(config).train()
+    """What auto chooses on a Hopper GPU, compiled: one operator a layer, forward and backward.
+
+    A window has no mask by rows beside torch's attention.
+    """
+    if kind == "bert":
+        model = models()["bert"].train()
+    else:
+        model = mistral(100, hidden_size=128, head_dim=64, num_hidden_layers=layers).train()
     gfsa.plug(model, K=K)
     found: list[str] = []
 
@@ -153,8 +127,10 @@ def test_a_compiled_window_is_in_the_kernels(
 
     with nothing_launched(), torch.autocast("cpu", torch.bfloat16):
         compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=backend))
-        ids = torch.randint(3, 50, (2, 304))
-        compiled(input_ids=ids, use_cache=False).last_hidden_state.float().sum().backward()
+        ids = torch.randint(3, 50, (2, length))
+        options = {} if kind == "bert" else {"use_cache": False}
+        compiled(input_ids=ids, **options).last_hidden_state.float().sum().backward()
     kernels = [target for target in found if target.startswith("gfsa.")]
-    assert kernels == [f"gfsa.{name}.default", f"gfsa.{name}_backward.default"]
+    forward, backward = "gfsa.filter_attention.default", "gfsa.filter_attention_backward.default"
+    assert kernels == [forward] * layers + [backward] * layers
     assert not any("scaled_dot" in target for target in found)

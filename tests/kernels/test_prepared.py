@@ -11,8 +11,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-import pytest
-
 import gfsa
 from gfsa.kernels import coefficients, launching, short
 from gfsa.kernels import decode as kernels
@@ -198,18 +196,6 @@ def test_a_tensor_is_described_once_for_each_place(monkeypatch: pytest.MonkeyPat
     assert keys[places[0].data_ptr()] == f"at {places[0].data_ptr()}"
     # keys and values stay where they are, and are described once
     assert asked.count(places[0].data_ptr()) <= 2 + 2
-
-
-def test_descriptors_are_kept_where_nothing_is_launched() -> None:
-    """So that the host's time is that of a call whose tensors are where others were."""
-    q = tokens(2, 4, 40, 64)
-    with nothing_launched():
-        prepared = prepare(q, q, q)
-        assert prepared is not None
-        for _ in range(2):
-            prepared.forward(q, q, q, torch.ones(4, 3), None)
-        assert prepared.direct is not None
-        assert prepared.direct.tiles[0][2][q.data_ptr()] is not None
 
 
 def test_coefficients_are_made_where_their_numbers_lie(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
-"""One causal sweep without a GPU: its arithmetic and how its warps and programs wait."""
+"""One causal sweep of degree 1 and 2 without a GPU: its arithmetic, and what waits for what."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,85 +23,131 @@ ROOM = "gfsa.kernels"
 
 
 @pytest.fixture
-def kernels() -> Iterator[list[Any]]:
+def kernels() -> Iterator[Any]:
     with gluon_on_cpu.on_cpu(f"{ROOM}.gluon_short", f"{ROOM}.gluon_sweep") as modules:
-        yield modules
+        yield modules[-1]
+
+
+class Variant(NamedTuple):
+    """What the kernel is compiled for.
+
+    Args:
+        stages: tiles on the chip at a time; keeps: A·V of degree 1, which degree 2 always keeps.
+    """
+
+    degree: int
+    tile: int
+    stages: int
+    keeps: bool = True
+    exclusive: bool = False
 
 
 def run(
-    kernel: Any,
-    batch: int,
-    heads: int,
-    group: int,
-    n: int,
-    span: int,
-    programs: int,
-    parts: int,
+    kernels: Any,
+    shape: tuple[int, ...],
+    variant: Variant,
     visible: Visibility | None = None,
-    stages: int = sweep.STAGES[2],
     at_once: int | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """What the kernel gives and what it should: the output, U and the logsumexps.
+    """What the kernel gives and what it should: the output, logsumexps, and U if it is kept.
 
     Args:
+        shape: batch, heads, heads that share keys, tokens, heads at a time, programs.
         visible: documents and windows; a causal mask alone by default.
-        stages: tiles on the chip at a time.
         at_once: programs that run at a time, all by default.
     """
+    batch, heads, group, n, span, programs = shape
+    degree, tile, stages, keeps, exclusive = variant
     draw = np.random.default_rng(n)
-    dim, scale = 16, 0.3
+    dim, scale, cpu = 16, 0.3, torch.device("cpu")
     q = draw.normal(size=(batch, heads, n, dim))
     k, v = draw.normal(size=(2, batch, heads // group, n, dim))
+    # a token without a direction of its own
+    v[0, 0, n // 2] = 0.0
     coeffs = draw.normal(size=(heads, 3))
-    u, out = np.full(q.shape, np.nan), np.full(q.size, np.nan)
-    lse = np.full(batch * heads * n, np.nan)
+    u, out = (np.full(q.shape, np.nan) for _ in range(2))
+    # with degree 1 a multiple of 16 for each head
+    room = n if degree == 2 else (n + 15) // 16 * 16
+    lse = np.full((batch, heads, room), np.nan)
     total, blocks = batch * heads, -(-n // sweep.ROWS)
-    numbers = total * blocks * 2 + sweep.LOOKED_AT
-    flags = np.zeros(numbers + batch * sweep.planned(blocks), dtype=int)
-    hidden, spans, kind = ~np.tri(n, dtype=bool), np.zeros(0, dtype=int), NO_MASK
+    spans, kind = np.zeros(0, dtype=int), NO_MASK
     if visible is not None:
-        device = torch.device("cpu")
-        hidden = ~visible.rows(0, n, n, device).numpy()
-        spans, kind = visible.spans(n, device).numpy().astype(int), SPANS
-        rows = np.broadcast_to(spans, (batch, 2, n))
-        plans = np.concatenate([plan_of(row, parts).reshape(-1) for row in rows])
-        flags[numbers : numbers + len(plans)] = plans
+        spans, kind = visible.spans(n, cpu).numpy().astype(int), SPANS
     stride = 2 * n if len(spans) > 1 else 0
-    sizes = (total, heads, group, n, scale, blocks, span, heads * n * dim, n * dim, dim, stride)
+    # degree 2 does not write its output by the copy engine, nor degree 1 by its address
+    moved, written, flags = (u, u), (out, u), flags_of(batch, total, blocks, spans, n, tile)
+    strides = (heads * n * dim, n * dim, dim)
+    if degree == 1:
+        moved, written, flags = (u, out), (np.zeros(1), np.zeros(1)), np.zeros(1, dtype=int)
+        strides = (0, 0, 0)
+    copied = sweep.HALF if degree == 2 else tile
+    sizes = (total, heads, group, n, scale, blocks, span, *strides, stride)
     gluon_on_cpu.launch(
-        kernel,
+        kernels.filter_sweep,
         programs,
         Descriptor(q, sweep.HALF),
-        *(Descriptor(x, sweep.HALF) for x in (k, v)),
-        # degree 2 does not write its output by the copy engine
-        *(Descriptor(u, sweep.HALF) for _ in range(2)),
-        *(Pointer(x.reshape(-1)) for x in (out, u, lse, coeffs, flags, spans)),
+        *(Descriptor(x, copied) for x in (k, v)),
+        *(Descriptor(x, sweep.HALF) for x in moved),
+        *(Pointer(x.reshape(-1)) for x in (*written, lse, coeffs, flags, spans)),
         *(Number(x) if isinstance(x, int) else x for x in sizes),
-        *(dim, parts * sweep.HALF, stages, kind, 2, 3, True, False),
+        *(dim, tile, stages, kind, degree, 3, keeps, exclusive),
         at_once=at_once,
     )
-    assert visible is not None or flags[: total * blocks * 2].all()
+    assert visible is not None or degree == 1 or flags[: total * blocks * 2].all()
     scores = scale * q @ k.repeat(group, 1).swapaxes(-1, -2)
-    scores[np.broadcast_to(hidden, scores.shape)] = -np.inf
+    seen = (Visibility(causal=True) if visible is None else visible).rows(0, n, n, cpu).numpy()
+    scores[np.broadcast_to(~seen, scores.shape)] = -np.inf
     expected_lse = np.logaddexp.reduce(scores, -1)
     a = np.exp(scores - expected_lse[..., None])
     values = v.repeat(group, 1)
     once = a @ values
-    c0, c1, c2 = coeffs.T[:, None, :, None, None]
-    expected = c0 * values + c1 * once + c2 * (a @ once)
-    return [
-        (out.reshape(q.shape), expected),
-        (u, once),
-        (lse.reshape(expected_lse.shape), expected_lse),
-    ]
+    c0, c1, third = coeffs.T[:, None, :, None, None]
+    expected = c0 * values + c1 * once
+    if degree == 2:
+        expected += third * (a @ once)
+    else:
+        assert np.isinf(lse[..., n:]).all()
+        assert keeps or np.isnan(u).all()
+        expected_lse = expected_lse / np.log(2)
+    if exclusive:
+        squares = (values**2).sum(-1, keepdims=True)
+        along = (once * values).sum(-1, keepdims=True) / np.where(squares > 0, squares, 1)
+        expected -= third * along * values
+    kept = [(u, once)] if keeps else []
+    return [(out, expected), (lse[..., :n], expected_lse), *kept]
 
 
-# as many tiles on the chip as on a GPU, and fewer, which are waited for more often
-STAGES = pytest.mark.parametrize("stages", [2, sweep.STAGES[2]])
+def flags_of(
+    batch: int, total: int, blocks: int, spans: np.ndarray, n: int, tile: int
+) -> np.ndarray:
+    """What degree 2 finds before it begins: flags that are zero, and the plan of spans."""
+    numbers = total * blocks * 2 + sweep.LOOKED_AT
+    flags = np.zeros(numbers + batch * sweep.planned(blocks), dtype=int)
+    if len(spans):
+        rows = np.broadcast_to(spans, (batch, 2, n))
+        plans = [plan_of(row, tile // sweep.HALF).reshape(-1) for row in rows]
+        planned = np.concatenate(plans)
+        flags[numbers : numbers + len(planned)] = planned
+    return flags
 
 
-@STAGES
-@pytest.mark.parametrize("parts", [1, 2], ids=["64 keys a tile", "128 keys a tile"])
+def check(*given: Any, **options: Any) -> None:
+    for got, expected in run(*given, **options):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
+
+
+# degree 2 with as many tiles on the chip as on a GPU, and fewer, which are waited for more often
+VARIANTS = [
+    *(Variant(2, tile, stages) for tile in (64, 128) for stages in (2, sweep.STAGES[2])),
+    *(
+        Variant(1, tile, sweep.STAGES[1], keeps=keeps)
+        for tile in (64, 128)
+        for keeps in (False, True)
+    ),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize(
     # batch, heads, group, tokens, heads at a time, programs
     "shape",
@@ -119,14 +165,18 @@ STAGES = pytest.mark.parametrize("stages", [2, sweep.STAGES[2]])
         (1, 1, 1, 1, 1, 1),
     ],
 )
-def test_the_filter(kernels: list[Any], shape: tuple[int, ...], parts: int, stages: int) -> None:
-    *_, forward = kernels
-    for got, expected in run(forward.filter_sweep, *shape, parts, stages=stages):
-        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
+def test_the_filter(kernels: Any, shape: tuple[int, ...], variant: Variant) -> None:
+    check(kernels, shape, variant)
 
 
-@STAGES
-@pytest.mark.parametrize("parts", [1, 2], ids=["64 keys a tile", "128 keys a tile"])
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("visible", [None, packed([130, 70, 100])])
+def test_the_exclusive_term(kernels: Any, visible: Visibility | None, keeps: bool) -> None:
+    variant = Variant(1, 128, sweep.STAGES[1], keeps, exclusive=True)
+    check(kernels, (1, 4, 2, 300, 4, 3), variant, visible)
+
+
+@pytest.mark.parametrize("variant", [each for each in VARIANTS if each.keeps], ids=str)
 @pytest.mark.parametrize(
     # heads, group, tokens, heads at a time, programs; what they see
     ("shape", "visible"),
@@ -148,74 +198,79 @@ def test_the_filter(kernels: list[Any], shape: tuple[int, ...], parts: int, stag
         ((2, 2, 640, 2, 4), Visibility(causal=True, window=200)),
         ((1, 1, 300, 1, 2), Visibility(causal=True, window=300)),
         ((1, 1, 600, 1, 3), packed([333, 150, 117], window=140)),
+        ((1, 1, 1, 1, 1), packed([1])),
     ],
 )
 def test_documents_and_windows(
-    kernels: list[Any], shape: tuple[int, ...], visible: Visibility, parts: int, stages: int
+    kernels: Any, shape: tuple[int, ...], visible: Visibility, variant: Variant
 ) -> None:
-    *_, forward = kernels
     batch = 1 if visible.documents is None else len(visible.documents)
-    for got, expected in run(forward.filter_sweep, batch, *shape, parts, visible, stages):
-        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
+    check(kernels, (batch, *shape), variant, visible)
 
 
-@pytest.mark.parametrize("parts", [1, 2], ids=["64 keys a tile", "128 keys a tile"])
+ON_A_GPU = [Variant(2, 64, 3), Variant(2, 128, 3), Variant(1, 128, 2)]
+
+
+@pytest.mark.parametrize("variant", ON_A_GPU, ids=str)
 @pytest.mark.parametrize("numbers", [[5] * 300 + [0] * 300, [3] * 100 + [1] * 250 + [2] * 250])
 def test_it_ends_if_documents_are_out_of_order(
-    kernels: list[Any], numbers: list[int], parts: int, monkeypatch: pytest.MonkeyPatch
+    kernels: Any, numbers: list[int], variant: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What they see is the caller's mistake; a GPU that waits forever would be worse."""
     monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 5.0)
-    *_, forward = kernels
     documents = torch.tensor(numbers)[None]
     visible = Visibility(causal=True, documents=documents, in_order=True)
-    for got, _ in run(forward.filter_sweep, 1, 1, 1, 600, 1, 2, parts, visible):
+    for got, _ in run(kernels, (1, 1, 1, 600, 1, 2), variant, visible):
         assert np.isfinite(got).all()
 
 
+@pytest.mark.parametrize(("tile", "tiles"), [(64, 2 + 4 + 2 + 2), (128, 1 + 2 + 1 + 1)])
+def test_no_tile_of_another_document_is_read(
+    kernels: Any, tile: int, tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = gluon_on_cpu.moved_tiles(monkeypatch)
+    check(kernels, (1, 2, 2, 512, 2, 2), Variant(1, tile, 2, False), packed([256, 128, 128]))
+    # of keys and of values, which both query heads share
+    assert taken.count(1) == 2 * 2 * tiles
+
+
 @pytest.mark.parametrize("at_once", [1, 3])
-@pytest.mark.parametrize("span", [1, 2, 128])
+@pytest.mark.parametrize(("degree", "span"), [(2, 1), (2, 2), (2, 128), (1, 2)])
 @pytest.mark.parametrize("visible", [None, packed([300, 1, 1, 348], [50] * 13, window=400)])
 def test_more_programs_than_a_gpu_holds(
-    kernels: list[Any], visible: Visibility | None, span: int, at_once: int
+    kernels: Any, visible: Visibility | None, degree: int, span: int, at_once: int
 ) -> None:
     """Those that begin when others end are waited for by none; here there is one for each block."""
-    *_, forward = kernels
-    shape = (2, 2, 2, 650, span, 24)
-    for got, expected in run(forward.filter_sweep, *shape, 2, visible, at_once=at_once):
-        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
+    variant = Variant(degree, 128, sweep.STAGES[degree])
+    check(kernels, (2, 2, 2, 650, span, 24), variant, visible, at_once)
 
 
 def test_programs_that_wait_for_later_ones_are_noticed(
-    kernels: list[Any], monkeypatch: pytest.MonkeyPatch
+    kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """High rows first: a block would need those of programs that have not begun."""
-    _, forward = kernels
-    place = forward.place
+    place = kernels.place
 
     def from_the_end(item: Number, total: Number, blocks: Number, span: Number) -> Any:
         return place(total * blocks - 1 - item, total, blocks, span)
 
-    monkeypatch.setattr(forward, "place", from_the_end)
+    monkeypatch.setattr(kernels, "place", from_the_end)
     monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 0.5)
     with pytest.raises(gluon_on_cpu.DeadlockError):
-        run(forward.filter_sweep, 1, 1, 1, 600, 1, 5, 2, at_once=2)
+        run(kernels, (1, 1, 1, 600, 1, 5), ON_A_GPU[1], at_once=2)
 
 
-def test_it_waits_for_u(kernels: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_waits_for_u(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without flags a block would load what no program has stored yet."""
-    _, forward = kernels
-    monkeypatch.setattr(forward, "first_missing", lambda flags, known: known + 32)
+    monkeypatch.setattr(kernels, "first_missing", lambda flags, known: known + 32)
     monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 0.5)
     with pytest.raises(AssertionError, match="before it was stored"):
-        run(forward.filter_sweep, 1, 1, 1, 600, 1, 5, 2)
+        run(kernels, (1, 1, 1, 600, 1, 5), ON_A_GPU[1])
 
 
-def test_each_item_once() -> None:
+def test_each_item_once(kernels: Any) -> None:
     """Items of low numbers are the low rows of the heads that are worked on together."""
-    names = (f"{ROOM}.gluon_short", f"{ROOM}.gluon_sweep")
-    with gluon_on_cpu.on_cpu(*names) as (_, order):
-        places = [order.place(Number(i), Number(7), Number(3), Number(4)) for i in range(21)]
+    places = [kernels.place(Number(i), Number(7), Number(3), Number(4)) for i in range(21)]
     assert len(set(places)) == 21
     assert places[:5] == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]
     # the three heads that are left

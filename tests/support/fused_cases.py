@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gfsa.kernels.launching import Options
-from gfsa.kernels.op import filter_attention
+from gfsa.kernels.op import FusedOperator, filter_attention
 from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator
 from support.dropout import surviving
 
@@ -110,6 +111,64 @@ def attention_errors(problem: Problem) -> list[float]:
     out = DenseOperator.from_qk(exact[0], exact[1], mask, problem.is_causal, scale).apply(exact[2])
     expected = [out, *torch.autograd.grad(out, exact, g.double())]
     return [error(x, y) for x, y in zip(got, expected, strict=True)]
+
+
+def assert_as_exact_as_attention(problem: Problem, vanishing: float = 0.0) -> None:
+    """Errors of at most twice those of torch's attention.
+
+    Args:
+        vanishing: results that are off by less, relative to the largest of them, count as right.
+    """
+    torch.manual_seed(1)
+    got, expected = run(problem)
+    # rounding of the inputs to the last product, where n is too small for errors to average
+    floor = 0.2 * torch.finfo(problem.dtype).eps
+    allowed = [*(2 * each + floor for each in attention_errors(problem)), 5e-3]
+    size = max(x.norm().item() for x in expected)
+    for name, x, y, most in zip(NAMES, got, expected, allowed, strict=True):
+        assert torch.isfinite(x).all(), name
+        negligible = (x.double() - y).norm().item() <= vanishing * size
+        assert negligible or error(x, y) <= most, (name, error(x, y), most)
+
+
+def outcome(work: Callable[..., Tensor], inputs: Sequence[Tensor], g: Tensor) -> list[Tensor]:
+    """What ``work`` gives for the inputs, and their gradients."""
+    y = work(*inputs)
+    return [y, *torch.autograd.grad(y, inputs, g)]
+
+
+def assert_same_bits(first: Sequence[Tensor], *others: Sequence[Tensor]) -> None:
+    for other in others:
+        for number, (x, y) in enumerate(zip(first, other, strict=True)):
+            assert torch.equal(x, y), number
+
+
+def assert_agree(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """To the rounding of float32."""
+    size = max(x.norm().item() for x in expected)
+    for name, x, y in zip(NAMES, got, expected, strict=True):
+        assert x.shape == y.shape, name
+        # a gradient that is zero but for rounding has no relative error of its own
+        negligible = (x.double() - y).norm().item() <= 1e-6 * size
+        assert negligible or error(x, y) <= 2e-6, (name, error(x, y))
+
+
+def assert_learns_by_the_kernels(layer: Any, problem: Problem) -> None:
+    """The coefficients and θ's gradient by kernels are those that torch works out."""
+    q, k, v, _, g = problem.tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v)] + [layer.theta]
+    results = []
+    for operator in (
+        FusedOperator(AttentionCall(q, k, is_causal=problem.is_causal)),
+        DenseOperator.from_qk(q, k, is_causal=problem.is_causal),
+    ):
+        y = layer(operator, v)
+        results.append([y.detach(), *torch.autograd.grad(y, inputs, g)])
+        with torch.no_grad():
+            assert error(layer(operator, v), y) == 0
+    for name, mine, exact in zip(NAMES, *results, strict=True):
+        assert mine.shape == exact.shape
+        assert error(mine, exact) <= 2e-6, name
 
 
 def error(got: Tensor, expected: Tensor) -> float:

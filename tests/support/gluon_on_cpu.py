@@ -104,6 +104,10 @@ class Descriptor:
     def __init__(self, memory: np.ndarray, rows: int) -> None:
         self.memory, self.rows = memory, rows
 
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        return 1, 1, self.rows, self.memory.shape[-1]
+
     def tile(self, where: Sequence[int]) -> np.ndarray:
         b, h, row, _ = where
         return self.memory[b, h, row : row + self.rows]
@@ -116,6 +120,10 @@ class Descriptor:
 
 class Numbers(Descriptor):
     """Numbers in float32, ``(B, H, 1, N)``, of which ``rows`` are moved at a time."""
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        return 1, 1, 1, self.rows
 
     def tile(self, where: Sequence[int]) -> np.ndarray:
         b, h, _, start = where

@@ -15,13 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gfsa.kernels.launching import (
-    JIT_OPTIONS,
-    Kernel,
-    Launch,
-    launch_on_device_of,
-    padded,
-)
+from gfsa.kernels.launching import JIT_OPTIONS, Kernel, Launch, launch_on_device_of, padded
 from gfsa.operators.base import Coefficients
 
 

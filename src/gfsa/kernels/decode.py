@@ -4,12 +4,11 @@ r"""One decoded token in one launch: a filter of degree 2, with cached keys, val
     y = c_0 v + c_1 u + c_2 (w + p_{new}\,u)
 
 U of past tokens does not change, and that of the new token is u itself, which the sum over past
-tokens leaves out. One sweep over the cache therefore does both passes. Several programs share it.
-The same launch computes the coefficients from θ and writes u into its row of the cache.
-
-A filter of degree 1, :math:`y = c_0 v + c_1 u`, needs keys and values alone: it has no U, and
-nothing but y is written. The exclusive term takes :math:`a p v` out of either,
-:math:`p = \langle u, v \rangle / \langle v, v \rangle`, with a as one more coefficient.
+tokens leaves out. One sweep over the cache therefore does both passes. The same launch computes the
+coefficients from θ and writes u into its row of the cache. A filter of degree 1,
+:math:`y = c_0 v + c_1 u`, has no U, and nothing but y is written. The exclusive term takes
+:math:`a p v` out of either, :math:`p = \langle u, v \rangle / \langle v, v \rangle`, with a as one
+more coefficient.
 
 **The kernel.** Several programs share the keys of a head, because one program would wait for its
 loads most of the time. Each keeps its sums in float32; the last one to finish adds them up, always
@@ -19,9 +18,8 @@ rows are added up after the last tile, by the same formula as programs are:
 
 .. math:: \Sigma = \sum_r 2^{t_r - t}\,\Sigma_r, \qquad t = \max_r t_r
 
-**In eager mode** a token takes a few microseconds on the GPU, and in each layer the same Python
-again. The layers of a model decode a token by calls of one shape and layout: the first of them
-prepares the launch (:class:`PreparedToken`), and the others need addresses alone.
+**In eager mode** the first layer of a model prepares the launch for calls of one shape and layout
+(:class:`PreparedToken`), and the others need addresses alone.
 """
 
 # no postponed annotations here: the operator's schema is read from them
@@ -287,6 +285,20 @@ def tile_of(width: int) -> Tile:
     return Tile(keys, warps, 3)
 
 
+class Token(NamedTuple):
+    """What the kernel reads and writes for a new token: see :func:`decode`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    u: Tensor | None
+    theta: Tensor | None
+    base: Tensor
+    basis: Tensor | None
+    mask: Tensor | None
+    length: Tensor | None
+
+
 def takes_layout(*tensors: Tensor) -> bool:
     """Whether the kernel can read such tensors ``(B, H, N, D)``."""
     # a compiled graph allocates its tensors itself
@@ -333,14 +345,14 @@ def decode(
     exclusive = share is not None
     if share is not None:
         base = torch.cat((base, share.float().expand(q.shape[1])[:, None]), 1)
+    token = Token(q, k, v, u, theta, base, basis, mask, length)
     if needs_registered_operator(q):
         if u is None and counters is None and torch.compiler.is_compiling():
             # torch's compiler fails on an operator none of whose written arguments is given
             counters = new_counters(q.shape[0] * q.shape[1], q.device)
-        given = (q, k, v, u, theta, base, basis, mask, length, counters)
-        y: Tensor = registered(*given, scale, exclusive)
+        y: Tensor = registered(*token, counters, scale, exclusive)
         return y
-    return _run(q, k, v, u, theta, base, basis, mask, length, counters, scale, exclusive)
+    return _run(token, counters, scale, exclusive)
 
 
 def numbers_of(
@@ -371,20 +383,9 @@ class Ready(NamedTuple):
     """Numbers by which the programs that share a head exchange their sums; 0 for one program."""
 
 
-def ready_for(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor | None,
-    theta: Tensor | None,
-    base: Tensor,
-    basis: Tensor | None,
-    mask: Tensor | None,
-    on_device: bool,
-    scale: float,
-    exclusive: bool = False,
-) -> Ready:
-    """How to launch the kernel on such tensors; ``on_device``: whether the length is there."""
+def ready_for(token: Token, scale: float, exclusive: bool = False) -> Ready:
+    """How to launch the kernel on such tensors."""
+    q, k, v, u, theta, base, basis, mask, length = token
     batch, heads, _, head_dim = q.shape
     _, groups, rows, _ = k.shape
     seen = (0, 0, 0)
@@ -410,8 +411,8 @@ def ready_for(
         *(u_b // _STEP, u_h // _STEP, u_n // _STEP, *seen),
     )
     constants = (
-        *(head_dim, width, tile.keys, learned, by_head, mask is not None, on_device, splits),
-        *(tile.stages, degree, exclusive),
+        *(head_dim, width, tile.keys, learned, by_head, mask is not None, length is not None),
+        *(splits, tile.stages, degree, exclusive),
     )
     types = q.dtype, base.dtype if theta is None else theta.dtype
     variant = (q.device, *types, wide_numbers(numbers))
@@ -422,23 +423,10 @@ def ready_for(
 
 
 def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor | None,
-    theta: Tensor | None,
-    base: Tensor,
-    basis: Tensor | None,
-    mask: Tensor | None,
-    length: Tensor | None,
-    counters: Tensor | None,
-    scale: float,
-    exclusive: bool,
-    keep_room: bool = True,
+    token: Token, counters: Tensor | None, scale: float, exclusive: bool, keep_room: bool = True
 ) -> Tensor:
-    launch, numbers, count = ready_for(
-        *(q, k, v, u, theta, base, basis, mask, length is not None, scale, exclusive)
-    )
+    launch, numbers, count = ready_for(token, scale, exclusive)
+    q, k, v, u, theta, base, basis, mask, length = token
     y = q.new_empty(q.shape)
     sums, arrived = q, q
     if count:
@@ -447,10 +435,8 @@ def _run(
     pointers = (
         *(q, k, v, v if u is None else u),
         *(base if theta is None else theta, base, base if basis is None else basis),
-        *(
-            q if mask is None else mask.view(torch.uint8),
-            q if length is None else length,
-        ),
+        q if mask is None else mask.view(torch.uint8),
+        q if length is None else length,
         *(y, sums, arrived),
     )
     with on_device_of(q):
@@ -534,10 +520,8 @@ def registered(
     q, k, v = (x.clone() if x.data_ptr() % 16 else x for x in (q, k, v))
     aligned = u.clone() if u is not None and u.data_ptr() % 16 else u
     # nothing allocated here may be kept: mode="reduce-overhead" runs it in the memory of its graphs
-    y = _run(
-        *(q, k, v, aligned, theta, base, basis, mask, length, counters, scale, exclusive),
-        keep_room=False,
-    )
+    token = Token(q, k, v, aligned, theta, base, basis, mask, length)
+    y = _run(token, counters, scale, exclusive, keep_room=False)
     if u is not None and aligned is not None and aligned is not u:
         u.copy_(aligned)
     return y
@@ -585,9 +569,10 @@ class PreparedToken:
     ) -> Tensor:
         """As :func:`~gfsa.kernels.decode.decode`."""
         layout = None if u is None else u.stride()
-        found = self.ready.get(layout) or self._prepare(
-            q, k, v, u, coeffs, mask, length is not None, scale
-        )
+        found = self.ready.get(layout)
+        if found is None:
+            token = Token(q, k, v, u, *coeffs[:3], mask, length)
+            found = self._prepare(token, scale)
         # a captured graph has room of its own
         if found is None or (found[1].sums and torch.cuda.is_current_stream_capturing()):
             return decode(q, k, v, u, coeffs, mask, length, scale, counters)
@@ -597,8 +582,8 @@ class PreparedToken:
         u_at = v_at if u is None else u.data_ptr()
         if (q_at | k_at | v_at | u_at) % 16:
             # which copies what the kernel cannot load 16 bytes at a time
-            given = (q, k, v, u, theta, base, basis, mask, length, counters)
-            copied: Tensor = registered(*given, scale, False)
+            token = Token(q, k, v, u, theta, base, basis, mask, length)
+            copied: Tensor = registered(*token, counters, scale, False)
             return copied
         y = q.new_empty(q.shape)
         stream = direct.stream(self.device.index)
@@ -626,21 +611,11 @@ class PreparedToken:
             return decode(q, k, v, u, coeffs, mask, length, scale, counters)
         return y
 
-    def _prepare(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        u: Tensor | None,
-        coeffs: Coefficients,
-        mask: Tensor | None,
-        on_device: bool,
-        scale: float,
-    ) -> tuple[Direct, Ready] | None:
+    def _prepare(self, token: Token, scale: float) -> tuple[Direct, Ready] | None:
         """The launch for such tensors; None until its code is compiled."""
-        ready = ready_for(q, k, v, u, *coeffs[:3], mask, on_device, scale)
+        ready = ready_for(token, scale)
         direct = ready.launch.direct.get(())
         if not isinstance(direct, Direct):
             return None
-        self.ready[None if u is None else u.stride()] = found = (direct, ready)
+        self.ready[None if token.u is None else token.u.stride()] = found = (direct, ready)
         return found

@@ -32,6 +32,7 @@ from gfsa.kernels.launching import (
     JIT_OPTIONS,
     Kernel,
     Launch,
+    Tiles,
     copyable_by_tile,
     empty_like,
     load_tile,
@@ -39,6 +40,7 @@ from gfsa.kernels.launching import (
     on_device_of,
     padded,
     store_tile,
+    tiles_of,
 )
 from gfsa.operators.base import Coefficients, combine, repeat_heads
 
@@ -145,9 +147,8 @@ def combine_degree_one(
 def _run(v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool) -> Tensor:
     v, u = copyable_by_tile(v), copyable_by_tile(u)
     out = empty_like(u)
-    launch = _launch(
-        *("combine_around", u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, exclusive)
-    )
+    given = u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, exclusive
+    launch = _launch("combine_around", *given)
     with on_device_of(u):
         launch((v, u, out), coeffs)
     return out
@@ -181,9 +182,8 @@ class _Combine(torch.autograd.Function):
         # hooks on saved tensors may return them in another layout
         g, v, u, coeffs = *(copyable_by_tile(x) for x in (g, v, u)), coeffs.contiguous()
         dv, du = empty_like(v), empty_like(u)
-        launch = _launch(
-            *("grad_around", u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, ctx.exclusive)
-        )
+        given = u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, ctx.exclusive
+        launch = _launch("grad_around", *given)
         parts = coeffs.new_empty(u.shape[1], 2 + ctx.exclusive, u.shape[0] * launch.grid[0])
         with on_device_of(u):
             launch((g, v, u, dv, du), coeffs, parts)
@@ -192,11 +192,7 @@ class _Combine(torch.autograd.Function):
         return dv, du, *sums, None
 
 
-# kernels, and how many tensors each of them takes
-_KERNELS = {
-    "combine_around": (Kernel(combine_around), 3),
-    "grad_around": (Kernel(grad_around), 5),
-}
+_KERNELS = {"combine_around": Kernel(combine_around), "grad_around": Kernel(grad_around)}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -209,7 +205,7 @@ def _launch(
     device: torch.device,
     exclusive: bool,
 ) -> Launch:
-    kernel, tensors = _KERNELS[name]
+    kernel = _KERNELS[name]
     batch, heads, length, head_dim = shape
     width, group = padded(head_dim), heads // key_heads
     is_gradient = name == "grad_around"
@@ -220,7 +216,7 @@ def _launch(
         kernel,
         (-(-length // rows), batch * (key_heads if is_gradient else heads), 1),
         (device, dtype),
-        [(1, 1, rows, width)] * tensors,
+        tiles_of(kernel, Tiles(rows, rows, 4), width),
         (heads,),
         (rows, width, powers, group, exclusive),
         num_warps=4,

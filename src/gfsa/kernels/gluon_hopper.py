@@ -1,30 +1,27 @@
 """Backward kernels for Hopper GPUs in Gluon, with the formulas of ``two_pass.py``.
 
 Each number is written by one program, so repeated runs give the same bits; dQ of long sequences of
-wide heads, which is added up in any order (``grad_keys``), is the exception. What makes them faster
-than those is when a product is waited for, which Triton's compiler decides by itself and Gluon
-leaves to the kernel: exponentials are computed while the next products run. No product is in flight
-at the end of a step, since the assembler runs all of them one by one where one is. Registers and
-shared memory are small enough for three programs on a multiprocessor at head dims up to 64 (four of
-the first kernel), which fill each other's gaps.
+wide heads, which is added up in any order (``grad_keys``), is the exception. A kernel says itself
+when it waits for a product: exponentials are computed while the next products run. No product is in
+flight at the end of a step, since the assembler runs all of them one by one where one is. Registers
+and shared memory are small enough for three programs on a multiprocessor at head dims up to 64
+(four of the first kernel), which fill each other's gaps.
 
 Tokens, logsumexps and δ come by the copy engine, one step ahead; loads begin while products run,
 since all warps wait for each other between them. Rows beyond the last token read as zeros: a query
 among them adds nothing, since its g, dU and δ are zero.
 
 **Degree 1** (``…_one``) has the formulas of ``one_pass.py``: seven products, three for dQ, four for
-dK and dV. Its logsumexps are to base 2, infinite beyond the last query, and have a multiple of 16
-numbers a head, as those of the forward pass in ``one_pass.py``.
-
-The exclusive term (EXCLUSIVE; formulas in ``degree_one.py``) changes what reaches attention: dU in
-place of c1·g. The kernel of dQ computes it from rows that it reads anyway, and stores it for the
-kernel of dK and dV, which adds the rest of dV to its own rows at its end. Both read A·V of their
-rows in place of the output.
+dK and dV. Its logsumexps are those of ``one_pass.py``. With the exclusive term (EXCLUSIVE; formulas
+in ``degree_one.py``) dU takes the place of c1·g: the kernel of dQ stores it for the kernel of dK
+and dV, which adds the rest of dV to its own rows at its end. Both read A·V in place of the output.
 """
 
-# ruff: noqa: RET505, SIM102 - Gluon compiles a subset of Python
+# ruff: noqa: RET505, SIM102, SIM108 - Gluon compiles a subset of Python
 
 from __future__ import annotations
+
+import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -103,6 +100,50 @@ def barriers(COUNT: gl.constexpr):
     return bars
 
 
+@gluon.constexpr_function
+def bytes_of(tensors):
+    """What a tile of each tensor has: tokens in 16 bits, or a number in float32 for each."""
+    return sum(math.prod(x.block_shape) * (4 if x.block_shape[2] == 1 else 2) for x in tensors)
+
+
+@gluon.jit
+def load(tensors, rooms, OF_KEYS: gl.constexpr, bars, b, h, group, row, step, pred):
+    """Begin to load a tile of each tensor, from token ``row`` on.
+
+    Args:
+        rooms: each for one tile, whose barrier is the third; or each a ring of tiles, with a place
+            and a barrier for step number ``step``.
+        OF_KEYS: whether heads of a group share the tensor.
+    """
+    if len(rooms[0].shape) == 5:
+        now = step % 2
+        bar = bars.index(now)
+    else:
+        bar = bars.index(2)
+    mbarrier.expect(bar, bytes_of(tensors), pred=pred)
+    for x in gl.static_range(len(tensors)):
+        head = h
+        if OF_KEYS[x]:
+            head = h // group
+        room = rooms[x]
+        if tensors[x].block_shape[2] == 1:
+            at = [b, head, 0, row]
+        else:
+            at = [b, head, row, 0]
+        if len(room.shape) == 5:
+            room = room.index(step % 3 if room.shape[0] > 2 else now)
+        tma.async_copy_global_to_shared(tensors[x], at, bar, room, pred=pred)
+
+
+@gluon.jit
+def store(x, room, tensor, b, h, row, ROWS: gl.constexpr, D: gl.constexpr):
+    """Begin to store a tile, in 16 bits, by way of shared memory."""
+    tile_of(room, ROWS, D).store(x.to(tensor.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(tensor, [b, h, row, 0], room)
+
+
 @gluon.jit
 def queries_of_keys(
     mask, b, row, n, mask_b, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
@@ -157,6 +198,59 @@ def hide_queries(p, row, col, spans, earliest, n, CAUSAL: gl.constexpr, MASK: gl
             i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
             j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
             p = gl.where(j[:, None] <= i[None, :], p, 0.0)
+    return p
+
+
+@gluon.jit
+def keys_of_queries(
+    mask, b, row, n, mask_b, LAYOUT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    CAUSAL: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """Which keys the BM queries from ``row`` on see.
+
+    Returns:
+        The queries, the first of the keys, the number of steps of BN that reach the last one, and
+        with spans the queries' first keys and the latest of these.
+    """
+    end = n
+    if CAUSAL:
+        end = gl.minimum(row + BM, n)
+    start = 0
+    i = row + gl.arange(0, BM, layout=LAYOUT)
+    first = i
+    latest = n
+    if MASK == SPANS:
+        mask += b.to(gl.int64) * mask_b
+        first = gl.load(mask + i, mask=i < n, other=0)
+        latest = gl.load(mask + end - 1)
+        start = gl.load(mask + row) // BN * BN
+    return i, start, gl.cdiv(end - start, BN), first, latest
+
+
+@gluon.jit
+def hide_keys(p, i, row, col, first, latest, shown, n, CAUSAL: gl.constexpr, MASK: gl.constexpr):
+    """``A`` of queries ``i`` from ``row`` on and keys from ``col`` on, zero where none is seen.
+
+    Args:
+        first, latest: see :func:`keys_of_queries`; shown: see :func:`shown_keys`.
+    """
+    LAYOUT: gl.constexpr = p.type.layout
+    BN: gl.constexpr = p.shape[1]
+    if MASK == SPANS:
+        if col < latest:
+            j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+            p = gl.where(j[None, :] >= first[:, None], p, 0.0)
+    if CAUSAL:
+        if col + BN > row:
+            j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+            p = gl.where(j[None, :] <= i[:, None], p, 0.0)
+    # keys that take no part, and zeros beyond the last one: the exponential may be infinite
+    if MASK == KEY_MASK:
+        p = gl.where(shown[None, :], p, 0.0)
+    elif not CAUSAL:
+        if col + BN > n:
+            j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+            p = gl.where((j < n)[None, :], p, 0.0)
     return p
 
 
@@ -224,25 +318,8 @@ def finish_queries(dq_cols, sums, heads, scale, D: gl.constexpr, BN: gl.constexp
     at = sums + (bh.to(gl.int64) * gl.num_programs(0) + tile) * (BN * D)
     dq = get(at, BN, D, LAYOUT) * scale
     stage = gl.allocate_shared_memory(dq_cols.dtype, [1, 1, BN, D], dq_cols.layout)
-    tile_of(stage, BN, D).store(dq.to(dq_cols.dtype))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(dq_cols, [bh // heads, bh % heads, tile * BN, 0], stage)
+    store(dq, stage, dq_cols, bh // heads, bh % heads, tile * BN, BN, D)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _load_first(
-    q_cols, g_cols, lse_cols, qs, gs, lss, bars, b, h, col, step, pred,
-    D: gl.constexpr, BN: gl.constexpr,
-):  # fmt: skip
-    """Begin to load what step number ``step`` of ``grad_first_pass`` takes."""
-    now = step % 2
-    bar = bars.index(now)
-    mbarrier.expect(bar, 2 * BN * D * 2 + BN * 4, pred=pred)
-    tma.async_copy_global_to_shared(q_cols, [b, h, col, 0], bar, qs.index(now), pred=pred)
-    tma.async_copy_global_to_shared(lse_cols, [b, h, 0, col], bar, lss.index(now), pred=pred)
-    tma.async_copy_global_to_shared(g_cols, [b, h, col, 0], bar, gs.index(step % 3), pred=pred)
 
 
 @gluon.jit(**JIT_OPTIONS)
@@ -271,9 +348,11 @@ def grad_first_pass(
     h = bh % heads
     row = block * BM
     start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
-    mbarrier.expect(bars.index(2), BM * D * 2)
-    tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
-    _load_first(q_cols, g_cols, lse_cols, qs, gs, lss, bars, b, h, start, 0, True, D, BN)
+    load((k_rows,), (ks,), (True,), bars, b, h, group, row, 0, True)
+    cols = (q_cols, lse_cols, g_cols)
+    rings = (qs, lss, gs)
+    OF_KEYS: gl.constexpr = (False, False, False)
+    load(cols, rings, OF_KEYS, bars, b, h, group, start, 0, True)
     k = tile_of(ks, BM, D)
     # the first step has no step before it: zeros times zeros
     tile_of(gs.index(2), BN, D).store(gl.full([BN, D], 0.0, dt, AL))
@@ -293,10 +372,7 @@ def grad_first_pass(
         z = warpgroup_mma(operand, former_g, z, is_async=True)
         # all warps are done with the step before; loads begin while products run
         gl.thread_barrier()
-        _load_first(
-            q_cols, g_cols, lse_cols, qs, gs, lss, bars, b, h, col + BN, step + 1,
-            step + 1 < steps, D, BN,
-        )  # fmt: skip
+        load(cols, rings, OF_KEYS, bars, b, h, group, col + BN, step + 1, step + 1 < steps)
         # here, or the compiler puts one at the next step's start, where nothing runs beside it
         gl.thread_barrier()
         s = warpgroup_mma_wait(1, deps=[s])
@@ -317,11 +393,8 @@ def grad_first_pass(
         us = qs._reinterpret(dt, [1, 1, BM, D], u_rows.layout)
         vs = gs._reinterpret(dt, [2, 1, 1, BM, D], v_rows.layout).index(0)
         outs = gs._reinterpret(dt, [2, 1, 1, BM, D], out_rows.layout).index(1)
-    mbarrier.expect(bars.index(2), 4 * BM * D * 2)
-    tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), ks)
-    tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), us)
-    tma.async_copy_global_to_shared(v_rows, [b, h // group, row, 0], bars.index(2), vs)
-    tma.async_copy_global_to_shared(out_rows, [b, h, row, 0], bars.index(2), outs)
+    own = (g_rows, u_rows, v_rows, out_rows)
+    load(own, (ks, us, vs, outs), (False, False, True, False), bars, b, h, group, row, 0, True)
     c0 = gl.load(coeffs + h * 3)
     c1 = gl.load(coeffs + h * 3 + 1)
     c2 = gl.load(coeffs + h * 3 + 2)
@@ -338,10 +411,7 @@ def grad_first_pass(
     gu = gl.sum(g * u, 1)
     gv = gl.sum(g * tile_of(vs, BM, D).load(AL).to(gl.float32), 1)
     go = gl.sum(g * tile_of(outs, BM, D).load(AL).to(gl.float32), 1)
-    k.store((c1 * g + c2 * z).to(dt))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(du_rows, [b, h, row, 0], ks)
+    store(c1 * g + c2 * z, ks, du_rows, b, h, row, BM, D)
     gl.store(delta_out + bh.to(gl.int64) * n + rows, go - c0 * gv + c2 * zu, mask=rows < n)
     # (H, 3, B·blocks): what is added up is contiguous
     parts = total // heads * blocks
@@ -350,22 +420,6 @@ def grad_first_pass(
     gl.store(dc + parts, gl.sum(gu, 0))
     gl.store(dc + 2 * parts, gl.sum(zu, 0))
     tma.store_wait(0)
-
-
-@gluon.jit
-def _load_queries_of_keys(
-    q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h, col, step,
-    pred, D: gl.constexpr, BN: gl.constexpr,
-):  # fmt: skip
-    """Begin to load what step number ``step`` of ``grad_keys`` takes."""
-    now = step % 2
-    bar = bars.index(now)
-    mbarrier.expect(bar, 3 * BN * D * 2 + 2 * BN * 4, pred=pred)
-    tma.async_copy_global_to_shared(q_cols, [b, h, col, 0], bar, qs.index(now), pred=pred)
-    tma.async_copy_global_to_shared(lse_cols, [b, h, 0, col], bar, lss.index(now), pred=pred)
-    tma.async_copy_global_to_shared(g_cols, [b, h, col, 0], bar, gs.index(now), pred=pred)
-    tma.async_copy_global_to_shared(du_cols, [b, h, col, 0], bar, dus.index(now), pred=pred)
-    tma.async_copy_global_to_shared(delta_cols, [b, h, 0, col], bar, dls.index(now), pred=pred)
 
 
 @gluon.jit(**JIT_OPTIONS)
@@ -407,14 +461,12 @@ def grad_keys(
     row = block * BM
     sums += bh.to(gl.int64) * gl.cdiv(n, BN) * (BN * D)
     start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
-    mbarrier.expect(bars.index(2), 3 * BM * D * 2)
-    tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
-    tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), us)
-    tma.async_copy_global_to_shared(v_rows, [b, h // group, row, 0], bars.index(2), vs)
-    _load_queries_of_keys(
-        q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h, start, 0,
-        True, D, BN,
-    )  # fmt: skip
+    own = (k_rows, u_rows, v_rows)
+    load(own, (ks, us, vs), (True, False, True), bars, b, h, group, row, 0, True)
+    cols = (q_cols, lse_cols, g_cols, du_cols, delta_cols)
+    rings = (qs, lss, gs, dus, dls)
+    OF_KEYS: gl.constexpr = (False, False, False, False, False)
+    load(cols, rings, OF_KEYS, bars, b, h, group, start, 0, True)
     c2 = gl.load(coeffs + h * 3 + 2)
     k = tile_of(ks, BM, D)
     v = tile_of(vs, BM, D)
@@ -438,10 +490,7 @@ def grad_keys(
         da = scores(v, du, da, True, D, USED)
         # all warps are done with the step before; loads begin while products run
         gl.thread_barrier()
-        _load_queries_of_keys(
-            q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h,
-            col + BN, step + 1, step + 1 < steps, D, BN,
-        )  # fmt: skip
+        load(cols, rings, OF_KEYS, bars, b, h, group, col + BN, step + 1, step + 1 < steps)
         # here, or the compiler puts one at the next step's start, where nothing runs beside it
         gl.thread_barrier()
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
@@ -471,34 +520,12 @@ def grad_keys(
         dk = gl.where(shown[:, None], dk, 0.0)
         dv = gl.where(shown[:, None], dv, 0.0)
     # keys, values and U have been used: their room takes g and the results
-    mbarrier.expect(bars.index(2), BM * D * 2)
-    tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), us)
-    k.store((dk * scale).to(dt))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(dk_rows, [b, h, row, 0], ks)
+    load((g_rows,), (us,), (False,), bars, b, h, group, row, 0, True)
+    store(dk * scale, ks, dk_rows, b, h, row, BM, D)
     c0 = gl.load(coeffs + h * 3)
     mbarrier.wait(bars.index(2), 1)
-    v.store((dv + c0 * u.load(AL).to(gl.float32)).to(dt))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(dv_rows, [b, h, row, 0], vs)
+    store(dv + c0 * u.load(AL).to(gl.float32), vs, dv_rows, b, h, row, BM, D)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _load_keys_of_queries(
-    k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col, step, pred,
-    D: gl.constexpr, BN: gl.constexpr,
-):  # fmt: skip
-    """Begin to load what step number ``step`` of ``grad_queries`` takes."""
-    now = step % 2
-    bar = bars.index(now)
-    mbarrier.expect(bar, 3 * BN * D * 2, pred=pred)
-    key = h // group
-    tma.async_copy_global_to_shared(k_cols, [b, key, col, 0], bar, ks.index(now), pred=pred)
-    tma.async_copy_global_to_shared(u_cols, [b, h, col, 0], bar, us.index(now), pred=pred)
-    tma.async_copy_global_to_shared(v_cols, [b, key, col, 0], bar, vs.index(now), pred=pred)
 
 
 @gluon.jit(**JIT_OPTIONS)
@@ -530,25 +557,15 @@ def grad_queries(
     b = bh // heads
     h = bh % heads
     row = block * BM
-    end = n
-    if CAUSAL:
-        end = gl.minimum(row + BM, n)
-    start = 0
-    i = row + gl.arange(0, BM, layout=ROWS)
-    if MASK == SPANS:
-        # first keys of the block's queries, and the latest of them
-        mask += b.to(gl.int64) * mask_b
-        first = gl.load(mask + i, mask=i < n, other=0)
-        latest = gl.load(mask + end - 1)
-        start = gl.load(mask + row) // BN * BN
-    steps = gl.cdiv(end - start, BN)
-    mbarrier.expect(bars.index(2), 3 * BM * D * 2)
-    tma.async_copy_global_to_shared(q_rows, [b, h, row, 0], bars.index(2), qs)
-    tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), gs)
-    tma.async_copy_global_to_shared(du_rows, [b, h, row, 0], bars.index(2), dus)
-    _load_keys_of_queries(
-        k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, start, 0, True, D, BN
-    )  # fmt: skip
+    i, start, steps, first, latest = keys_of_queries(
+        mask, b, row, n, mask_b, ROWS, BM, BN, CAUSAL, MASK
+    )
+    rows = (q_rows, g_rows, du_rows)
+    load(rows, (qs, gs, dus), (False, False, False), bars, b, h, group, row, 0, True)
+    cols = (k_cols, u_cols, v_cols)
+    rings = (ks, us, vs)
+    OF_KEYS: gl.constexpr = (True, False, True)
+    load(cols, rings, OF_KEYS, bars, b, h, group, start, 0, True)
     c2 = gl.load(coeffs + h * 3 + 2)
     at = bh.to(gl.int64) * n + i
     lse = gl.load(lse_in + at, mask=i < n, other=float("inf")) * LOG2E
@@ -568,6 +585,7 @@ def grad_queries(
         k = tile_of(ks.index(now), BN, D)
         v = tile_of(vs.index(now), BN, D)
         u = tile_of(us.index(now), BN, D)
+        shown = None
         if MASK == KEY_MASK:
             j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
             shown = shown_keys(mask, b, h, j, n, mask_b, mask_h, mask_j)
@@ -577,51 +595,19 @@ def grad_queries(
         da = scores(du, v, da, True, D, USED)
         # all warps are done with the step before; loads begin while products run
         gl.thread_barrier()
-        _load_keys_of_queries(
-            k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col + BN, step + 1,
-            step + 1 < steps, D, BN,
-        )  # fmt: skip
+        load(cols, rings, OF_KEYS, bars, b, h, group, col + BN, step + 1, step + 1 < steps)
         # here, or the compiler puts one at the next step's start, where nothing runs beside it
         gl.thread_barrier()
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
-        if MASK == SPANS:
-            if col < latest:
-                j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-                p = gl.where(j[None, :] >= first[:, None], p, 0.0)
-        if CAUSAL:
-            if col + BN > row:
-                j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-                p = gl.where(j[None, :] <= i[:, None], p, 0.0)
-        # keys that take no part, and zeros beyond the last one: the exponential may be infinite
-        if MASK == KEY_MASK:
-            p = gl.where(shown[None, :], p, 0.0)
-        elif not CAUSAL:
-            if col + BN > n:
-                j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-                p = gl.where((j < n)[None, :], p, 0.0)
+        p = hide_keys(p, i, row, col, first, latest, shown, n, CAUSAL, MASK)
         da = warpgroup_mma_wait(0, deps=[da])
         ds = p * (da - delta[:, None])
         dq = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), k, dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
     gl.thread_barrier()
-    q.store((dq * scale).to(dt))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(dq_rows, [b, h, row, 0], qs)
+    store(dq * scale, qs, dq_rows, b, h, row, BM, D)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _load_keys(
-    k_cols, v_cols, ks, vs, bars, b, key_head, col, step, pred, D: gl.constexpr, BN: gl.constexpr
-):
-    """Begin to load what step number ``step`` of ``grad_queries_one`` takes."""
-    now = step % 2
-    bar = bars.index(now)
-    mbarrier.expect(bar, 2 * BN * D * 2, pred=pred)
-    tma.async_copy_global_to_shared(k_cols, [b, key_head, col, 0], bar, ks.index(now), pred=pred)
-    tma.async_copy_global_to_shared(v_cols, [b, key_head, col, 0], bar, vs.index(now), pred=pred)
 
 
 @gluon.jit(**JIT_OPTIONS)
@@ -656,28 +642,20 @@ def grad_queries_one(
     h = bh % heads
     key_head = h // group
     row = block * BM
-    end = n
-    if CAUSAL:
-        end = gl.minimum(row + BM, n)
-    start = 0
-    i = row + gl.arange(0, BM, layout=ROWS)
-    if MASK == SPANS:
-        # first keys of the block's queries, and the latest of them
-        mask += b.to(gl.int64) * mask_b
-        first = gl.load(mask + i, mask=i < n, other=0)
-        latest = gl.load(mask + end - 1)
-        start = gl.load(mask + row) // BN * BN
-    steps = gl.cdiv(end - start, BN)
+    i, start, steps, first, latest = keys_of_queries(
+        mask, b, row, n, mask_b, ROWS, BM, BN, CAUSAL, MASK
+    )
     # the output and V of these rows go where the keys and values of the second step will be
     gl.static_assert(BM == BN)
     outs = ks.index(1)
     own = vs.index(1)
-    mbarrier.expect(bars.index(2), 4 * BM * D * 2)
-    tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), gs)
-    tma.async_copy_global_to_shared(out_rows, [b, h, row, 0], bars.index(2), outs)
-    tma.async_copy_global_to_shared(v_rows, [b, key_head, row, 0], bars.index(2), own)
-    tma.async_copy_global_to_shared(q_rows, [b, h, row, 0], bars.index(2), qs)
-    _load_keys(k_cols, v_cols, ks, vs, bars, b, key_head, start, 0, True, D, BN)
+    rows = (g_rows, out_rows, v_rows, q_rows)
+    load(rows, (gs, outs, own, qs), (False, False, True, False), bars, b, h, group, row, 0, True)
+    cols = (k_cols, v_cols)
+    rings = (ks, vs)
+    # of the key head as they are
+    OF_KEYS: gl.constexpr = (False, False)
+    load(cols, rings, OF_KEYS, bars, b, key_head, group, start, 0, True)
     c0 = gl.load(coeffs + h * POWERS)
     c1 = gl.load(coeffs + h * POWERS + 1)
     length = (n + 15) // 16 * 16
@@ -710,9 +688,7 @@ def grad_queries_one(
     for step in range(steps):
         now = step % 2
         col = start + step * BN
-        _load_keys(
-            k_cols, v_cols, ks, vs, bars, b, key_head, col + BN, step + 1, step + 1 < steps, D, BN
-        )
+        load(cols, rings, OF_KEYS, bars, b, key_head, group, col + BN, step + 1, step + 1 < steps)
         k = tile_of(ks.index(now), BN, D)
         v = tile_of(vs.index(now), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
@@ -720,18 +696,7 @@ def grad_queries_one(
         da = warpgroup_mma(g, v.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
-        if MASK == SPANS:
-            if col < latest:
-                j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-                p = gl.where(j[None, :] >= first[:, None], p, 0.0)
-        if CAUSAL:
-            if col + BN > row:
-                j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-                p = gl.where(j[None, :] <= i[:, None], p, 0.0)
-        elif col + BN > n:
-            # zeros beyond the last key: the exponential may be infinite
-            j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-            p = gl.where((j < n)[None, :], p, 0.0)
+        p = hide_keys(p, i, row, col, first, latest, None, n, CAUSAL, MASK)
         da = warpgroup_mma_wait(0, deps=[da])
         if not EXCLUSIVE:
             da = c1 * da
@@ -739,26 +704,8 @@ def grad_queries_one(
         dq = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), k, dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
         gl.thread_barrier()
-    q.store((dq * scale).to(dt))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(dq_rows, [b, h, row, 0], qs)
+    store(dq * scale, qs, dq_rows, b, h, row, BM, D)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _load_queries(
-    q_cols, g_cols, lse_cols, delta_cols, qs, gs, lss, dls, bars, b, h, col, step, pred,
-    D: gl.constexpr, BN: gl.constexpr,
-):  # fmt: skip
-    """Begin to load what step number ``step`` of ``grad_keys_one`` takes."""
-    now = step % 2
-    bar = bars.index(now)
-    mbarrier.expect(bar, 2 * BN * D * 2 + 2 * BN * 4, pred=pred)
-    tma.async_copy_global_to_shared(q_cols, [b, h, col, 0], bar, qs.index(now), pred=pred)
-    tma.async_copy_global_to_shared(lse_cols, [b, h, 0, col], bar, lss.index(now), pred=pred)
-    tma.async_copy_global_to_shared(g_cols, [b, h, col, 0], bar, gs.index(now), pred=pred)
-    tma.async_copy_global_to_shared(delta_cols, [b, h, 0, col], bar, dls.index(now), pred=pred)
 
 
 @gluon.jit(**JIT_OPTIONS)
@@ -792,12 +739,11 @@ def grad_keys_one(
     h = bh % heads
     row = block * BM
     start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
-    mbarrier.expect(bars.index(2), 2 * BM * D * 2)
-    tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
-    tma.async_copy_global_to_shared(v_rows, [b, h // group, row, 0], bars.index(2), vs)
-    _load_queries(
-        q_cols, g_cols, lse_cols, delta_cols, qs, gs, lss, dls, bars, b, h, start, 0, True, D, BN
-    )
+    load((k_rows, v_rows), (ks, vs), (True, True), bars, b, h, group, row, 0, True)
+    cols = (q_cols, lse_cols, g_cols, delta_cols)
+    rings = (qs, lss, gs, dls)
+    OF_KEYS: gl.constexpr = (False, False, False, False)
+    load(cols, rings, OF_KEYS, bars, b, h, group, start, 0, True)
     c0 = gl.load(coeffs + h * POWERS)
     c1 = gl.load(coeffs + h * POWERS + 1)
     k = tile_of(ks, BM, D)
@@ -809,10 +755,7 @@ def grad_keys_one(
     for step in range(steps):
         now = step % 2
         col = start + step * BN
-        _load_queries(
-            q_cols, g_cols, lse_cols, delta_cols, qs, gs, lss, dls, bars, b, h, col + BN, step + 1,
-            step + 1 < steps, D, BN,
-        )  # fmt: skip
+        load(cols, rings, OF_KEYS, bars, b, h, group, col + BN, step + 1, step + 1 < steps)
         q = tile_of(qs.index(now), BN, D)
         g = tile_of(gs.index(now), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
@@ -833,14 +776,12 @@ def grad_keys_one(
     # the queries' room takes g of these rows, the keys' and values' the results
     gl.static_assert(BM == BN)
     own = qs.index(0)
-    mbarrier.expect(bars.index(2), (2 if EXCLUSIVE else 1) * BM * D * 2)
-    tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), own)
     if EXCLUSIVE:
-        tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), qs.index(1))
-    k.store((dk * scale).to(dt))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(dk_rows, [b, h, row, 0], ks)
+        given = (g_rows, u_rows)
+        load(given, (own, qs.index(1)), (False, False), bars, b, h, group, row, 0, True)
+    else:
+        load((g_rows,), (own,), (False,), bars, b, h, group, row, 0, True)
+    store(dk * scale, ks, dk_rows, b, h, row, BM, D)
     # rows beyond the last key hold arbitrary numbers, infinities included
     rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
     z = gl.where((rows < n)[:, None], z, 0.0)
@@ -869,8 +810,5 @@ def grad_keys_one(
     else:
         gl.store(dc + parts, gl.sum(gl.sum(z * values, 1), 0))
         z = c0 * g + c1 * z
-    v.store(z.to(dt))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(dv_rows, [b, h, row, 0], vs)
+    store(z, vs, dv_rows, b, h, row, BM, D)
     tma.store_wait(0)

@@ -18,17 +18,15 @@ is two sums of each row there.
 With spans (documents, windows) a block begins at the first tile that its first query sees. Of the
 tiles before the diagonal those are masked in which the keys of a query begin. In the others a query
 sees all keys or, if its document begins on the diagonal, none: what it has summed up is dropped
-there. With degree 2 a plan cuts rows into blocks (``sweep.py``). With degree 1 blocks need nothing
-of each other, so no plan cuts rows at documents: the warp that draws a block reads what it sees.
+there.
 
-**Order.** An item is a block of ROWS queries of one head. Its program needs the U of the earlier
-blocks of the head that its queries see, which other programs make. Programs draw items in the order
-of their numbers, so all lower items are finished or belong to programs that run, and waiting for
-lower items alone never deadlocks, however few programs the GPU holds at a time. With degree 1
-programs take the longest blocks first, so that they end at the same time.
-
-With spans and degree 2, an item is a slot of a row's plan, which has up to two blocks: see
-``sweep.py``. The warp that draws items also reads the plan, and tells the others.
+**Order.** An item is a block of ROWS queries of one head; with spans and degree 2 a slot of a row's
+plan, which has up to two blocks (``sweep.py``). Its program needs the U of the earlier blocks of
+the head that its queries see, which other programs make. Programs draw items in the order of their
+numbers, so all lower items are finished or belong to programs that run, and waiting for lower items
+alone never deadlocks, however few programs the GPU holds at a time. With degree 1 blocks need
+nothing of each other: programs take the longest ones first, so that they end at the same time, and
+the warp that draws a block reads what it sees.
 """
 
 # ruff: noqa: SIM102, SIM108 - Gluon compiles a subset of Python

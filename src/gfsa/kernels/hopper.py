@@ -1,5 +1,7 @@
 """The gradient by the Hopper kernels: a launch each for dU and δ, for dK and dV, and for dQ.
 
+Degree 1 has two launches: for δ and dQ, and for dK and dV.
+
 Where heads are wide and sequences long, the second adds up dQ as well, in any order, and the third
 rounds the sums; not so under ``torch.use_deterministic_algorithms(True)``.
 """
@@ -7,9 +9,9 @@ rounds the sums; not so under ``torch.use_deterministic_algorithms(True)``.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,41 +19,30 @@ from torch import Tensor
 from gfsa.kernels.launching import (
     NO_MASK,
     SPANS,
-    Block,
     Grid,
     Launch,
     Options,
     Problem,
     Saved,
+    Tiles,
     empty_like,
     gluon_kernel,
     padded,
     pointers,
     problem_of,
     sum_groups,
+    tiles_of,
 )
-
-
-class Tiles(NamedTuple):
-    """How one kernel cuts its work."""
-
-    rows: int
-    """Rows that a program owns."""
-    cols: int
-    """Rows of the other side that it takes at a time."""
-
-    @property
-    def warps(self) -> int:
-        """A warp computes 16 rows of a product."""
-        return self.rows // 16
-
 
 # by kernel, then by the width of a head on chip: the fastest measured on an H200
 TILES: dict[str, dict[int, Tiles]] = {
-    "grad_first_pass": {64: Tiles(64, 64), 128: Tiles(64, 64)},
-    "grad_keys": {64: Tiles(64, 64), 128: Tiles(128, 64)},
-    "grad_queries": {64: Tiles(64, 64), 128: Tiles(128, 64)},
+    "grad_first_pass": {64: Tiles(64, 64, 4), 128: Tiles(64, 64, 4)},
+    "grad_keys": {64: Tiles(64, 64, 4), 128: Tiles(128, 64, 8)},
+    "grad_queries": {64: Tiles(64, 64, 4), 128: Tiles(128, 64, 8)},
 }
+# of degree 1, at every head dim: with twice as many rows both kernels take longer
+# (results/kernels.md)
+ONE_TILES = Tiles(64, 64, 4)
 
 # with spans, where the compiler would take a few more: room for three programs of four warps
 REGISTERS = {("grad_keys", 64, SPANS): 168}
@@ -137,54 +128,59 @@ def as_tiles(x: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=1024)
 def _launches(problem: Problem, with_queries: bool) -> dict[str, Launch]:
     """Each kernel over the rows of one problem."""
-    launches = {
-        "grad_first_pass": _launch("grad_first_pass", problem),
-        "grad_keys": _launch("grad_keys", problem, with_queries),
-    }
+    names = ["grad_first_pass", "grad_keys", *([] if with_queries else ["grad_queries"])]
+    launches = {name: _launch(name, problem, with_queries) for name in names}
     if with_queries:
-        return {**launches, "finish_queries": _finish_queries(problem)}
-    return {**launches, "grad_queries": _launch("grad_queries", problem)}
+        launches["finish_queries"] = _finish_queries(problem)
+    return launches
 
 
-def _launch(name: str, problem: Problem, *constants: bool) -> Launch:
-    """A kernel with the constants that all have, then its own."""
-    kernel = gluon_kernel("gluon_hopper", name)
-    scale, is_causal, _, _ = problem.options
+def _launch(name: str, problem: Problem, with_queries: bool) -> Launch:
     mask_b, mask_h, _, mask_j = problem.mask_strides
     width = width_of(problem)
     tiles = TILES[name][width]
-    arguments = inspect.signature(kernel.function.fn).parameters
-    launch_options: dict[str, Any] = {"num_warps": tiles.warps}
     registers = REGISTERS.get((name, width, problem.mask_kind))
-    if registers is not None:
-        launch_options["maxnreg"] = registers
+    constants: tuple[Any, ...] = used(problem.head_dim), problem.mask_kind
+    if name == "grad_keys":
+        constants = *constants, with_queries
+    options = {} if registers is None else {"maxnreg": registers}
+    grid = grid_of(problem, tiles.rows, width)
+    return _of_rows(name, problem, tiles, grid, (mask_b, mask_h, mask_j), constants, options)
+
+
+def _of_rows(
+    name: str,
+    problem: Problem,
+    tiles: Tiles,
+    grid: Grid,
+    mask_strides: tuple[int, ...],
+    constants: tuple[Any, ...],
+    options: Mapping[str, int],
+) -> Launch:
+    """A kernel with the numbers and constants that all have, then its own."""
+    kernel, width = gluon_kernel("gluon_hopper", name), width_of(problem)
+    scale, is_causal, _, _ = problem.options
     return Launch(
         kernel,
-        grid_of(problem, tiles.rows, width),
+        grid,
         problem.variant,
-        [block for argument in arguments if (block := block_of(argument, tiles, width))],
-        (problem.heads, problem.group, problem.length, scale, mask_b, mask_h, mask_j),
-        (
-            width,
-            tiles.rows,
-            tiles.cols,
-            is_causal,
-            used(problem.head_dim),
-            problem.mask_kind,
-            *constants,
-        ),
-        **launch_options,
+        tiles_of(kernel, tiles, width),
+        (*problem.sizes, scale, *mask_strides),
+        (width, tiles.rows, tiles.cols, is_causal, *constants),
+        num_warps=tiles.warps,
+        **options,
     )
 
 
 def _finish_queries(problem: Problem) -> Launch:
     width = width_of(problem)
     tiles = TILES["grad_keys"][width]
+    kernel = gluon_kernel("gluon_hopper", "finish_queries")
     return Launch(
-        gluon_kernel("gluon_hopper", "finish_queries"),
+        kernel,
         (-(-problem.length // tiles.cols), problem.batch * problem.heads, 1),
         problem.variant,
-        [(1, 1, tiles.cols, width)],
+        tiles_of(kernel, tiles, width),
         (problem.heads, problem.options.scale),
         (width, tiles.cols),
         num_warps=tiles.warps,
@@ -219,10 +215,32 @@ def used(head_dim: int) -> int:
     return next(features for features in (64, 80, 96, 128) if features >= head_dim)
 
 
-def block_of(argument: str, tiles: Tiles, width: int) -> Block | None:
-    """The tile of a kernel's argument, by its name; None if it is no tile."""
-    if argument in ("lse_cols", "delta_cols"):
-        return 1, 1, 1, tiles.cols
-    sides = {"_rows": tiles.rows, "_cols": tiles.cols}
-    side = sides.get(argument[-5:])
-    return None if side is None else (1, 1, side, width)
+def backward_once(
+    g: Tensor, saved: Saved, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As every gradient of ``op.py``, of degree 1 in one pass."""
+    q, k, v, _, out, lse, coeffs, mask, _ = saved
+    lse = copyable_by_row(lse)
+    problem = problem_of(q, k, mask, options)
+    grad_queries, grad_keys = _launches_once(problem, coeffs.shape[1])
+    spans, _ = pointers(mask, None, unused=q)
+    delta, dq = torch.empty_like(lse), empty_like(q)
+    du = empty_like(g) if options.exclusive else g
+    grad_queries((k, v, q, g, v, out, dq, du), delta, lse, coeffs, spans)
+    # a row of k and v for each query head; heads that share keys are added up below
+    dk, dv = (empty_like(x if problem.group == 1 else q) for x in (k, v))
+    sums = 2 + options.exclusive
+    parts = coeffs.new_empty(problem.heads, sums, problem.batch * grad_keys.grid[0])
+    grad_keys((q, du, lse, delta, k, v, g, out, dk, dv), parts, coeffs, spans)
+    return dq, sum_groups(dk, k), sum_groups(dv, v), parts
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches_once(problem: Problem, powers: int) -> list[Launch]:
+    grid = -(-problem.length // ONE_TILES.rows), problem.batch * problem.heads, 1
+    strides = problem.mask_strides[:1]
+    constants = powers, problem.mask_kind, problem.options.exclusive
+    return [
+        _of_rows(name, problem, ONE_TILES, grid, strides, constants, {})
+        for name in ("grad_queries_one", "grad_keys_one")
+    ]

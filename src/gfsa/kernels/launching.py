@@ -72,8 +72,8 @@ class Tiles(NamedTuple):
     cols: int
     """Rows of the other side that it takes at a time."""
     warps: int
-    stages: int
-    """Depth of the load pipeline."""
+    stages: int = 1
+    """Depth of the load pipeline, where Triton's compiler makes it."""
 
 
 class Problem(NamedTuple):
@@ -95,6 +95,11 @@ class Problem(NamedTuple):
     def group(self) -> int:
         """Query heads that share one head of keys."""
         return self.heads // self.key_heads
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The first numbers of most kernels: query heads, heads of a group, tokens."""
+        return self.heads, self.group, self.length
 
     @property
     def variant(self) -> tuple[Any, ...]:
@@ -138,18 +143,8 @@ def problem_of(q: Tensor, k: Tensor, mask: Tensor | None, options: Options) -> P
         strides, kind = (0 if mask.shape[0] == 1 else 2 * length, 0, 0, 0), SPANS
     elif mask is not None:
         strides, kind = _mask_layout(mask.shape, mask.stride(), length)
-    return Problem(
-        batch,
-        heads,
-        k.shape[1],
-        length,
-        head_dim,
-        q.dtype,
-        q.device.index,
-        options,
-        strides,
-        kind,
-    )
+    sizes = batch, heads, k.shape[1], length, head_dim
+    return Problem(*sizes, q.dtype, q.device.index, options, strides, kind)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -329,10 +324,8 @@ class Launch:
             launch(tensors, pointers, numbers)
             return
         described = [*map(self.kernel.describe, tensors, self.blocks)]
-        given = self.numbers if numbers is None else numbers
-        compiled = self.kernel.function[self.grid](
-            *described, *pointers, *given, *self.constants, **self.options
-        )
+        given = *pointers, *(self.numbers if numbers is None else numbers), *self.constants
+        compiled = self.kernel.function[self.grid](*described, *given, **self.options)
         # triton's interpreter compiles nothing; addresses with strides, instead of descriptors,
         # are compiled for the strides that they have
         if compiled is not None and not any(isinstance(x, tuple) for x in described):
@@ -447,6 +440,17 @@ class Direct:
         arguments = self.arguments.copy()
         arguments[3] = stream
         self.c_launcher(*arguments, *addresses, *numbers, *self.constants)
+
+
+def tiles_of(kernel: Kernel, tiles: Tiles, width: int) -> list[Block]:
+    """The tiles of a kernel's tensors, whose names end in the side that they are on."""
+    sides = {"_rows": tiles.rows, "_cols": tiles.cols}
+    return [
+        # a number for each token, or its features
+        (1, 1, 1, tiles.cols) if name in ("lse_cols", "delta_cols") else (1, 1, side, width)
+        for name in kernel.function.arg_names
+        if (side := sides.get(name[-5:]))
+    ]
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:

@@ -1,34 +1,26 @@
-r"""Degree 1 in one pass: ``out = c0·V + c1·A·V``, its kernels and their launches.
+r"""Degree 1 in one pass: ``out = c0·V + c1·A·V``, the forward kernel and its launch.
 
-``A·V`` is neither written nor saved: what the filter adds is on chip already. In tensors of V's
-size the kernel moves 4, as attention does; around torch's attention the same filter moves more
-(``degree_one.py``).
+``A·V`` is neither written nor saved: what the filter adds is on chip already. With the exclusive
+term, the share in a third column of the coefficients (formulas in ``degree_one.py``), the gradient
+needs ``A·V``, which is then written and saved in place of the output.
 
-The exclusive term, the share in a third column of the coefficients, is part of both kernels; its
-formulas are in ``degree_one.py``. Its gradient needs ``A·V``, which is then written and saved in
-place of the output.
-
-**The forward** is the kernel of this file, or one causal sweep (``sweep.py``).
 Logsumexps are to base 2. Each head has a multiple of 16 of them, so that the copy engine can read
 them; queries beyond the last one have an infinite logsumexp. Scales are positive. A program's own
 rows are read by their addresses, ``…_in`` with strides, and a row of UNITS times 16 bytes: the copy
 engine's loads outside of a loop would wait for one another.
 
-**The gradient** is in ``gluon_hopper.py``.
+``sweep.py`` has another forward, for causal calls; the gradient of both is in ``hopper.py``.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gfsa.kernels import hopper
 from gfsa.kernels.degree_one import own_part
 from gfsa.kernels.launching import (
     LOG2E,
@@ -36,16 +28,13 @@ from gfsa.kernels.launching import (
     Launch,
     Options,
     Problem,
-    Saved,
     Tiles,
     empty_like,
-    gluon_kernel,
     load_tile,
     padded,
-    pointers,
     problem_of,
     store_tile,
-    sum_groups,
+    tiles_of,
 )
 
 JIT_OPTIONS = {
@@ -215,28 +204,11 @@ def _launch(problem: Problem, powers: int, strides: tuple[int, ...], keeps: bool
         _KERNEL,
         (blocks * total, 1, 1),
         (*problem.variant, cut.warps, *(stride >= 2**31 for stride in strides)),
-        [*[(1, 1, cut.cols, width)] * 2, *[(1, 1, cut.rows, width)] * 2],
+        tiles_of(_KERNEL, cut, width),
+        (*strides, *problem.sizes, scale, blocks, total, _heads_together(problem), 0),
         (
-            *strides,
-            problem.heads,
-            problem.group,
-            problem.length,
-            scale,
-            blocks,
-            total,
-            _heads_together(problem),
-            0,
-        ),
-        (
-            problem.head_dim * problem.dtype.itemsize // 16,
-            width,
-            cut.rows,
-            cut.cols,
-            cut.stages,
-            powers,
-            is_causal,
-            keeps,
-            exclusive,
+            *(problem.head_dim * problem.dtype.itemsize // 16, width),
+            *(cut.rows, cut.cols, cut.stages, powers, is_causal, keeps, exclusive),
         ),
         num_warps=cut.warps,
     )
@@ -247,60 +219,13 @@ def _heads_together(problem: Problem) -> int:
     if not problem.options.is_causal:
         # all blocks take the same time: head by head, whose keys are then in the cache
         return 1
+    return min(problem.batch * problem.heads, heads_in_cache(problem))
+
+
+def heads_in_cache(problem: Problem) -> int:
+    """How many heads' keys and values stay in half of an H200's cache."""
     head_bytes = 2 * problem.length * problem.head_dim * problem.dtype.itemsize
-    return min(problem.batch * problem.heads, max(1, CACHED_BYTES // head_bytes))
-
-
-HOPPER_KERNELS = ("grad_queries_one", "grad_keys_one")
-# at every head dim: with twice as many rows both kernels take longer (results/kernels.md)
-HOPPER_TILES = hopper.Tiles(64, 64)
-
-
-def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As every gradient of ``op.py``."""
-    q, k, v, _, out, lse, coeffs, mask, _ = saved
-    lse = hopper.copyable_by_row(lse)
-    problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
-    spans, _ = pointers(mask, None, unused=q)
-    delta, dq = torch.empty_like(lse), empty_like(q)
-    queries = _hopper_launch("grad_queries_one", problem, powers)
-    du = empty_like(g) if options.exclusive else g
-    queries((k, v, q, g, v, out, dq, du), delta, lse, coeffs, spans)
-    # a row of k and v for each query head; heads that share keys are added up below
-    dk, dv = (empty_like(x if problem.group == 1 else q) for x in (k, v))
-    keys = _hopper_launch("grad_keys_one", problem, powers)
-    sums = 2 + options.exclusive
-    parts = coeffs.new_empty(problem.heads, sums, problem.batch * keys.grid[0])
-    keys((q, du, lse, delta, k, v, g, out, dk, dv), parts, coeffs, spans)
-    return dq, sum_groups(dk, k), sum_groups(dv, v), parts
-
-
-@functools.lru_cache(maxsize=1024)
-def _hopper_launch(name: str, problem: Problem, powers: int) -> Launch:
-    kernel = gluon_kernel("gluon_hopper", name)
-    scale, is_causal, _, exclusive = problem.options
-    arguments: Any = inspect.signature(kernel.function.fn).parameters
-    return Launch(
-        kernel,
-        (-(-problem.length // HOPPER_TILES.rows), problem.batch * problem.heads, 1),
-        problem.variant,
-        [
-            block
-            for argument in arguments
-            if (block := hopper.block_of(argument, HOPPER_TILES, problem.head_dim))
-        ],
-        (problem.heads, problem.group, problem.length, scale, problem.mask_strides[0]),
-        (
-            problem.head_dim,
-            HOPPER_TILES.rows,
-            HOPPER_TILES.cols,
-            is_causal,
-            powers,
-            problem.mask_kind,
-            exclusive,
-        ),
-        num_warps=HOPPER_TILES.warps,
-    )
+    return max(1, CACHED_BYTES // head_bytes)
 
 
 def kept(q: Tensor, keeps: bool) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,7 @@ GRADIENT: dict[str, Any] = {
     "short": short.backward,
     "hopper": hopper.backward,
     "two_pass": two_pass.backward,
-    "hopper once": one_pass.backward,
+    "hopper once": hopper.backward_once,
 }
 ONCE = ("one_sweep", "one_pass")
 
@@ -96,10 +96,10 @@ def filter_attention(
         return forward(q, k, v, numbers, share, mask, seed, *options[:3], once, keeps)[0]
     if kernels is None:
         kernels = kernels_for(q, mask, options, once)
-    settings = learned, options, kernels
+    given = q, k, v, numbers, share, mask, seed, (learned, options, kernels)
     if torch.is_grad_enabled():
-        return _Filter.apply(q, k, v, numbers, share, mask, seed, settings)
-    return _run(q, k, v, numbers, share, mask, seed, settings, False)[0]
+        return _Filter.apply(*given)
+    return _run(given, False)[0]
 
 
 def kernels_for(
@@ -111,19 +111,14 @@ def kernels_for(
     return found if not once or found.forward in ONCE else Kernels("one_pass", "hopper")
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    numbers: Tensor,
-    share: Tensor | None,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    settings: tuple[Coefficients | None, Options, Kernels],
-    keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Any]:
+# q, k, v, the coefficients or θ, the share, mask and seed; then a filter's coefficients if θ is
+# given, the options and the routes, as one argument: autograd inspects each of them
+Given = tuple[Any, ...]
+
+
+def _run(given: Given, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Any]:
     """``(out, U, LSE)``, the coefficients, and the prepared launches if there are some."""
-    learned, options, (route, *_) = settings
+    q, k, v, numbers, share, mask, seed, (learned, options, (route, *_)) = given
     coeffs = coefficients.columns(numbers, learned, share, 2 if route in ONCE else 3)
     prepared = prepared_for(q, k, v, mask, options) if route == "short" else None
     if prepared is not None:
@@ -134,22 +129,12 @@ def _run(
 
 
 def run_forward(
-    route: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-    keeps: bool = True,
+    route: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A route's forward on tensors of any layout, on their device."""
     tokens = map(copyable_by_tile, (q, k, v))
     with on_device_of(q):
-        found: tuple[Tensor, Tensor, Tensor] = FORWARD[route](
-            *tokens, coeffs, mask, seed, options, keeps
-        )
+        found: tuple[Tensor, Tensor, Tensor] = FORWARD[route](*tokens, *rest)
     return found
 
 
@@ -175,25 +160,12 @@ class _Filter(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        numbers: Tensor,
-        share: Tensor | None,
-        mask: Tensor | None,
-        seed: Tensor | None,
-        settings: tuple[Coefficients | None, Options, Kernels],
-    ) -> Tensor:
-        # settings are one argument: autograd inspects each of them
-        learned, ctx.options, kernels = settings
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        q, k, v, numbers, share, mask, seed, (learned, ctx.options, kernels) = given
         ctx.gradient = kernels.gradient
         ctx.basis = None if learned is None else learned.basis
         ctx.powers = numbers.shape[1] if learned is None else learned.base.shape[1]
-        out, u, lse, coeffs, ctx.prepared = _run(
-            q, k, v, numbers, share, mask, seed, settings, True
-        )
+        out, u, lse, coeffs, ctx.prepared = _run(given, True)
         # the gradient of the exclusive term reads A·V in place of the output
         read = out if share is None else u
         ctx.save_for_backward(q, k, v, u, read, lse, coeffs, mask, seed)
@@ -243,7 +215,7 @@ def forward(
     """
     options = Options(scale, is_causal, dropout_p, share is not None)
     kernels = kernels_for(q, mask, options, once)
-    return _run(q, k, v, coeffs, share, mask, seed, (None, options, kernels), keeps)[:3]
+    return _run((q, k, v, coeffs, share, mask, seed, (None, options, kernels)), keeps)[:3]
 
 
 @torch.library.custom_op("gfsa::filter_attention_backward", mutates_args=())

@@ -77,24 +77,19 @@ def forward(
     keeps: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As every route of ``op.py``."""
-    return _prepared_anew(q, k, v, mask, options).forward(q, k, v, coeffs, mask, seed)
+    # tensors were copied where that was necessary
+    prepared = prepared_for(q, k, v, mask, options)
+    assert prepared is not None
+    return prepared.forward(q, k, v, coeffs, mask, seed)
 
 
 def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As every route of ``op.py``."""
-    prepared = _prepared_anew(saved.q, saved.k, saved.v, saved.mask, options)
+    prepared = prepared_for(saved.q, saved.k, saved.v, saved.mask, options)
+    assert prepared is not None
     gradients = prepared.backward(g, saved)
     assert gradients is not None
     return gradients
-
-
-def _prepared_anew(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options
-) -> Prepared:
-    """For tensors that were copied where that was necessary."""
-    prepared = prepared_for(q, k, v, mask, options)
-    assert prepared is not None
-    return prepared
 
 
 @functools.lru_cache(maxsize=1024)

@@ -35,7 +35,7 @@ from gfsa.kernels.launching import (
     pointers,
     problem_of,
 )
-from gfsa.kernels.one_pass import kept
+from gfsa.kernels.one_pass import heads_in_cache, kept
 
 # what is planned for a block: its origin, its number and its end, counted from there; by warpgroup
 # its first tile, before which key tiles are masked, and the latest of its queries' first keys
@@ -187,8 +187,6 @@ DOCUMENTS = 4
 # bounds of the heads at a time: the fastest measured at 1,024 tokens, and what keeps programs busy
 MOST_HEADS = 128
 LEAST_HEADS = 4
-# keys and values of heads of degree 1 that are worked on at a time: half of an H200's cache
-CACHED_BYTES = 24 * 2**20
 
 
 def forward(
@@ -200,46 +198,40 @@ def forward(
     seed: Tensor | None,
     options: Options,
     keeps: bool = True,
+    degree: int = 2,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As every route of ``op.py``; spans at most, and no dropout."""
     problem = problem_of(q, k, mask, options)
-    out, u = empty_like(q), empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
-    # a flag for each half block's U, then the number of the next item
-    numbers = heads * blocks * (ROWS // HALF) + LOOKED_AT
-    if problem.mask_kind == SPANS:
-        spans, _ = pointers(mask, None, unused=q)
-        numbers += problem.batch * planned(blocks)
-        flags = torch.empty(numbers, dtype=torch.int32, device=q.device)
-        _plan(problem)((), spans, flags)
-    else:
-        spans = q
-        flags = torch.zeros(numbers, dtype=torch.int32, device=q.device)
-    launch = _launch(problem, 2, coeffs.shape[1], True, out.stride()[:3])
-    launch((q, k, v, u, out), out, u, lse, coeffs, flags, spans)
-    return out, u, lse
-
-
-def forward_once(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-    keeps: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`forward` of degree 1; U and logsumexps are those of ``one_pass.py``."""
-    problem = problem_of(q, k, mask, options)
     spans, _ = pointers(mask, None, unused=q)
-    out, (u, lse) = empty_like(q), kept(q, keeps and options.exclusive)
+    out = empty_like(q)
+    strides: tuple[int, ...] = 0, 0, 0
+    if degree == 1:
+        u, lse = kept(q, keeps and options.exclusive)
+        flags = torch.zeros(1, dtype=torch.int32, device=q.device)
+    else:
+        u, lse = empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        strides = out.stride()[:3]
+        flags = _flags(problem, spans)
+    # an address that the kernel does not write may be any
     room = u if u.numel() else out
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    launch = _launch(problem, 1, coeffs.shape[1], bool(u.numel()), (0, 0, 0))
-    launch((q, k, v, room, out), out, room, lse, coeffs, counter, spans)
+    launch = _launch(problem, degree, coeffs.shape[1], bool(u.numel()), strides)
+    launch((q, k, v, room, out), out, room, lse, coeffs, flags, spans)
     return out, u, lse
+
+
+forward_once = functools.partial(forward, degree=1)
+
+
+def _flags(problem: Problem, spans: Tensor) -> Tensor:
+    """A flag for each half block's U, then the number of the next item, then the plan of spans."""
+    blocks = -(-problem.length // ROWS)
+    numbers = problem.batch * problem.heads * blocks * (ROWS // HALF) + LOOKED_AT
+    if problem.mask_kind != SPANS:
+        return torch.zeros(numbers, dtype=torch.int32, device=spans.device)
+    numbers += problem.batch * planned(blocks)
+    flags = torch.empty(numbers, dtype=torch.int32, device=spans.device)
+    _plan(problem)((), spans, flags)
+    return flags
 
 
 def planned(blocks: int) -> int:
@@ -249,15 +241,14 @@ def planned(blocks: int) -> int:
 
 def heads_at_a_time(problem: Problem, degree: int) -> int:
     if degree == 1:
-        head_bytes = 2 * problem.length * problem.head_dim * problem.dtype.itemsize
-        return max(1, CACHED_BYTES // head_bytes) * problem.group
+        return heads_in_cache(problem) * problem.group
     tokens = TOKENS_AT_A_TIME * (DOCUMENTS if problem.mask_kind == SPANS else 1)
     return max(LEAST_HEADS, min(MOST_HEADS, tokens // problem.length))
 
 
 @functools.lru_cache(maxsize=1024)
 def _launch(
-    problem: Problem, degree: int, powers: int, keeps: bool, out_strides: tuple[int, int, int]
+    problem: Problem, degree: int, powers: int, keeps: bool, out_strides: tuple[int, ...]
 ) -> Launch:
     heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
     dim = problem.head_dim
@@ -268,15 +259,8 @@ def _launch(
         (*problem.variant, max(out_strides) >= 2**31),
         [rows, keys, keys, rows, rows],
         (
-            heads,
-            problem.heads,
-            problem.group,
-            problem.length,
-            problem.options.scale,
-            blocks,
-            min(heads_at_a_time(problem, degree), heads),
-            *out_strides,
-            problem.mask_strides[0],
+            *(heads, *problem.sizes, problem.options.scale, blocks),
+            *(min(heads_at_a_time(problem, degree), heads), *out_strides, problem.mask_strides[0]),
         ),
         (
             *(dim, KEYS[degree, dim], STAGES[degree], problem.mask_kind, degree, powers, keeps),

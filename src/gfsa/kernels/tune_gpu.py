@@ -71,7 +71,7 @@ class GPU:
 
     def refusal(self, shape: Shape) -> str | None:
         """Why the fused kernels cannot serve such a call here, or None."""
-        q, _, v, mask, _ = self._tensors(shape, 1, 2, 16)
+        q, _, v, _, mask, _ = self._tensors(shape, 1, 2, 16)
         call = AttentionCall(q, q, mask, is_causal=shape.causal)
         return refusal_by_fused(situation_of(call, v, shape.degree))
 
@@ -93,24 +93,22 @@ class GPU:
         """Run the kernels of a shape once, for one head."""
         # otherwise autograd runs, and so compiles, the backward passes of all threads in one
         with torch.cuda.device(self.device), torch.autograd.set_multithreading_enabled(False):
-            q, k, v, mask, coeffs = self._tensors(shape, 1, 1, shape.tokens)
-            self._call(shape, q, k, v, mask, coeffs, torch.randn_like(v), _BACKENDS[0])
+            self._call(shape, self._tensors(shape, 1, 1, shape.tokens), _BACKENDS[0])
 
     def errors(self, shape: Shape) -> tuple[float, float]:
         """Errors of the fused kernels and of torch's against the dense operator in float64."""
         # of the tokens that are timed: other lengths have other tiles and other kernels
-        batch, heads = checked(shape.tokens)
-        q, k, v, mask, coeffs = self._tensors(shape, batch, heads, shape.tokens)
-        g = torch.randn_like(v)
-        exact = [x.detach().double().requires_grad_() for x in (q, k, v, coeffs)]
-        dense = DenseOperator.from_qk(exact[0], exact[1], mask, shape.causal)
-        y = dense.polynomial(exact[3], exact[2])
-        wanted = [y, *torch.autograd.grad(y, exact, g.double())]
+        fit = CHECKED_ENTRIES // shape.tokens**2
+        batch, heads = (2, 3) if fit >= 6 else (1, max(1, fit))
+        given = self._tensors(shape, batch, heads, shape.tokens)
+        *inputs, mask, g = given
+        q, k, v, coeffs = (x.detach().double().requires_grad_() for x in inputs)
+        y = DenseOperator.from_qk(q, k, mask, shape.causal).polynomial(coeffs, v)
+        wanted = [y, *torch.autograd.grad(y, (q, k, v, coeffs), g.double())]
         found = []
         for backend in _BACKENDS:
-            got = self._call(shape, q, k, v, mask, coeffs, g, backend)
-            parts = zip(got, wanted, strict=True)
-            found.append(max(_error(x, y) for x, y in parts))
+            parts = zip(self._call(shape, given, backend), wanted, strict=True)
+            found.append(max(_error(x, exact) for x, exact in parts))
         return found[0], found[1]
 
     def times(self, shape: Shape) -> tuple[float, float]:
@@ -120,23 +118,19 @@ class GPU:
             return self._times(shape)
 
     def _times(self, shape: Shape) -> tuple[float, float]:
-        batch = max(1, TOKENS // shape.tokens)
-        q, k, v, mask, coeffs = self._tensors(shape, batch, HEADS, shape.tokens)
-        g = torch.randn_like(v)
+        given = self._tensors(shape, max(1, TOKENS // shape.tokens), HEADS, shape.tokens)
 
         def sample(backend: Backend, calls: int) -> float:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._call(shape, q, k, v, mask, coeffs, g, backend)
+            self._call(shape, given, backend)
             start.record()
             for _ in range(calls):
-                self._call(shape, q, k, v, mask, coeffs, g, backend)
+                self._call(shape, given, backend)
             end.record()
             torch.cuda.synchronize(self.device)
             return start.elapsed_time(end) / calls
 
-        calls = {}
-        for backend in _BACKENDS:
-            calls[backend] = max(1, min(CALLS, int(SAMPLE_MS / sample(backend, 1))))
+        calls = {each: max(1, min(CALLS, int(SAMPLE_MS / sample(each, 1)))) for each in _BACKENDS}
         best = dict.fromkeys(_BACKENDS, float("inf"))
         # in turns, since a GPU becomes slower as it becomes warm
         for _ in range(ROUNDS):
@@ -144,9 +138,8 @@ class GPU:
                 best[backend] = min(best[backend], sample(backend, calls[backend]))
         return best["fused"], best["sdpa"]
 
-    def _tensors(
-        self, shape: Shape, batch: int, heads: int, length: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    def _tensors(self, shape: Shape, batch: int, heads: int, length: int) -> tuple[Any, ...]:
+        """``q, k, v``, the coefficients, the mask and the output's gradient."""
         torch.manual_seed(0)
         size = (batch, heads, length, shape.head_dim)
         make: dict[str, Any] = {"device": self.device, "dtype": torch.bfloat16}
@@ -156,28 +149,14 @@ class GPU:
         if shape.masked:
             mask = torch.ones(batch, 1, 1, length, dtype=torch.bool, device=self.device)
             mask[..., length - length // 8 :] = False
-        return q, k, v, mask, coeffs
+        return q, k, v, coeffs, mask, torch.randn(size, **make)
 
-    def _call(
-        self,
-        shape: Shape,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        coeffs: Tensor,
-        g: Tensor,
-        backend: Backend,
-    ) -> list[Tensor]:
+    def _call(self, shape: Shape, given: tuple[Any, ...], backend: Backend) -> list[Tensor]:
+        """The output and the gradients of q, k, v and the coefficients."""
+        q, k, v, coeffs, mask, g = given
         operator = AttentionOperator(q, k, mask, is_causal=shape.causal, backend=backend)
         y = operator.polynomial(coeffs, v)
         return [y, *torch.autograd.grad(y, (q, k, v, coeffs), g)]
-
-
-def checked(tokens: int) -> tuple[int, int]:
-    """Sequences and heads of the call whose errors are measured: as many as fit, six at most."""
-    fit = CHECKED_ENTRIES // tokens**2
-    return (2, 3) if fit >= 6 else (1, max(1, fit))
 
 
 def _error(x: Tensor, y: Tensor) -> float:

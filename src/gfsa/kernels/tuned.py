@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -95,7 +95,10 @@ def read(file: Path) -> dict[Machine, list[Row]]:
         if content["format"] != FORMAT:
             raise ValueError(f"it has format {content['format']}, expected {FORMAT}")
         return {
-            Machine(**entry["machine"]): [_row(row) for row in entry["rows"]]
+            Machine(**entry["machine"]): [
+                Row(Shape(**row["shape"]), *(float(row[name]) for name in Row._fields[1:]))
+                for row in entry["rows"]
+            ]
             for entry in content["machines"]
         }
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -107,15 +110,16 @@ def read(file: Path) -> dict[Machine, list[Row]]:
         return {}
 
 
-def _row(data: dict[str, Any]) -> Row:
-    shape = Shape(**data["shape"])
-    times = (float(data[name]) for name in Row._fields[1:])
-    return Row(shape, *times)
+def write(file: Path, machine: Machine, rows: Sequence[Row], update: bool = False) -> None:
+    """Put the measurements of one machine into a file, beside those of others.
 
-
-def write(file: Path, machine: Machine, rows: Sequence[Row]) -> None:
-    """Put the measurements of one machine into a file, beside those of others."""
-    known = {**read(file), machine: list(rows)}
+    Args:
+        update: keep what is known of the machine's other shapes.
+    """
+    known = read(file)
+    found = {row.shape for row in rows}
+    others = [row for row in known.get(machine, []) if update and row.shape not in found]
+    known[machine] = [*others, *rows]
     entries = [
         {
             "machine": machine._asdict(),
@@ -129,13 +133,6 @@ def write(file: Path, machine: Machine, rows: Sequence[Row]) -> None:
     part.write_text(json.dumps({"format": FORMAT, "machines": entries}, indent=1), encoding="utf-8")
     part.replace(file)
     _table.cache_clear()
-
-
-def update(file: Path, machine: Machine, rows: Sequence[Row]) -> None:
-    """As :func:`write`, and what is known of the machine's other shapes stays."""
-    found = {row.shape for row in rows}
-    others = [row for row in read(file).get(machine, []) if row.shape not in found]
-    write(file, machine, [*others, *rows])
 
 
 def this_machine(device: torch.device) -> Machine:

@@ -26,7 +26,6 @@ that the block's first query sees, so hidden tiles cost nothing.
 from __future__ import annotations
 
 import functools
-import inspect
 
 import torch
 import triton
@@ -51,6 +50,7 @@ from gfsa.kernels.launching import (
     problem_of,
     store_tile,
     sum_groups,
+    tiles_of,
 )
 
 NO_MASK = tl.constexpr(launching.NO_MASK)
@@ -66,14 +66,13 @@ def masked_tile(col, clear, stop):
 
 
 @triton.jit
-def allowed(
-    i, j, n, mask, first, last, row_stride, col_stride, CAUSAL: tl.constexpr, MASK: tl.constexpr
-):
+def allowed(i, j, n, masks, first, last, CAUSAL: tl.constexpr, MASK: tl.constexpr):
     """Whether query ``i`` sees key ``j``; the two indices broadcast, in either orientation.
 
     With spans, the kernel passes what it knows of the rows it owns: ``first``, the first key of
     each query ``i``, or ``last``, the last query of each key ``j``; the other is None.
     """
+    mask, row_stride, col_stride = masks
     if MASK == SPANS:
         # keys beyond the last one are later than every query that is stored
         keep = j <= i
@@ -97,12 +96,12 @@ def allowed(
 
 @triton.jit
 def probabilities(
-    s, lse, i, j, n, mask, first, last, scale, mask_i, mask_j,
+    s, lse, i, j, n, masks, first, last, scale,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """``A = exp(scale·S − LSE)`` of one tile, zero where a query does not see a key."""
     if MASKED:
-        keep = allowed(i, j, n, mask, first, last, mask_i, mask_j, CAUSAL, MASK)
+        keep = allowed(i, j, n, masks, first, last, CAUSAL, MASK)
         if MASK == SPANS:
             # before the exponential, where the compiler need not keep the comparisons
             lse = tl.where(keep, lse, float("inf"))
@@ -113,7 +112,7 @@ def probabilities(
 
 
 @triton.jit
-def survives(i, j, half_i, half_j, n, seed, stream, dropout_p):
+def survives(i, j, half_i, half_j, n, stream, drawn):
     """Whether dropout keeps entry ``(i, j)``: a function of the entry and the seed alone.
 
     Every pass over the attention map, in any order and orientation, drops the same entries. Four
@@ -121,6 +120,7 @@ def survives(i, j, half_i, half_j, n, seed, stream, dropout_p):
     ``(half_i·⌈n/2⌉ + half_j, stream)``. The caller passes the halves, so that the compiler sees
     which entries of a tile share a draw.
     """
+    seed, dropout_p = drawn
     low = (half_i * ((n + 1) // 2) + half_j).to(tl.uint32)
     high = (low * 0) + stream.to(tl.uint32)
     key = seed.to(tl.uint32)
@@ -133,17 +133,18 @@ def survives(i, j, half_i, half_j, n, seed, stream, dropout_p):
     return number.to(tl.int32).to(tl.float32) + 0.5 >= dropout_p * 65536.0
 
 
-@triton.jit(**JIT_OPTIONS)
-def attend(
-    q_rows, k_cols, v_cols, u_rows, lse_out, mask, seed_in,
-    heads, group, n, scale, mask_b, mask_h, mask_i, mask_j, dropout_p,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
+@triton.jit
+def own_rows(
+    heads, mask, mask_b, mask_h, seed_in,
+    BM: tl.constexpr, LAST_FIRST: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """First pass, one block of BM queries: ``U = A·V`` and the logsumexp of the scores."""
+    """``(block, row, sequence, head, head of all sequences)``, then the head's mask and the seed.
+
+    Args:
+        LAST_FIRST: under causality the longest rows first.
+    """
     block = tl.program_id(0)
-    if CAUSAL:
-        # the longest rows first
+    if LAST_FIRST:
         block = tl.num_programs(0) - 1 - block
     bh = tl.program_id(1)
     b = bh // heads
@@ -153,57 +154,28 @@ def attend(
     seed = 0
     if DROPOUT:
         seed = tl.load(seed_in)
-    i = row + tl.arange(0, BM)
-    first = None
-    if MASK == SPANS:
-        # loaded while the copy engine brings the queries
-        first = tl.load(mask + i, mask=i < n, other=0)
-    clear, stop, start, end = key_ranges(row, n, mask, first, BM, BN, CAUSAL, MASK)
-    q = load_tile(q_rows, b, h, row, BM, D)
-    half_i = row // 2 + tl.arange(0, BM) // 2
-    top = tl.full((BM,), float("-inf"), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    acc = tl.zeros((BM, D), tl.float32)
-    top, total, acc = _attend_range(
-        top, total, acc, q, k_cols, v_cols, mask, first, seed, b, h // group, bh, i, half_i, n,
-        clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
-        D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
-    )  # fmt: skip
-    if MASK == SPANS:
-        sees = first < stop
-        top = tl.where(sees, top, float("-inf"))
-        total = tl.where(sees, total, 0.0)
-        acc = tl.where(sees[:, None], acc, 0.0)
-        first = first[:, None]
-    top, total, acc = _attend_range(
-        top, total, acc, q, k_cols, v_cols, mask, first, seed, b, h // group, bh, i, half_i, n,
-        start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
-        D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
-    )  # fmt: skip
-    # a row without keys: its map is zero, and an infinite logsumexp makes it so in later passes
-    empty = total == 0.0
-    total = tl.where(empty, 1.0, total)
-    if DROPOUT:
-        acc = acc / (1.0 - dropout_p)
-    store_tile(u_rows, acc / total[:, None], b, h, row, BM, D)
-    lse = tl.where(empty, float("inf"), (top + tl.log2(total)) / LOG2E)
-    tl.store(lse_out + bh.to(tl.int64) * n + i, lse, mask=i < n)
+    return block, row, b, h, bh, mask, seed
 
 
 @triton.jit
 def key_ranges(
-    row, n, spans, first,
+    row, i, n, spans,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Keys ``clear … stop`` that a block of queries sees in full, ``start … end`` to be masked.
+    """First keys of the queries ``i``, with spans alone; then ``(clear, stop, start, end)``.
 
-    With spans the keys to be masked lie on both sides of the others, and ``start … end`` counts
-    them as if the others were not there: see :func:`masked_tile`. Of the keys ``clear … stop`` a
-    query sees all, or none if its document begins later: the caller leaves out its row.
+    The queries see the keys ``clear … stop`` in full; ``start … end`` are to be masked. With spans
+    the latter lie on both sides of the others, and are counted as if the others were not there: see
+    :func:`masked_tile`. Of the keys ``clear … stop`` a query sees all, or none if its document
+    begins later: the caller leaves out its row.
 
     Args:
-        spans, first: first keys of all queries and of the block's.
+        spans: first keys of all queries.
     """
+    first = i
+    if MASK == SPANS:
+        # loaded while the copy engine brings the queries
+        first = tl.load(spans + i, mask=i < n, other=0)
     clear = 0
     stop = n // BN * BN
     end = n
@@ -220,16 +192,66 @@ def key_ranges(
         if MASK != NO_MASK:
             stop = 0
         start = stop
-    return clear, stop, start, end
+    return first, (clear, stop, start, end)
+
+
+@triton.jit(**JIT_OPTIONS)
+def attend(
+    q_rows, k_cols, v_cols, u_rows, lse_out, mask, seed_in,
+    heads, group, n, scale, mask_b, mask_h, mask_i, mask_j, dropout_p,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """First pass, one block of BM queries: ``U = A·V`` and the logsumexp of the scores."""
+    _, row, b, h, bh, mask, seed = own_rows(
+        heads, mask, mask_b, mask_h, seed_in, BM, CAUSAL, DROPOUT
+    )
+    i = row + tl.arange(0, BM)
+    first, ranges = key_ranges(row, i, n, mask, BM, BN, CAUSAL, MASK)
+    q = load_tile(q_rows, b, h, row, BM, D)
+    half_i = row // 2 + tl.arange(0, BM) // 2
+    top = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, D), tl.float32)
+    at = (b, h // group, bh, i, half_i, n)
+    drawn = (seed, dropout_p)
+    masks = (mask, mask_i, mask_j)
+    top, total, acc = _attend_range(
+        top, total, acc, q, k_cols, v_cols, first, at, ranges, scale, masks, drawn,
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+    )  # fmt: skip
+    if MASK == SPANS:
+        sees = first < ranges[1]
+        top = tl.where(sees, top, float("-inf"))
+        total = tl.where(sees, total, 0.0)
+        acc = tl.where(sees[:, None], acc, 0.0)
+        first = first[:, None]
+    top, total, acc = _attend_range(
+        top, total, acc, q, k_cols, v_cols, first, at, ranges, scale, masks, drawn,
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
+    )  # fmt: skip
+    # a row without keys: its map is zero, and an infinite logsumexp makes it so in later passes
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    if DROPOUT:
+        acc = acc / (1.0 - dropout_p)
+    store_tile(u_rows, acc / total[:, None], b, h, row, BM, D)
+    lse = tl.where(empty, float("inf"), (top + tl.log2(total)) / LOG2E)
+    tl.store(lse_out + bh.to(tl.int64) * n + i, lse, mask=i < n)
 
 
 @triton.jit
 def _attend_range(
-    top, total, acc, q, k_cols, v_cols, mask, first, seed, b, h, bh, i, half_i, n,
-    start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+    top, total, acc, q, k_cols, v_cols, first, at, ranges, scale, masks, drawn,
     D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """The tiles of one range, those to be masked or the others: see :func:`key_ranges`."""
+    b, key_head, bh, i, half_i, n = at
+    clear, stop, start, end = ranges
+    if not MASKED:
+        start = clear
+        end = stop
     columns = tl.arange(0, BN)
     for step in tl.range(start, end, BN, num_stages=STAGES):
         col = step
@@ -237,12 +259,10 @@ def _attend_range(
             col = masked_tile(step, clear, stop)
         j = col + columns
         half_j = col // 2 + columns // 2
-        k = load_tile(k_cols, b, h, col, BN, D)
+        k = load_tile(k_cols, b, key_head, col, BN, D)
         s = tl.dot(q, tl.trans(k)) * (scale * LOG2E)
         if MASKED:
-            keep = allowed(
-                i[:, None], j[None, :], n, mask, first, None, mask_i, mask_j, CAUSAL, MASK
-            )
+            keep = allowed(i[:, None], j[None, :], n, masks, first, None, CAUSAL, MASK)
             s = tl.where(keep, s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, 1))
         shift = new_top
@@ -253,11 +273,9 @@ def _attend_range(
         shrink = tl.exp2(top - shift)
         total = total * shrink + tl.sum(p, 1)
         if DROPOUT:
-            kept = survives(
-                i[:, None], j[None, :], half_i[:, None], half_j[None, :], n, seed, bh, dropout_p
-            )
+            kept = survives(i[:, None], j[None, :], half_i[:, None], half_j[None, :], n, bh, drawn)
             p = tl.where(kept, p, 0.0)
-        v = load_tile(v_cols, b, h, col, BN, D)
+        v = load_tile(v_cols, b, key_head, col, BN, D)
         acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None])
         top = new_top
     return top, total, acc
@@ -271,40 +289,19 @@ def combine(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Second pass, one block of BM queries: ``out = c0·V + c1·U + c2·A·U``."""
-    block = tl.program_id(0)
-    if CAUSAL:
-        block = tl.num_programs(0) - 1 - block
-    bh = tl.program_id(1)
-    b = bh // heads
-    h = bh % heads
-    row = block * BM
-    mask += b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
-    seed = 0
-    if DROPOUT:
-        seed = tl.load(seed_in)
+    _, row, b, h, bh, mask, seed = own_rows(
+        heads, mask, mask_b, mask_h, seed_in, BM, CAUSAL, DROPOUT
+    )
     i = row + tl.arange(0, BM)
-    first = None
-    if MASK == SPANS:
-        # loaded while the copy engine brings the queries
-        first = tl.load(mask + i, mask=i < n, other=0)
-    clear, stop, start, end = key_ranges(row, n, mask, first, BM, BN, CAUSAL, MASK)
+    first, ranges = key_ranges(row, i, n, mask, BM, BN, CAUSAL, MASK)
     q = load_tile(q_rows, b, h, row, BM, D)
     half_i = row // 2 + tl.arange(0, BM) // 2
     lse = tl.load(lse_in + bh.to(tl.int64) * n + i, mask=i < n, other=float("inf")) * LOG2E
     acc = tl.zeros((BM, D), tl.float32)
-    clear_lse = lse
-    if MASK == SPANS:
-        clear_lse = tl.where(first < stop, lse, float("inf"))
-        first = first[:, None]
-    acc = _combine_range(
-        acc, q, k_cols, u_cols, clear_lse, mask, first, seed, b, h, h // group, bh, i, half_i, n,
-        clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
+    acc = _over_keys(
+        acc, q, None, None, lse, None, k_cols, None, u_cols, first, (b, h, h // group, bh, n),
+        (i, half_i), ranges, scale, (mask, mask_i, mask_j), (seed, dropout_p),
         D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
-    )  # fmt: skip
-    acc = _combine_range(
-        acc, q, k_cols, u_cols, lse, mask, first, seed, b, h, h // group, bh, i, half_i, n,
-        start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
-        D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
     if DROPOUT:
         acc = acc / (1.0 - dropout_p)
@@ -317,12 +314,38 @@ def combine(
 
 
 @triton.jit
-def _combine_range(
-    acc, q, k_cols, u_cols, lse, mask, first, seed, b, h, key_head, bh, i, half_i, n,
-    start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
-    D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
+def _over_keys(
+    acc, q, g, du, lse, delta, k_cols, v_cols, u_cols, first, place, rows, ranges, scale, masks,
+    drawn, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
+    """``acc + A·U`` of a block of queries; GRADIENT: ``acc + dS·K``."""
+    clear_lse = lse
+    if MASK == SPANS:
+        clear_lse = tl.where(first < ranges[1], lse, float("inf"))
+        first = first[:, None]
+    acc = _key_range(
+        acc, q, g, du, clear_lse, delta, k_cols, v_cols, u_cols, first, place, rows, ranges, scale,
+        masks, drawn, D, BN, STAGES, CAUSAL, MASK, DROPOUT, GRADIENT, False,
+    )  # fmt: skip
+    return _key_range(
+        acc, q, g, du, lse, delta, k_cols, v_cols, u_cols, first, place, rows, ranges, scale,
+        masks, drawn, D, BN, STAGES, CAUSAL, MASK, DROPOUT, GRADIENT, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _key_range(
+    acc, q, g, du, lse, delta, k_cols, v_cols, u_cols, first, place, rows, ranges, scale, masks,
+    drawn, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, GRADIENT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    b, h, key_head, bh, n = place
+    i, half_i = rows
+    clear, stop, start, end = ranges
+    if not MASKED:
+        start = clear
+        end = stop
     columns = tl.arange(0, BN)
     for step in tl.range(start, end, BN, num_stages=STAGES):
         col = step
@@ -333,34 +356,46 @@ def _combine_range(
         k = load_tile(k_cols, b, key_head, col, BN, D)
         s = tl.dot(q, tl.trans(k))
         p = probabilities(
-            s, lse[:, None], i[:, None], j[None, :], n, mask, first, None, scale, mask_i, mask_j,
+            s, lse[:, None], i[:, None], j[None, :], n, masks, first, None, scale,
             CAUSAL, MASK, MASKED,
         )  # fmt: skip
+        if GRADIENT:
+            u = load_tile(u_cols, b, h, col, BN, D)
+            v = load_tile(v_cols, b, key_head, col, BN, D)
+            da = tl.dot(g, tl.trans(u))
+            da = tl.dot(du, tl.trans(v), da)
         if DROPOUT:
-            kept = survives(
-                i[:, None], j[None, :], half_i[:, None], half_j[None, :], n, seed, bh, dropout_p
-            )
-            p = tl.where(kept, p, 0.0)
-        u = load_tile(u_cols, b, h, col, BN, D)
-        acc = tl.dot(p.to(q.dtype), u, acc)
+            kept = survives(i[:, None], j[None, :], half_i[:, None], half_j[None, :], n, bh, drawn)
+        if GRADIENT:
+            if DROPOUT:
+                da = tl.where(kept, da / (1.0 - drawn[1]), 0.0)
+            ds = p * (da - delta[:, None])
+            acc = tl.dot(ds.to(q.dtype), k, acc)
+        else:
+            if DROPOUT:
+                p = tl.where(kept, p, 0.0)
+            u = load_tile(u_cols, b, h, col, BN, D)
+            acc = tl.dot(p.to(q.dtype), u, acc)
     return acc
 
 
 @triton.jit
-def _query_ranges(
-    row, n, spans, last,
+def query_ranges(
+    row, j, n, spans,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Queries ``clear … stop`` that see a whole block of keys, ``start … end`` to be masked.
+    """Last queries of the keys ``j``, with spans alone; then ``(clear, stop, start, end)``.
 
-    With spans the queries to be masked lie on both sides of the others, as in
-    :func:`~gfsa.kernels.two_pass.key_ranges`: here a key whose document ends before
-    ``clear`` is seen by none of the queries ``clear … stop``.
+    As :func:`key_ranges`: the queries ``clear … stop`` see the whole block of keys, but none of
+    them sees a key whose document ends before ``clear``.
 
     Args:
         spans: first keys of all queries, then last queries of all keys.
-        last: last queries of the block's keys.
     """
+    last = j
+    if MASK == SPANS:
+        # loaded while the copy engine brings the keys
+        last = tl.load(spans + n + j, mask=j < n, other=-1)
     start = 0
     clear = 0
     stop = n
@@ -378,7 +413,7 @@ def _query_ranges(
         if MASK != NO_MASK:
             clear = n
         end = clear
-    return clear, stop, start, end
+    return last, (clear, stop, start, end)
 
 
 @triton.jit(**JIT_OPTIONS)
@@ -390,44 +425,23 @@ def grad_first_pass(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """``z = Aᵀ·g`` for BM keys, then dU, δ and the coefficients' gradients of these rows."""
-    block = tl.program_id(0)
-    bh = tl.program_id(1)
-    b = bh // heads
-    h = bh % heads
-    row = block * BM
-    mask += b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
+    block, row, b, h, bh, mask, seed = own_rows(
+        heads, mask, mask_b, mask_h, seed_in, BM, False, False
+    )
     lse_in += bh.to(tl.int64) * n
-    seed = 0
     if DROPOUT:
         seed = tl.load(seed_in)
     j = row + tl.arange(0, BM)
-    last = None
-    if MASK == SPANS:
-        # loaded while the copy engine brings the keys
-        last = tl.load(mask + n + j, mask=j < n, other=-1)
-    clear, stop, start, end = _query_ranges(row, n, mask, last, BM, BN, CAUSAL, MASK)
+    last, ranges = query_ranges(row, j, n, mask, BM, BN, CAUSAL, MASK)
     k = load_tile(k_rows, b, h // group, row, BM, D)
     half_j = row // 2 + tl.arange(0, BM) // 2
     z = tl.zeros((BM, D), tl.float32)
-    if MASK == SPANS:
-        z = _grad_first_range(
-            z, k, q_cols, g_cols, lse_in, mask, None, seed, b, h, bh, j, half_j, n,
-            clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
-            D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
-        )  # fmt: skip
-        z = tl.where((last >= clear)[:, None], z, 0.0)
-        last = last[:, None]
-    z = _grad_first_range(
-        z, k, q_cols, g_cols, lse_in, mask, last, seed, b, h, bh, j, half_j, n,
-        start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
-        D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
+    # there is no gradient of keys yet, and the tiles of dU are g's
+    _, z = _over_queries(
+        z, z, k, None, None, q_cols, g_cols, g_cols, None, lse_in, last, (b, h, bh, n),
+        (j, half_j), ranges, scale, (mask, mask_i, mask_j), (seed, dropout_p),
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
     )  # fmt: skip
-    if MASK != SPANS:
-        z = _grad_first_range(
-            z, k, q_cols, g_cols, lse_in, mask, last, seed, b, h, bh, j, half_j, n,
-            clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
-            D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
-        )  # fmt: skip
     if DROPOUT:
         z = z / (1.0 - dropout_p)
     # rows beyond the last key hold arbitrary numbers, infinities included
@@ -455,37 +469,6 @@ def grad_first_pass(
     store_tile(du_rows, c1 * g + c2 * z, b, h, row, BM, D)
 
 
-@triton.jit
-def _grad_first_range(
-    z, k, q_cols, g_cols, lse_in, mask, last, seed, b, h, bh, j, half_j, n,
-    start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
-    D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    columns = tl.arange(0, BN)
-    for step in tl.range(start, end, BN, num_stages=STAGES):
-        col = step
-        if MASKED and MASK == SPANS:
-            col = masked_tile(step, clear, stop)
-        i = col + columns
-        half_i = col // 2 + columns // 2
-        q = load_tile(q_cols, b, h, col, BN, D)
-        lse = tl.load(lse_in + i, mask=i < n, other=float("inf")) * LOG2E
-        s = tl.dot(k, tl.trans(q))
-        p = probabilities(
-            s, lse[None, :], i[None, :], j[:, None], n, mask, None, last, scale, mask_i, mask_j,
-            CAUSAL, MASK, MASKED,
-        )  # fmt: skip
-        if DROPOUT:
-            kept = survives(
-                i[None, :], j[:, None], half_i[None, :], half_j[:, None], n, seed, bh, dropout_p
-            )
-            p = tl.where(kept, p, 0.0)
-        g = load_tile(g_cols, b, h, col, BN, D)
-        z = tl.dot(p.to(k.dtype), g, z)
-    return z
-
-
 @triton.jit(**JIT_OPTIONS)
 def grad_keys(
     q_cols, k_rows, v_rows, u_rows, g_cols, g_rows, du_cols, dk_rows, dv_rows,
@@ -495,25 +478,15 @@ def grad_keys(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU`` for BM keys of one query head."""
-    block = tl.program_id(0)
-    bh = tl.program_id(1)
-    b = bh // heads
-    h = bh % heads
-    row = block * BM
-    mask += b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
+    _, row, b, h, bh, mask, seed = own_rows(heads, mask, mask_b, mask_h, seed_in, BM, False, False)
     lse_in += bh.to(tl.int64) * n
     delta_in += bh.to(tl.int64) * n
-    seed = 0
     if DROPOUT:
         seed = tl.load(seed_in)
     c0 = tl.load(coeffs + h * 3)
     c2 = tl.load(coeffs + h * 3 + 2)
     j = row + tl.arange(0, BM)
-    last = None
-    if MASK == SPANS:
-        # loaded while the copy engine brings the keys
-        last = tl.load(mask + n + j, mask=j < n, other=-1)
-    clear, stop, start, end = _query_ranges(row, n, mask, last, BM, BN, CAUSAL, MASK)
+    last, ranges = query_ranges(row, j, n, mask, BM, BN, CAUSAL, MASK)
     k = load_tile(k_rows, b, h // group, row, BM, D)
     v = load_tile(v_rows, b, h // group, row, BM, D)
     u = load_tile(u_rows, b, h, row, BM, D)
@@ -521,27 +494,11 @@ def grad_keys(
     half_j = row // 2 + tl.arange(0, BM) // 2
     dk = tl.zeros((BM, D), tl.float32)
     dv = tl.zeros((BM, D), tl.float32)
-    if MASK == SPANS:
-        dk, dv = _grad_keys_range(
-            dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, None, seed, b, h, bh,
-            j, half_j, n, clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
-            D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
-        )  # fmt: skip
-        seen = (last >= clear)[:, None]
-        dk = tl.where(seen, dk, 0.0)
-        dv = tl.where(seen, dv, 0.0)
-        last = last[:, None]
-    dk, dv = _grad_keys_range(
-        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, last, seed, b, h, bh,
-        j, half_j, n, start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+    dk, dv = _over_queries(
+        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, last, (b, h, bh, n),
+        (j, half_j), ranges, scale, (mask, mask_i, mask_j), (seed, dropout_p),
         D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
-    if MASK != SPANS:
-        dk, dv = _grad_keys_range(
-            dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, last, seed, b, h, bh,
-            j, half_j, n, clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
-            D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
-        )  # fmt: skip
     if DROPOUT:
         dv = dv / (1.0 - dropout_p)
     g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
@@ -550,12 +507,45 @@ def grad_keys(
 
 
 @triton.jit
-def _grad_keys_range(
-    dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, last, seed, b, h, bh, j,
-    half_j, n, start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
-    D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
+def _over_queries(
+    dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, last, place, rows, ranges, scale,
+    masks, drawn, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
+    """``dv + Aᵀ·dU`` of a block of keys and, with the gradient of SCORES, ``dk + dSᵀ·Q``."""
+    if MASK == SPANS:
+        dk, dv = _query_range(
+            dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, None, place, rows, ranges,
+            scale, masks, drawn, D, BN, STAGES, CAUSAL, MASK, DROPOUT, SCORES, False,
+        )  # fmt: skip
+        seen = (last >= ranges[0])[:, None]
+        dk = tl.where(seen, dk, 0.0)
+        dv = tl.where(seen, dv, 0.0)
+        last = last[:, None]
+    dk, dv = _query_range(
+        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, last, place, rows, ranges,
+        scale, masks, drawn, D, BN, STAGES, CAUSAL, MASK, DROPOUT, SCORES, True,
+    )  # fmt: skip
+    if MASK != SPANS:
+        dk, dv = _query_range(
+            dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, last, place, rows, ranges,
+            scale, masks, drawn, D, BN, STAGES, CAUSAL, MASK, DROPOUT, SCORES, False,
+        )  # fmt: skip
+    return dk, dv
+
+
+@triton.jit
+def _query_range(
+    dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, last, place, rows, ranges, scale,
+    masks, drawn, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, SCORES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    b, h, bh, n = place
+    j, half_j = rows
+    clear, stop, start, end = ranges
+    if not MASKED:
+        start = clear
+        end = stop
     columns = tl.arange(0, BN)
     for step in tl.range(start, end, BN, num_stages=STAGES):
         col = step
@@ -567,24 +557,27 @@ def _grad_keys_range(
         lse = tl.load(lse_in + i, mask=i < n, other=float("inf")) * LOG2E
         s = tl.dot(k, tl.trans(q))
         p = probabilities(
-            s, lse[None, :], i[None, :], j[:, None], n, mask, None, last, scale, mask_i, mask_j,
+            s, lse[None, :], i[None, :], j[:, None], n, masks, None, last, scale,
             CAUSAL, MASK, MASKED,
         )  # fmt: skip
-        du = load_tile(du_cols, b, h, col, BN, D)
-        g = load_tile(g_cols, b, h, col, BN, D)
-        da = tl.dot(u, tl.trans(g))
-        da = tl.dot(v, tl.trans(du), da)
+        if SCORES:
+            du = load_tile(du_cols, b, h, col, BN, D)
+            g = load_tile(g_cols, b, h, col, BN, D)
+            da = tl.dot(u, tl.trans(g))
+            da = tl.dot(v, tl.trans(du), da)
+        kept_p = p
         if DROPOUT:
-            kept = survives(
-                i[None, :], j[:, None], half_i[None, :], half_j[:, None], n, seed, bh, dropout_p
-            )
-            da = tl.where(kept, da / (1.0 - dropout_p), 0.0)
-            dv = tl.dot(tl.where(kept, p, 0.0).to(k.dtype), du, dv)
-        else:
-            dv = tl.dot(p.to(k.dtype), du, dv)
-        delta = tl.load(delta_in + i, mask=i < n, other=0.0)
-        ds = p * (da - delta[None, :])
-        dk = tl.dot(ds.to(k.dtype), q, dk)
+            kept = survives(i[None, :], j[:, None], half_i[None, :], half_j[:, None], n, bh, drawn)
+            if SCORES:
+                da = tl.where(kept, da / (1.0 - drawn[1]), 0.0)
+            kept_p = tl.where(kept, p, 0.0)
+        if not SCORES:
+            du = load_tile(du_cols, b, h, col, BN, D)
+        dv = tl.dot(kept_p.to(k.dtype), du, dv)
+        if SCORES:
+            delta = tl.load(delta_in + i, mask=i < n, other=0.0)
+            ds = p * (da - delta[None, :])
+            dk = tl.dot(ds.to(k.dtype), q, dk)
     return dk, dv
 
 
@@ -597,24 +590,12 @@ def grad_queries(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """``dQ = dS·K·scale`` for BM queries."""
-    block = tl.program_id(0)
-    if CAUSAL:
-        block = tl.num_programs(0) - 1 - block
-    bh = tl.program_id(1)
-    b = bh // heads
-    h = bh % heads
-    row = block * BM
-    mask += b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
-    seed = 0
-    if DROPOUT:
-        seed = tl.load(seed_in)
+    _, row, b, h, bh, mask, seed = own_rows(
+        heads, mask, mask_b, mask_h, seed_in, BM, CAUSAL, DROPOUT
+    )
     c2 = tl.load(coeffs + h * 3 + 2)
     i = row + tl.arange(0, BM)
-    first = None
-    if MASK == SPANS:
-        # loaded while the copy engine brings the queries
-        first = tl.load(mask + i, mask=i < n, other=0)
-    clear, stop, start, end = key_ranges(row, n, mask, first, BM, BN, CAUSAL, MASK)
+    first, ranges = key_ranges(row, i, n, mask, BM, BN, CAUSAL, MASK)
     q = load_tile(q_rows, b, h, row, BM, D)
     g = load_tile(g_rows, b, h, row, BM, D)
     g = (g.to(tl.float32) * c2).to(q.dtype)
@@ -624,55 +605,12 @@ def grad_queries(
     lse = tl.load(lse_in + at, mask=i < n, other=float("inf")) * LOG2E
     delta = tl.load(delta_in + at, mask=i < n, other=0.0)
     dq = tl.zeros((BM, D), tl.float32)
-    clear_lse = lse
-    if MASK == SPANS:
-        clear_lse = tl.where(first < stop, lse, float("inf"))
-        first = first[:, None]
-    dq = _grad_queries_range(
-        dq, q, g, du, clear_lse, delta, k_cols, v_cols, u_cols, mask, first, seed, b, h, h // group,
-        bh, i, half_i, n, clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
-        D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
-    )  # fmt: skip
-    dq = _grad_queries_range(
-        dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, first, seed, b, h, h // group,
-        bh, i, half_i, n, start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+    dq = _over_keys(
+        dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, first, (b, h, h // group, bh, n),
+        (i, half_i), ranges, scale, (mask, mask_i, mask_j), (seed, dropout_p),
         D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
     store_tile(dq_rows, dq * scale, b, h, row, BM, D)
-
-
-@triton.jit
-def _grad_queries_range(
-    dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, first, seed, b, h, key_head, bh, i,
-    half_i, n, start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
-    D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    columns = tl.arange(0, BN)
-    for step in tl.range(start, end, BN, num_stages=STAGES):
-        col = step
-        if MASKED and MASK == SPANS:
-            col = masked_tile(step, clear, stop)
-        j = col + columns
-        half_j = col // 2 + columns // 2
-        k = load_tile(k_cols, b, key_head, col, BN, D)
-        s = tl.dot(q, tl.trans(k))
-        p = probabilities(
-            s, lse[:, None], i[:, None], j[None, :], n, mask, first, None, scale, mask_i, mask_j,
-            CAUSAL, MASK, MASKED,
-        )  # fmt: skip
-        u = load_tile(u_cols, b, h, col, BN, D)
-        v = load_tile(v_cols, b, key_head, col, BN, D)
-        da = tl.dot(g, tl.trans(u))
-        da = tl.dot(du, tl.trans(v), da)
-        if DROPOUT:
-            kept = survives(
-                i[:, None], j[None, :], half_i[:, None], half_j[None, :], n, seed, bh, dropout_p
-            )
-            da = tl.where(kept, da / (1.0 - dropout_p), 0.0)
-        ds = p * (da - delta[:, None])
-        dq = tl.dot(ds.to(q.dtype), k, dq)
-    return dq
 
 
 # by kernel, then by the largest head dim that an entry serves
@@ -782,13 +720,7 @@ def cudnn_would_run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, option
 
 _KERNELS = {
     function.fn.__name__: Kernel(function)
-    for function in (
-        attend,
-        combine,
-        grad_first_pass,
-        grad_keys,
-        grad_queries,
-    )
+    for function in (attend, combine, grad_first_pass, grad_keys, grad_queries)
 }
 
 
@@ -804,30 +736,13 @@ def _launch(name: str, problem: Problem) -> Launch:
     packed = problem.mask_kind == SPANS.value
     cut = tiles(name, problem.head_dim, problem.length, is_causal, dropout_p > 0, packed)
     width = padded(problem.head_dim)
-    # the name of each tensor argument ends in the side that it is on
-    arguments = inspect.signature(kernel.function.fn).parameters
-    sides = {"_rows": cut.rows, "_cols": cut.cols}
+    masked = problem.mask_kind, dropout_p > 0.0
     return Launch(
         kernel,
         (-(-problem.length // cut.rows), problem.batch * problem.heads, 1),
         problem.variant,
-        [(1, 1, sides[name[-5:]], width) for name in arguments if name[-5:] in sides],
-        (
-            problem.heads,
-            problem.group,
-            problem.length,
-            scale,
-            *problem.mask_strides,
-            dropout_p,
-        ),
-        (
-            width,
-            cut.rows,
-            cut.cols,
-            cut.stages,
-            is_causal,
-            problem.mask_kind,
-            dropout_p > 0.0,
-        ),
+        tiles_of(kernel, cut, width),
+        (*problem.sizes, scale, *problem.mask_strides, dropout_p),
+        (width, cut.rows, cut.cols, cut.stages, is_causal, *masked),
         num_warps=cut.warps,
     )

@@ -67,20 +67,13 @@ def check(case: Any, name: str, method: Callable[[nn.Module], Dense], **options:
     assert (got - expected).abs().max() <= 1e-10
 
 
-def test_attnscale(case: Any) -> None:
+@pytest.mark.parametrize("multiplier", [1.0, 3.0])
+def test_attnscale(case: Any, multiplier: float) -> None:
     def method(model: nn.Module) -> Dense:
-        scales = [p.detach().clone()[:, 0] for p in baselines.parameters_of(model)]
+        scales = [multiplier * p.detach()[:, 0] for p in baselines.parameters_of(model)]
         return Dense(on_map=lambda i, matrix: dense.attnscale(matrix, case[3], scales[i]))
 
-    check(case, "attnscale", method)
-
-
-def test_attnscale_learns_faster_with_a_multiplier(case: Any) -> None:
-    def method(model: nn.Module) -> Dense:
-        scales = [3 * p.detach().clone()[:, 0] for p in baselines.parameters_of(model)]
-        return Dense(on_map=lambda i, matrix: dense.attnscale(matrix, case[3], scales[i]))
-
-    check(case, "attnscale", method, lr_multiplier=3.0)
+    check(case, "attnscale", method, lr_multiplier=multiplier)
 
 
 def test_neutreno(case: Any) -> None:

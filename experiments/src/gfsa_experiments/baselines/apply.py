@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +30,7 @@ from gfsa_experiments.baselines.blocks import (
     Reader,
     anatomy_of,
     library_of,
-    owns_layer_scale,
     seen_by_tokens,
-    sequence_first,
     width_of,
 )
 from gfsa_experiments.baselines.methods import (
@@ -89,10 +87,8 @@ def apply(model: nn.Module, name: str, layers: Layers = "all", **options: Any) -
     check_model(model)
     method = method_named(name, options)
     if _is_applied(model):
-        raise ValueError(
-            f"{type(model).__name__} has a method applied already; gfsa.baselines.remove(model) "
-            "first"
-        )
+        kind = type(model).__name__
+        raise ValueError(f"{kind} has a method applied already; gfsa.baselines.remove(model) first")
     # a parameter that is created in inference mode could never be trained
     with all_or_nothing(model), torch.inference_mode(False):
         if method.kind is AttnScale:
@@ -152,10 +148,8 @@ def remove(model: nn.Module) -> None:
         for module in list(model.modules()):
             if isinstance(module._modules.get(CHILD), nn.ModuleDict):
                 delattr(module, CHILD)
-            if isinstance(module, nn.TransformerEncoder) and module.__dict__.pop(
-                "_gfsa_nested", False
-            ):
-                module.use_nested_tensor = True
+            if module.__dict__.pop("_gfsa_nested", False):
+                module.use_nested_tensor = True  # type: ignore[assignment]
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
@@ -204,11 +198,10 @@ def _apply_neutreno(model: nn.Module, layers: Layers, options: dict[str, Any]) -
 
 def _refuse_windows(name: str, modules: Iterable[nn.Module]) -> None:
     """Refuse Swin, whose windows differ from layer to layer, and whose masks hide with −100."""
-    found = next((m for m in modules if hasattr(m, "window_size")), None)
-    if found is not None:
-        raise ValueError(
-            f"{name} cannot be applied to a {type(found).__name__}, which attends in windows"
-        )
+    for found in modules:
+        if hasattr(found, "window_size"):
+            kind = type(found).__name__
+            raise ValueError(f"{name} cannot be applied to a {kind}, which attends in windows")
 
 
 def _apply_to_blocks(
@@ -232,10 +225,8 @@ def _apply_to_blocks(
             skipped[path] = "it is in no block that is known"
     if not blocks:
         reasons = "".join(f"\n  {path}: {why}" for path, why in skipped.items())
-        raise ValueError(
-            f"{name} cannot be applied to {type(model).__name__}"
-            + (f":{reasons}" if reasons else f"; it can be applied to {FAMILIES}")
-        )
+        why = f":{reasons}" if reasons else f"; it can be applied to {FAMILIES}"
+        raise ValueError(f"{name} cannot be applied to {type(model).__name__}{why}")
     report = BaselineReport(name, skipped=skipped)
     selected = select_layers({path: block for path, (block, _, _) in blocks.items()}, layers)
     for path, (block, anatomy, places) in blocks.items():
@@ -256,9 +247,8 @@ def _places(
 ) -> dict[str, Place] | str:
     """Where a method acts in a block, or why it cannot."""
     if kind is LayerScale:
-        if owns_layer_scale(block, anatomy):
-            return "it has a LayerScale of its own"
-        return anatomy.branches
+        owned = dict(block.named_parameters()).keys() & {*anatomy.own_scales}
+        return "it has a LayerScale of its own" if owned else anatomy.branches
     if kind is FeatScale:
         return {"attention": anatomy.branches["attention"]}
     if options.get("form") == "vit":
@@ -289,7 +279,8 @@ def _install_in_block(
         reader = Reader(masked, block.get_submodule(anatomy.attention))
     scope = Scope(path or type(block).__name__, reader, len(places))
     masked.register_forward_pre_hook(scope.before, with_kwargs=True)
-    swapped = sequence_first(block)
+    # tokens are (N, B, D) by default in torch's layers
+    swapped = isinstance(block, nn.TransformerEncoderLayer) and not block.self_attn.batch_first
     for key, place in places.items():
         method: Any = methods[key]
         module, at = block.get_submodule(place.module), AtPlace(scope, method, swapped)
@@ -318,25 +309,20 @@ class AtPlace:
         self.scope.now.visits += 1
         if not self.method.needs_visibility:
             return self.method(x, None)
-        seen = seen_by_tokens(self.scope.visible)
-        self.scope.check_tokens(x)
-        return over_tokens(x, self.sequence_first, lambda tokens: self.method(tokens, seen))
+        seen = seen_by_tokens(self.scope.visible(x))
+        # to (B, N, D), whatever layout the block uses
+        if x.dim() == 2:
+            return self.method(x[None], seen)[0]
+        if x.dim() == 4:
+            # a grid (B, height, width, D)
+            return self.method(x.flatten(1, 2), seen).view(x.shape)
+        if self.sequence_first:
+            return self.method(x.transpose(0, 1), seen).transpose(0, 1)
+        return self.method(x, seen)
 
 
 def is_own_hook(hook: Any) -> bool:
     return isinstance(hook, AtPlace) or isinstance(getattr(hook, "__self__", None), Scope)
-
-
-def over_tokens(x: Tensor, sequence_first: bool, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply ``change`` to tokens ``(B, N, D)``, whatever layout the block uses."""
-    if x.dim() == 2:
-        return change(x[None])[0]
-    if x.dim() == 4:
-        # a grid (B, height, width, D)
-        return change(x.flatten(1, 2)).view(x.shape)
-    if sequence_first:
-        return change(x.transpose(0, 1)).transpose(0, 1)
-    return change(x)
 
 
 def remove_hooks(model: nn.Module) -> None:

@@ -183,36 +183,19 @@ def width_of(block: nn.Module, anatomy: Anatomy) -> int:
     return weight.shape[-1]
 
 
-def sequence_first(block: nn.Module) -> bool:
-    """Whether the block's tokens are ``(N, B, D)``, the default of torch's layers."""
-    if isinstance(block, nn.TransformerEncoderLayer):
-        return not block.self_attn.batch_first
-    return False
-
-
-def owns_layer_scale(block: nn.Module, anatomy: Anatomy) -> bool:
-    """Whether the block was built with a LayerScale."""
-    return any(path in dict(block.named_parameters()) for path in anatomy.own_scales)
-
-
 class Reader:
     """Reads which tokens see each other from the arguments of a block, or of its attention."""
 
     def __init__(self, module: nn.Module, attention: nn.Module) -> None:
         self.library = library_of(module)
         if self.library not in _READERS:
-            raise ValueError(
-                f"the masks of a {type(module).__name__} cannot be read: expected a module of "
-                f"{', '.join(_READERS)}"
-            )
+            kind, known = type(module).__name__, ", ".join(_READERS)
+            raise ValueError(f"the masks of a {kind} cannot be read: expected a module of {known}")
         self.read, self.known_masks = _READERS[self.library]
         self.attention = attention
-        kinds = inspect.Parameter
-        self.names = tuple(
-            name
-            for name, parameter in inspect.signature(module.forward).parameters.items()
-            if parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-        )
+        parameters = inspect.signature(module.forward).parameters.values()
+        by_place = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.names = tuple(each.name for each in parameters if each.kind in by_place)
 
     def __call__(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -74,25 +74,22 @@ class Scope:
                 "gfsa.baselines.remove(model), or leave it out with apply(..., layers=...)"
             )
 
-    @property
-    def visible(self) -> Visibility:
-        """Which tokens each token of the block sees."""
+    def visible(self, x: Tensor | None = None) -> Visibility:
+        """Which tokens each token of the block sees; ``x`` has to be all of them."""
         if not self.now.running:
             raise RuntimeError(
                 f"a part of {self.name} ran outside of the block's forward, so its masks are not "
                 "known (a checkpoint that recomputes it alone?): checkpoint whole blocks"
             )
-        assert self.now.visible is not None
-        return self.now.visible
-
-    def check_tokens(self, x: Tensor) -> None:
-        """Raise unless ``x`` has all of the block's tokens: a part of them has another mean."""
-        found = x.numel() // x.shape[-1]
+        # a part of them has another mean
+        found = self.now.tokens if x is None else x.numel() // x.shape[-1]
         if found != self.now.tokens:
             raise RuntimeError(
                 f"{self.name} was called with {self.now.tokens} tokens, but processes {found} at "
                 "a time (chunk_size_feed_forward?); the method needs all of them together"
             )
+        assert self.now.visible is not None
+        return self.now.visible
 
 
 def mean_of_visible(visible: Visibility, x: Tensor, queries: int) -> Tensor:
@@ -136,10 +133,8 @@ class BaselineFilter(GraphFilter):
         super().__init__(num_heads, attention, basis, lr_multiplier=lr_multiplier)
 
     def coefficients(self) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__} is not a polynomial of the attention map, so it has "
-            "no coefficients"
-        )
+        name = type(self).__name__
+        raise TypeError(f"{name} is not a polynomial of the attention map: it has no coefficients")
 
     def fold(self) -> Polynomial:
         return self.coefficients()
@@ -147,9 +142,8 @@ class BaselineFilter(GraphFilter):
     def check_dropout_place(self) -> None:
         """Raise unless dropout acts on A: H is never built, so its entries cannot be dropped."""
         if self.dropout_after != "attention":
-            raise ValueError(
-                f"{type(self).__name__} drops entries of A; plug(..., dropout_after='attention')"
-            )
+            name = type(self).__name__
+            raise ValueError(f"{name} drops entries of A; plug(..., dropout_after='attention')")
 
 
 class AttnScale(BaselineFilter):
@@ -195,7 +189,7 @@ class AttnScale(BaselineFilter):
     def _visibility(self, operator: Operator) -> Visibility:
         visible = operator.visibility()
         if visible is None and self.scope is not None:
-            visible = self.scope.visible
+            visible = self.scope.visible()
         if visible is None:
             raise TypeError(
                 "attnscale averages the keys that a query sees, which a ready-made attention map "
@@ -259,33 +253,6 @@ class NeuTRENO(BaselineFilter):
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "alpha": self.alpha}
-
-
-class ResFormer(GraphFilter):
-    r"""ResFormer (Zhou et al., 2024) with its fixed half-and-half of the first layer's values.
-
-    .. math:: y = A\,(v + v^0) / 2
-
-    In the first layer :math:`y = A v`. It is not ordinary attention at initialisation, and nothing
-    is learned. ``gfsa.plug(model, filter=ResFormer, depth=True)``.
-    """
-
-    # its values are not v: coefficients alone do not describe it
-    is_polynomial = False
-
-    def __init__(self, num_heads: int) -> None:
-        super().__init__(num_heads, torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu"))
-
-    def add_depth(self) -> Self:
-        self.has_depth = True
-        return self
-
-    def depth(self) -> Tensor | None:
-        return self.base.new_ones(len(self.base)) if self.has_depth else None
-
-    def mix_values(self, v: Tensor) -> Tensor:
-        mixed = super().mix_values(v)
-        return mixed / 2 if self.has_depth else mixed
 
 
 Form = Literal["bert", "vit"]
@@ -423,15 +390,11 @@ def method_named(name: str, options: dict[str, Any]) -> Method:
     if name not in METHODS:
         similar = difflib.get_close_matches(str(name).lower(), METHODS, n=1)
         hint = f"Did you mean {similar[0]!r}?" if similar else "gfsa.plug(model, …) takes filters"
-        raise ValueError(
-            f"there is no method {name!r}; the methods are {', '.join(METHODS)}. {hint}"
-        )
+        names = ", ".join(METHODS)
+        raise ValueError(f"there is no method {name!r}; the methods are {names}. {hint}")
     method = METHODS[name]
     unknown = [option for option in options if option not in method.options]
     if unknown:
-        has = ", ".join(f"{key}={value!r}" for key, value in method.options.items())
-        raise ValueError(
-            f"{name} has no option {', '.join(unknown)}; "
-            + (f"it has {has}" if has else "it has none")
-        )
+        has = ", ".join(f"{key}={value!r}" for key, value in method.options.items()) or "none"
+        raise ValueError(f"{name} has no option {', '.join(unknown)}; it has {has}")
     return method

@@ -139,10 +139,7 @@ class EfficientAttention(SelfAttention):
 
     def __init__(self, dim: int, num_heads: int, dropout: float = 0.0) -> None:
         if dropout:
-            raise ValueError(
-                f"efficient attention never builds the map, so dropout={dropout} cannot drop its "
-                "entries; use dropout=0.0"
-            )
+            raise ValueError(f"efficient attention never builds the map: {dropout=} must be 0")
         super().__init__(dim, num_heads)
 
     def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
@@ -224,8 +221,7 @@ class Encoder(nn.Module):
     with L pre-norm blocks and learned positions p.
 
     Args:
-        vocabulary: number of different tokens.
-        num_classes: number of outputs.
+        vocabulary, num_classes: numbers of different tokens and of outputs.
         max_length: the longest sequence, CLS not counted.
         attention: ``"softmax"``; ``"efficient"``, linear in the length; or ``"linformer"``, a
             reference that takes no filter.
@@ -287,7 +283,7 @@ class Encoder(nn.Module):
         batch, length = tokens.shape
         if length > self.max_length:
             raise ValueError(
-                f"a sequence of {length} tokens is longer than max_length={self.max_length}"
+                f"a row of {length} tokens is longer than max_length={self.max_length}"
             )
         if padding is not None and (padding.dtype != torch.bool or padding.shape != tokens.shape):
             raise ValueError(

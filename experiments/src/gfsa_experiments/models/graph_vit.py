@@ -1,7 +1,4 @@
-"""Graph-ViT (He et al., 2023): a Transformer over patches of a graph, with Hadamard attention.
-
-First how a graph is cut into overlapping patches, then the batches, then the model.
-"""
+"""Graph-ViT (He et al., 2023): a Transformer over patches of a graph, with Hadamard attention."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ from gfsa_experiments.models.graphs import (
     MaskedBatchNorm,
     MaskedSequential,
     Prepared,
-    counts,
     dense_adjacency,
     each,
     filled,
@@ -166,10 +162,8 @@ class GraphViTCollator(Collator):
         """The graph cut into patches, and random walks on its nodes and on its patches."""
         part = self.partition(edge_index, num_nodes, self.num_patches)
         if part.shape != (num_nodes,):
-            raise ValueError(
-                f"the partitioner must give each of {num_nodes} nodes a part, "
-                f"got a result of shape {tuple(part.shape)}"
-            )
+            shape = tuple(part.shape)
+            raise ValueError(f"expected for each of {num_nodes} nodes a part, got shape {shape}")
         # number the parts without gaps: the partitioner may have left some empty
         part = torch.unique(part, return_inverse=True)[1]
         adjacency = dense_adjacency(edge_index, num_nodes)
@@ -196,7 +190,7 @@ class GraphViTCollator(Collator):
 
     def join(self, graphs: Sequence[Prepared]) -> GraphViTBatch:
         nodes, edges, copies, patches = (
-            counts(graphs, name) for name in ("x", "edge_attr", "copy_node", "adjacency")
+            [*map(len, each(graphs, name))] for name in ("x", "edge_attr", "copy_node", "adjacency")
         )
         copy_node = shifted(each(graphs, "copy_node"), nodes)
         copy_edges = shifted(each(graphs, "copy_edges"), copies)
@@ -284,15 +278,13 @@ class GraphViT(nn.Module):
     the mean over patches.
 
     Args:
-        node_features, edge_features: sizes of the vocabularies, one for each integer column, or
-            the number of real columns.
+        node_features, edge_features: sizes of the vocabularies, one per integer column, or the
+            number of real columns.
         num_outputs: how many numbers are predicted for a graph.
-        dim: width throughout.
-        gnn_depth: GINE layers within patches.
-        depth, num_heads: Transformer blocks over patches, with MLPs twice as wide as ``dim``.
+        dim: width throughout; twice as wide inside the Transformer's MLPs.
+        gnn_depth: GINE layers within patches, with ``gnn_dropout``.
+        depth, num_heads: Transformer blocks over patches, with ``dropout``, on entries of A too.
         walk_steps, patch_walk_steps: lengths of the random-walk encodings in the batch; 0 for none.
-        gnn_dropout: within patches.
-        dropout: in the Transformer, entries of A included.
     """
 
     def __init__(

@@ -19,7 +19,6 @@ from gfsa_experiments.models.graphs import (
     Features,
     Prepared,
     above,
-    counts,
     distances,
     each,
     pad,
@@ -54,12 +53,6 @@ class GraphormerBatch(Batch):
 class GraphormerCollator(Collator):
     """Graphs to a :class:`GraphormerBatch`; hand it to a data loader as ``collate_fn``.
 
-    .. code-block:: python
-
-        collate = GraphormerCollator()
-        graphs = [collate.prepare(graph) for graph in dataset]      # once, not every epoch
-        loader = DataLoader(graphs, batch_size=256, collate_fn=collate)
-
     Args:
         max_hops: how many edges of each shortest path are kept; at least the model's ``max_hops``.
         pad_to_multiple: nodes, the virtual one included, are padded to a multiple of this.
@@ -85,7 +78,7 @@ class GraphormerCollator(Collator):
         }
 
     def join(self, graphs: Sequence[Prepared]) -> GraphormerBatch:
-        nodes, edges = counts(graphs, "x"), counts(graphs, "edge_attr")
+        nodes, edges = ([*map(len, each(graphs, name))] for name in ("x", "edge_attr"))
         # a multiple together with the virtual node, which suits attention kernels
         size = above(max(nodes), self.pad_to_multiple) - 1
         paths = pad(each(graphs, "paths"), size, -1, axes=2).int()

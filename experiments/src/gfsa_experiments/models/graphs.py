@@ -1,8 +1,4 @@
-"""Graphs as the models take them: batches of tensors, features of edges, and shared layers.
-
-A graph is an ``edge_index``, ``(2, E)``, one column ``(source, target)`` per directed edge, and a
-number of nodes; an undirected bond is two columns, as in torch_geometric.
-"""
+"""Graphs as the models take them: batches of tensors, features of pairs, and shared layers."""
 
 from __future__ import annotations
 
@@ -25,8 +21,8 @@ if TYPE_CHECKING:
 Graph = Any
 """A graph in the form of torch_geometric's ``Data``; any object with these attributes works.
 
-``x``: ``(N, F)`` or ``(N,)``; ``edge_index``: ``(2, E)``; ``edge_attr``: ``(E, F)``, ``(E,)`` or
-None; ``y``: the graph's label or labels, or None.
+``x``: ``(N, F)`` or ``(N,)``; ``edge_index``: ``(2, E)``, a column ``(source, target)`` per edge,
+two for an undirected bond; ``edge_attr``: ``(E, F)``, ``(E,)`` or None; ``y``: labels or None.
 """
 
 
@@ -37,11 +33,6 @@ class Prepared(SimpleNamespace):
 def each(graphs: Sequence[Prepared], name: str) -> list[Any]:
     """One attribute of every graph."""
     return [getattr(graph, name) for graph in graphs]
-
-
-def counts(graphs: Sequence[Prepared], name: str) -> list[int]:
-    """How many rows that attribute has in every graph."""
-    return [len(rows) for rows in each(graphs, name)]
 
 
 class Batch:
@@ -79,9 +70,7 @@ class Collator(ABC):
         """What batches need of one graph: do this once, not every epoch."""
         x, edge_index = _columns(graph.x), graph.edge_index
         if not len(x):
-            raise ValueError(
-                "expected a graph with at least one node, got none; leave the graph out"
-            )
+            raise ValueError("expected a graph with at least one node; leave this one out")
         check_edges(edge_index, len(x))
         edges, y = edge_index.shape[1], getattr(graph, "y", None)
         edge_attr = getattr(graph, "edge_attr", None)
@@ -172,9 +161,7 @@ def stack_labels(graphs: Sequence[Prepared]) -> Tensor | None:
     """``(B, T)``, or None if no graph has a label."""
     sizes = [None if y is None else len(y) for y in each(graphs, "y")]
     if len(set(sizes)) > 1:
-        raise ValueError(
-            f"expected the same number of labels for every graph in a batch, got {sizes}"
-        )
+        raise ValueError(f"expected the same number of labels for every graph, got {sizes}")
     return None if sizes[0] is None else torch.stack(each(graphs, "y"))
 
 
@@ -261,10 +248,11 @@ def check_edges(edge_index: Tensor, num_nodes: int) -> None:
             "expected edge_index of shape (2, E) and dtype int64, sources above targets, "
             f"got {tuple(edge_index.shape)} of {edge_index.dtype}"
         )
-    if edge_index.numel() and not 0 <= int(edge_index.min()) <= int(edge_index.max()) < num_nodes:
+    least, most = map(int, edge_index.aminmax()) if edge_index.numel() else (0, 0)
+    if least < 0 or most >= num_nodes:
         raise ValueError(
-            f"edge_index names nodes from {int(edge_index.min())} to {int(edge_index.max())}, "
-            f"but the graph has nodes 0 to {num_nodes - 1}"
+            f"edge_index names nodes from {least} to {most}, but the graph has nodes 0 to "
+            f"{num_nodes - 1}"
         )
 
 
@@ -288,16 +276,15 @@ class FeatureEncoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., columns)`` to ``(..., dim)``."""
-        integers = not isinstance(self.features, int)
-        columns = len(self.features) if isinstance(self.features, tuple) else self.features
-        if x.shape[-1] != columns or integers == x.is_floating_point():
-            kind = "integer" if integers else "floating-point"
+        reals = isinstance(self.features, int)
+        columns = self.features if isinstance(self.features, int) else len(self.features)
+        if x.shape[-1] != columns or reals != x.is_floating_point():
+            kind = "floating-point" if reals else "integer"
             raise ValueError(
-                f"expected {columns} {kind} columns of features, "
-                f"got {x.shape[-1]} of {x.dtype}; pass the model the sizes of its vocabularies, "
-                "or the number of real columns"
+                f"expected {columns} {kind} columns of features, got {x.shape[-1]} of {x.dtype}; "
+                "pass the model the sizes of its vocabularies, or the number of real columns"
             )
-        if not integers:
+        if reals:
             return self.linear(x.to(self.linear.weight.dtype))
         vectors = [table(x[..., column]) for column, table in enumerate(self.tables)]
         return torch.stack(vectors).sum(0) if len(vectors) > 1 else vectors[0]
@@ -319,9 +306,9 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 
     .. math:: μ = \sum_i s_i x_i, \qquad σ^2 = \sum_i s_i (x_i - μ)^2
 
-    with :math:`s_i` one over the number of real rows, and zero for padding. Shapes do not depend on
-    that number, so that a step can be replayed as a CUDA graph. Padding is reset to zero because it
-    would grow from layer to layer (padding edges join padding) until it overflows.
+    with :math:`s_i` one over the number of real rows, and zero for padding. No shape depends on
+    that number, so that a step can be replayed as a CUDA graph. Padding is reset because it would
+    grow from layer to layer (padding edges join padding) until it overflows.
     """
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:

@@ -126,7 +126,7 @@ def _known(name: str, data_dir: Path) -> GraphSet:
     source = source_of(f"graph {name}")
     path = find_file(data_dir, [source.files], source)
     # the fourth split of zinc12k has molecules that the official 12,000 lack
-    graphs, parts = _from_npz(path, ("split",), extra=name == "zinc")
+    graphs, parts = _from_npz(path, extra=name == "zinc")
     for graph in graphs:
         graph.y = graph.y.float()
         if metric in KINDS:
@@ -135,30 +135,27 @@ def _known(name: str, data_dir: Path) -> GraphSet:
             # the first excitation energy is the closest to PCQM4M's gap
             graph.y = graph.y[:1] * _HARTREE
     found = _usable(GraphSet(name, metric, graphs, parts, nodes, edges), path)
-    sizes = tuple(len(found.parts[part]) for part in PARTS)
     if source.sizes:
+        sizes = tuple(len(found.parts[part]) for part in PARTS)
         check_count(path, sizes, source.sizes, "graphs to train, validate and test on")
     return found
 
 
-def _from_npz(
-    path: Path, needed: tuple[str, ...] = (), extra: bool = False
-) -> tuple[list[Data], Parts]:
+def _from_npz(path: Path, extra: bool = False) -> tuple[list[Data], Parts]:
     """The graphs of a file, and the parts that its array ``split`` names.
 
-    Every edge becomes one in each direction, side by side, as in OGB. ``needed``: arrays that the
-    file must have beside the others; ``extra``: whether graphs may belong to no part.
+    Every edge becomes one in each direction, side by side, as in OGB. With ``extra``, graphs may
+    belong to no part.
     """
     from torch_geometric.data import Data
 
-    arrays = read_npz(path, ("n_node", "n_edge", "edge", "y", *needed))
+    arrays = read_npz(path, ("n_node", "n_edge", "edge", "y"))
     with np.load(path, allow_pickle=False) as file:
         optional = {"node_feat", "edge_feat", "split", "atom_type", "bond_type"} & {*file.files}
     arrays |= read_npz(path, optional - arrays.keys())
-    # torch has few operations on unsigned integers: convert to the next larger signed type
-    signed: dict[str, Any] = {"uint16": np.int32, "uint32": np.int64, "bool": np.uint8}
+    # torch has few operations on unsigned integers
     found = {
-        key: torch.from_numpy(array.astype(signed.get(array.dtype.name, array.dtype), copy=False))
+        key: torch.from_numpy(array.astype(np.int64) if array.dtype.kind in "iub" else array)
         for key, array in arrays.items()
     }
     pairs = found["edge"].long()
@@ -198,7 +195,7 @@ def _from_npz(
 def _columns(features: Tensor | None, count: int) -> Tensor:
     """``(count, columns)``; one kind for all where there are no features."""
     if features is None:
-        return torch.zeros(count, 1, dtype=torch.int)
+        return torch.zeros(count, 1).long()
     return features.reshape(len(features), -1) if len(features) else features.reshape(0, 1)
 
 
@@ -211,8 +208,7 @@ def _usable(found: GraphSet, path: Path) -> GraphSet:
         bad.add(row, fault)
     bad.report(len(rows) - len(faults))
     parts = {p: [row for row in found.parts.get(p, []) if row not in faults] for p in PARTS}
-    if not all(parts.values()):
-        sizes = tuple(map(len, parts.values()))
+    if not all(sizes := tuple(map(len, parts.values()))):
         raise ValueError(f"{path}: expected graphs to train, validate and test on, got {sizes}")
     return replace(found, parts=parts)
 
@@ -305,9 +301,7 @@ def _own(data: str, where: str, graphs: Sequence[Data], named: Parts, labels: Wa
 def _labels(y: Tensor, wanted: Wanted) -> tuple[Tensor, Metric, tuple[str, ...], str]:
     """The labels as float32, the metric for them, the names of the classes, and why.
 
-    One column is classes or a number, by the rule of :func:`~gfsa_experiments.data.own.decide`.
-    Several columns are yes-or-no labels if they have no numbers but 0 and 1 (−1 and NaN: unknown),
-    otherwise numbers.
+    Several columns are binary if they have no numbers but 0 and 1 (−1 and NaN: unknown).
     """
     if y.shape[1] == 1:
         # graphs without a label are left out later, counted and reported
@@ -324,8 +318,7 @@ def _labels(y: Tensor, wanted: Wanted) -> tuple[Tensor, Metric, tuple[str, ...],
         raise ValueError(f"labels=classes takes one column y, got {y.shape[1]}")
     values = y.float()
     unknown = values.isnan() | (values == -1)
-    yes_or_no = bool((unknown | (values == 0) | (values == 1)).all())
-    if yes_or_no and wanted == "auto":
+    if wanted == "auto" and bool((unknown | (values == 0) | (values == 1)).all()):
         why = f"y: {y.shape[1]} columns of 0 and 1 (−1, NaN: unknown); measured by rocauc"
         return torch.where(unknown, torch.nan, values), "rocauc", (), why
     return values, "mae", (), f"y: {y.shape[1]} columns of numbers; measured by mae"
@@ -346,8 +339,8 @@ def _features(rows: list[Tensor], where: str, of: str) -> tuple[Sequence[Tensor]
             f"{where}: the features of {of} are whole numbers, which count as kinds, but {wrong}; "
             "store them as floats to have them read as quantities"
         )
-    counts = kinds.amax(0) + 1 if len(kinds) else torch.ones(kinds.shape[1], dtype=torch.int)
-    return kinds.int().split(sizes), tuple(counts.tolist())
+    counts = kinds.amax(0) + 1 if len(kinds) else torch.ones(kinds.shape[1]).long()
+    return kinds.split(sizes), tuple(counts.tolist())
 
 
 def _load(path: Path) -> list[Data]:
@@ -361,10 +354,9 @@ def _load(path: Path) -> list[Data]:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # a damaged file raises errors of many kinds
-        reason = str(error).split(". ")[0]
+        why = str(error).split(". ")[0]
         raise ValueError(
-            f"{path} is damaged, or has more in it than tensors and PyG's Data ({reason}); "
-            "expected a list of Data"
+            f"{path} is damaged, or has more in it than a list of PyG's Data of tensors ({why})"
         ) from error
     if not isinstance(found, (list, tuple)) or not all(isinstance(g, Data) for g in found):
         raise ValueError(f"{path}: expected a list of PyG's Data, got a {type(found).__name__}")

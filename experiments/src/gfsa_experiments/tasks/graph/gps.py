@@ -20,7 +20,6 @@ from gfsa_experiments.models.graphs import (
     MaskedBatchNorm,
     Prepared,
     above,
-    counts,
     dense_adjacency,
     each,
     filled,
@@ -69,7 +68,7 @@ class GPSCollator(Collator):
         return {"edge_index": edge_index, "encoding": encoding}
 
     def join(self, graphs: Sequence[Prepared]) -> GPSBatch:
-        nodes = counts(graphs, "x")
+        nodes = [*map(len, each(graphs, "x"))]
         size = above(max(nodes), self.pad_to_multiple)
         padding = padding_of(nodes, size)
         edge_index = shifted(each(graphs, "edge_index"), [size] * len(graphs))
@@ -150,9 +149,8 @@ class LaplacianFeatures(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(
-            nn.Linear(2, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim), nn.ReLU()
-        )
+        inner = nn.Linear(2, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim), nn.ReLU()
+        self.mlp = nn.Sequential(*inner)
 
     def forward(self, batch: GPSBatch) -> Tensor:
         """``(B, N, dim)``."""
@@ -169,11 +167,7 @@ class GPS(nn.Module):
     """GPS for properties of whole graphs; ``config`` has its sizes, encoding and pooling."""
 
     def __init__(
-        self,
-        config: GraphConfig,
-        node_features: Features,
-        edge_features: Features,
-        num_outputs: int,
+        self, config: GraphConfig, nodes: Features, edges: Features, num_outputs: int
     ) -> None:
         super().__init__()
         dim, of_encoding = config.width, config.encoding_width
@@ -184,22 +178,17 @@ class GPS(nn.Module):
         elif config.encoding == "laplacian":
             self.encoding = LaplacianFeatures(of_encoding)
         rest = dim if self.encoding is None else dim - of_encoding
-        self.nodes = FeatureEncoder(node_features, rest)
-        self.edges = FeatureEncoder(edge_features, dim)
+        self.nodes = FeatureEncoder(nodes, rest)
+        self.edges = FeatureEncoder(edges, dim)
 
         def local() -> nn.Module:
             if config.local == "gated":
                 return ResGatedGraphConv(dim, dim, edge_dim=dim)
             return GINEConv(nn.Sequential(nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, dim)))
 
+        attention = {"dropout": config.attention_dropout}
         self.layers = nn.ModuleList(
-            DenseGPSConv(
-                dim,
-                local(),
-                heads=config.heads,
-                dropout=config.dropout,
-                attn_kwargs={"dropout": config.attention_dropout},
-            )
+            DenseGPSConv(dim, local(), config.heads, config.dropout, attn_kwargs=attention)
             for _ in range(config.depth)
         )
         self.head = nn.Sequential(

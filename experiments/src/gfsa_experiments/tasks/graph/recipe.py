@@ -37,7 +37,7 @@ from gfsa_experiments.tasks.graph.data import (
 )
 
 NOT_GIVEN: Any = None
-"""The default of settings that follow the model and the data set."""
+"""The default of the settings that follow the model and the data set."""
 
 
 def _value(text: str) -> Any:
@@ -53,9 +53,7 @@ _SETTINGS = {
     }
     for line in table("gfsa_experiments.tasks.graph", "settings.csv")
 }
-MODELS = tuple(dict.fromkeys(model for model, _ in _SETTINGS))
-FOLLOWING = tuple(_SETTINGS[MODELS[0], ""])
-"""The settings that follow the model and the data set."""
+FOLLOWING = tuple(_SETTINGS["gps", ""])
 
 _GRAPHORMERS = ("graphormer-slim", "graphormer")
 _READ_BY: dict[str, tuple[str, ...]] = {
@@ -73,7 +71,6 @@ def paper_settings(model: str, data: str) -> dict[str, Any]:
 
 
 ModelName = Literal["graphormer-slim", "graphormer", "gps", "graph-vit"]
-Encoding = Literal["walk", "laplacian", "none"]
 
 # a pair takes 12 bytes: beyond this, GPS and Graph-ViT are the right models
 _MOST_PAIRS = 1 << 30
@@ -122,7 +119,7 @@ class GraphConfig(TrainConfig):
     """On entries of A; in Graph-ViT, in the whole Transformer over patches."""
     local: Literal["gine", "gated"] = NOT_GIVEN
     """GPS: its message passing."""
-    encoding: Encoding = NOT_GIVEN
+    encoding: Literal["walk", "laplacian", "none"] = NOT_GIVEN
     """GPS and Graph-ViT (walk only): the encoding of a node's position in its graph."""
     encoding_size: CountOrZero = NOT_GIVEN
     """Random-walk steps or eigenvectors."""
@@ -178,11 +175,10 @@ class GraphConfig(TrainConfig):
                 raise ValueError(
                     f"encoding_width must lie between 0 and width {self.width}, got {part}"
                 )
-        if self.model == "graph-vit":
-            if self.encoding == "laplacian":
-                raise ValueError("graph-vit takes encoding=walk or none; laplacian is GPS's")
-            if not self.gnn_depth:
-                raise ValueError("graph-vit needs a gnn_depth above 0")
+        if self.model == "graph-vit" and self.encoding == "laplacian":
+            raise ValueError("graph-vit takes encoding=walk or none; laplacian is GPS's")
+        if self.model == "graph-vit" and not self.gnn_depth:
+            raise ValueError("graph-vit needs a gnn_depth above 0")
         if self.model.startswith("graphormer") and self.encoding != "none":
             raise ValueError("graphormer has encodings of its own; leave encoding=none")
 
@@ -280,8 +276,8 @@ def build(config: GraphConfig, data_dir: Path) -> GraphTask:
 
 def _model_and_collator(config: GraphConfig, graphs: GraphSet) -> tuple[nn.Module, Collator]:
     """A model for these graphs, initialised by torch's global generator, and what batches it."""
-    ends = graphs.node_features, graphs.edge_features, graphs.outputs
-    sizes = {"dim": config.width, "depth": config.depth, "num_heads": config.heads}
+    ends: Any = graphs.node_features, graphs.edge_features, graphs.outputs
+    sizes: dict[str, Any] = {"dim": config.width, "depth": config.depth, "num_heads": config.heads}
     padded = config.pad_to_multiple
     encoding_size = 0 if config.encoding == "none" else config.encoding_size
     if config.model == "gps":
@@ -289,21 +285,15 @@ def _model_and_collator(config: GraphConfig, graphs: GraphSet) -> tuple[nn.Modul
 
         return GPS(config, *ends), GPSCollator(config.encoding, encoding_size, padded)
     if config.model == "graph-vit":
-        walks = {"walk_steps": encoding_size, "patch_walk_steps": config.patch_walk_steps}
-        dropout = {"gnn_dropout": config.dropout, "dropout": config.attention_dropout}
-        options: dict[str, Any] = sizes | walks | dropout
-        vit = GraphViT(*ends, gnn_depth=config.gnn_depth, **options)
-        cut: dict[str, Any] = walks | {"num_patches": config.patches, "hops": config.patch_hops}
-        return vit, GraphViTCollator(**cut, pad_to_multiple=padded)
+        walks: Any = {"walk_steps": encoding_size, "patch_walk_steps": config.patch_walk_steps}
+        dropout: Any = {"gnn_dropout": config.dropout, "dropout": config.attention_dropout}
+        vit = GraphViT(*ends, gnn_depth=config.gnn_depth, **sizes, **walks, **dropout)
+        cut = config.patches, config.patch_hops
+        return vit, GraphViTCollator(*cut, **walks, pad_to_multiple=padded)
     make = Graphormer.slim if config.model == "graphormer-slim" else Graphormer.base
-    graphormer = make(
-        *ends,
-        **sizes,
-        ffn_dim=config.ffn_width,
-        dropout=config.dropout,
-        mlp_dropout=config.mlp_dropout,
-        attention_dropout=config.attention_dropout,
-    )
+    names = "dropout", "mlp_dropout", "attention_dropout"
+    options = sizes | {name: getattr(config, name) for name in names}
+    graphormer = make(*ends, ffn_dim=config.ffn_width, **options)
     return graphormer, GraphormerCollator(pad_to_multiple=padded)
 
 

@@ -83,7 +83,7 @@ BY_NAME = {
     "gfsa.lens.sources",
     "gfsa.plugs.registry",
     "gfsa_experiments.tasks",
-    "gfsa_experiments.tasks.graph.readers",
+    "gfsa_experiments.tasks.graph.data",
 }
 
 

@@ -58,16 +58,6 @@ def test_captured_and_replayed(model: nn.Module) -> None:
         torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2 * b.abs().max().item())
 
 
-def test_nothing_waits_for_the_device(model: nn.Module) -> None:
-    ids, padding = batch()
-    step(model, ids, padding)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step(model, ids, padding)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @torch.no_grad()
 def test_as_on_the_cpu(model: nn.Module) -> None:
     ids, padding = batch()

@@ -17,37 +17,31 @@ from support.families import FAMILIES, LENGTHS
 TAU = 0.7
 
 
-def allowed_pairs(length: int, causal: bool = False) -> Tensor:
-    pairs = torch.ones(1, length, length, dtype=torch.bool)
-    return pairs.tril() if causal else pairs
+Case = tuple[nn.Module, Callable[[nn.Module], Tensor], Callable[..., Tensor], Tensor]
+"""A model, how it is run, its reference ``(model, method) -> outputs`` and who sees whom."""
 
 
-def bert_case(family: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor], Any, Tensor]:
-    """A model, how it is run, its reference ``(model, method) -> outputs`` and who sees whom."""
-    length = LENGTHS[0]
-    known = FAMILIES[family]()
-    model = known.model()
-    run = lambda m: known.run(m, [0])[0]  # noqa: E731
-    ids = torch.randint(3, 30, (1, length), generator=torch.Generator().manual_seed(0))
-    rng = torch.Generator().manual_seed(0)
-    tokens = torch.randn(1, length, 12, generator=rng, dtype=torch.float64)
+def case_of(family: str) -> Case:
+    known, rng = FAMILIES[family](), torch.Generator().manual_seed(0)
+    length = 17 if family == "DeiT" else LENGTHS[0]
+    forward: Callable[..., Tensor]
     if family == "DeiT":
-        pixels = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(0)).double()
-        allowed = allowed_pairs(17)
-        return model, run, lambda m, how: dense.vit(m, pixels[None], allowed, how)[0], allowed
-    if family == "BERT":
-        allowed = allowed_pairs(length)
-        return model, run, lambda m, how: dense.bert(m, ids, allowed, how)[0], allowed
-    if family == "GPT-2":
-        allowed = allowed_pairs(length, causal=True)
-        return model, run, lambda m, how: dense.gpt2(m, ids, allowed, how)[0], allowed
-    allowed = allowed_pairs(length)
-    return model, run, lambda m, how: dense.torch_encoder(m, tokens, allowed, how)[0], allowed
+        forward, x = dense.vit, torch.randn(1, 3, 16, 16, generator=rng).double()
+    elif family in ("BERT", "GPT-2"):
+        forward = dense.bert if family == "BERT" else dense.gpt2
+        x = torch.randint(3, 30, (1, length), generator=rng)
+    else:
+        forward = dense.torch_encoder
+        x = torch.randn(1, length, 12, generator=rng, dtype=torch.float64)
+    allowed = torch.ones(1, length, length, dtype=torch.bool)
+    allowed = allowed.tril() if family == "GPT-2" else allowed
+    run = lambda model: known.run(model, [0])[0]  # noqa: E731
+    return known.model(), run, lambda model, how: forward(model, x, allowed, how)[0], allowed
 
 
 @pytest.fixture(params=["BERT", "GPT-2", "DeiT", "torch, norms last", "torch, norms first"])
 def case(request: pytest.FixtureRequest) -> Any:
-    return bert_case(request.param)
+    return case_of(request.param)
 
 
 @torch.no_grad()
@@ -67,20 +61,13 @@ def check(case: Any, name: str, method: Callable[[nn.Module], Dense], **options:
     assert (got - expected).abs().max() <= 1e-10
 
 
-def test_attnscale(case: Any) -> None:
+@pytest.mark.parametrize("multiplier", [1.0, 3.0])
+def test_attnscale(case: Any, multiplier: float) -> None:
     def method(model: nn.Module) -> Dense:
-        scales = [p.detach().clone()[:, 0] for p in baselines.parameters_of(model)]
+        scales = [multiplier * p.detach()[:, 0] for p in baselines.parameters_of(model)]
         return Dense(on_map=lambda i, matrix: dense.attnscale(matrix, case[3], scales[i]))
 
-    check(case, "attnscale", method)
-
-
-def test_attnscale_learns_faster_with_a_multiplier(case: Any) -> None:
-    def method(model: nn.Module) -> Dense:
-        scales = [3 * p.detach().clone()[:, 0] for p in baselines.parameters_of(model)]
-        return Dense(on_map=lambda i, matrix: dense.attnscale(matrix, case[3], scales[i]))
-
-    check(case, "attnscale", method, lr_multiplier=3.0)
+    check(case, "attnscale", method, lr_multiplier=multiplier)
 
 
 def test_neutreno(case: Any) -> None:

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 import gfsa
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
-from gfsa_experiments.models.encoder import Attention, Encoder
+from gfsa_experiments.models.attention import Attention, Encoder
 from gfsa_experiments.runs.methods import MethodConfig, find_method
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import Run, carry_out

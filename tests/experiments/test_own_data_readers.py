@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from gfsa_experiments.data.own import PARTS
 from gfsa_experiments.data.tables import read_labelled
-from gfsa_experiments.tasks.graph.readers import read_graphs
+from gfsa_experiments.tasks.graph.data import read_graphs
 from gfsa_experiments.tasks.image.data import list_images
 from gfsa_experiments.tasks.lra import LraConfig, build
 from gfsa_experiments.tasks.speech.data import letters_of
@@ -146,20 +147,20 @@ class TestGraphs:
     def test_npz_has_each_edge_once(self, tmp_path: Path) -> None:
         path = write_npz(tmp_path / "mine.npz")
         graphs = read_graphs(str(path), tmp_path)
-        assert (graphs.kind, graphs.metric, graphs.outputs) == ("regression", "mae", 1)
+        assert (graphs.metric, graphs.outputs) == ("mae", 1)
         assert graphs.own is not None
         assert graphs.own.splits == {"train": 24, "valid": 3, "test": 3}
         assert graphs.node_features == (3,)
         assert graphs.edge_features == (1,)
         # a triangle
-        assert int(graphs.edges[0]) == 6
-        ends = set(map(tuple, graphs.edge_index[:, :6].T.tolist()))
-        assert ends == {(i, j) for i in range(3) for j in range(3) if i != j}
+        ends = [*map(tuple, graphs.graphs[0].edge_index.T.tolist())]
+        assert len(ends) == 6
+        assert set(ends) == {(i, j) for i in range(3) for j in range(3) if i != j}
 
     def test_a_split_of_its_own(self, tmp_path: Path) -> None:
         split = np.arange(30) % 3
         graphs = read_graphs(str(write_npz(tmp_path / "mine.npz", split=split)), tmp_path)
-        assert graphs.split.tolist() == split.tolist()
+        assert graphs.parts == {p: [*range(n, 30, 3)] for n, p in enumerate(PARTS)}
         write_npz(tmp_path / "other.npz", split=split + 1)
         with pytest.raises(ValueError, match=r"0 \(train\), 1 \(valid\) or 2 .* such as 3"):
             read_graphs(str(tmp_path / "other.npz"), tmp_path)
@@ -182,7 +183,8 @@ class TestGraphs:
         assert graphs.own is not None
         assert f"measured by {metric}" in graphs.own.labels
         if metric == "rocauc":
-            assert torch.equal(graphs.y[:, 1].isnan(), torch.from_numpy(y[:, 1] == -1))
+            unknown = [bool(graph.y[1].isnan()) for graph in graphs.graphs]
+            assert unknown == (y[:, 1] == -1).tolist()
 
     @pytest.mark.parametrize("kind", [2.0, 0.7])
     def test_a_graph_without_a_label_is_left_out(self, kind: float, tmp_path: Path) -> None:
@@ -191,9 +193,10 @@ class TestGraphs:
         path = write_npz(tmp_path / "mine.npz", 150, y=y)
         with pytest.warns(UserWarning, match="1 of 150 graphs .* graph 7: a wrong label"):
             graphs = read_graphs(str(path), tmp_path)
-        assert len(graphs) == 149
+        used = [row for rows in graphs.parts.values() for row in rows]
+        assert sorted(used) == [row for row in range(150) if row != 7]
         assert graphs.outputs == (3 if kind == 2 else 1)
-        assert bool(graphs.y.isfinite().all())
+        assert all(bool(graphs.graphs[row].y.isfinite()) for row in used)
         write_npz(tmp_path / "none.npz", y=np.full(30, np.nan))
         with pytest.raises(ValueError, match="y is NaN or infinite in all 30 graphs"):
             read_graphs(str(tmp_path / "none.npz"), tmp_path)
@@ -209,21 +212,20 @@ class TestGraphs:
         found = read_graphs(str(tmp_path / "list.pt"), tmp_path)
         assert found.own is not None
         assert found.own.splits == {"train": 32, "valid": 4, "test": 4}
-        assert found.nodes.tolist() == [ring.num_nodes for ring in rings(40)]
+        sizes = [graph.num_nodes for graph in found.graphs]
+        assert sizes == [ring.num_nodes for ring in rings(40)]
         torch.save({"graphs": 1}, tmp_path / "other.pt")
         with pytest.raises(ValueError, match="expected a list of PyG's Data, got a dict"):
             read_graphs(str(tmp_path / "other.pt"), tmp_path)
 
-    def test_one_hot_rows_are_kinds(self, tmp_path: Path) -> None:
+    def test_reals_are_numbers(self, tmp_path: Path) -> None:
         graphs = [ring(4, y=torch.tensor([i % 2])) for i in range(20)]
         for graph in graphs:
-            graph.x = torch.eye(5)[graph.x[:, 0] + 1]
             graph.edge_attr = torch.rand(8, 2)
         torch.save(graphs, tmp_path / "mine.pt")
         found = read_graphs(str(tmp_path / "mine.pt"), tmp_path)
-        assert found.node_features == (4,)
-        assert found.x[:4, 0].tolist() == [1, 2, 3, 1]
-        assert found.edge_features == 2
+        assert (found.node_features, found.edge_features) == ((3,), 2)
+        assert torch.equal(found.graphs[3].edge_attr, graphs[3].edge_attr)
 
 
 class TestSpeech:

@@ -23,7 +23,16 @@ from gfsa_experiments.models import (
 )
 from gfsa_experiments.models.attention import HadamardAttention, SelfAttention, SoftmaxAttention
 from support.attention import Dispatched
-from support.graphs import ATOMS, BONDS, layer_norm, molecule, randomise, reference_blocks, softmax
+from support.graphs import (
+    ATOMS,
+    BONDS,
+    layer_norm,
+    molecule,
+    one_way,
+    randomise,
+    reference_blocks,
+    softmax,
+)
 
 FILTERED = ("softmax", "efficient")
 LENGTHS = [9, 6, 1]
@@ -117,17 +126,6 @@ def test_padding_changes_nothing(attention: str, plugged: bool) -> None:
     assert (model(tokens) - together)[1:].abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("attention", [*FILTERED, "linformer"])
-def test_gradients_reach_every_parameter(attention: str) -> None:
-    model, (tokens, padding) = small(attention), sequences()
-    if attention != "linformer":
-        gfsa.plug(model)
-    model(tokens, padding).pow(2).sum().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().max() > 0, name
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("plugged", [False, True])
 def test_under_autocast_efficient_attention_is_the_function(plugged: bool) -> None:
@@ -166,26 +164,6 @@ def test_efficient_attention_is_linear_in_the_length() -> None:
         assert long[1] <= 3 * 16 * 801
     plain, filtered = cost(800, False)[0], cost(800, True)[0]
     assert filtered < 1.3 * plain
-
-
-@pytest.mark.parametrize("attention", FILTERED)
-def test_training_reduces_the_loss(attention: str) -> None:
-    # is there a 7 among the tokens?
-    tokens = torch.randint(8, (64, 10))
-    labels = (tokens == 7).any(1).long()
-    model = Encoder(8, 2, 10, attention, dim=24, depth=2, num_heads=2, ffn_dim=32, dropout=0.0)
-    gfsa.plug(model)
-    optimiser = torch.optim.AdamW(gfsa.parameter_groups(model, lr=5e-3, filter_lr=1e-2))
-    losses = []
-    for _ in range(60):
-        optimiser.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(tokens), labels)
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.3 * losses[0]
-    moved = [filter.theta.abs().max() for filter in gfsa.filters_of(model).values()]
-    assert min(moved) > 1e-3
 
 
 def test_size_of_the_benchmark_model() -> None:
@@ -263,6 +241,63 @@ def test_plug_changes_nothing_and_unplug_restores(build: Build) -> None:
     assert torch.equal(model(*inputs), before)
     assert list(model.state_dict()) == keys
     assert [*map(type, model.modules())] == classes
+
+
+@every_model
+def test_gradients_reach_every_parameter(build: Build) -> None:
+    model, inputs = build()
+    randomise(model).eval()
+    gfsa.plug(model)
+    model(*inputs).pow(2).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+
+
+@every_model
+def test_training_reduces_the_loss(build: Build) -> None:
+    model, inputs = build()
+    gfsa.plug(model.eval())
+    target = torch.randn(model(*inputs).shape)
+    optimiser = torch.optim.AdamW(gfsa.parameter_groups(model, lr=1e-2, filter_lr=1e-2))
+    losses = []
+    for _ in range(100):
+        optimiser.zero_grad()
+        loss = (model(*inputs) - target).square().mean()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < 0.4 * sum(losses[:5])
+    moved = [filter.theta.abs().max() for filter in gfsa.filters_of(model).values()]
+    assert min(moved) > 1e-3
+
+
+@every_model
+@torch.no_grad()
+def test_bfloat16_and_autocast_stay_close(build: Build) -> None:
+    model, inputs = build()
+    randomise(model, 0.1).eval()
+    gfsa.plug(model, w0=0.2, wK=0.1)
+    exact = model(*inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (model(*inputs).float() - exact).abs().max() < 0.05 * exact.abs().max()
+    rough = model.to(torch.bfloat16)(*inputs)
+    assert rough.dtype == torch.bfloat16
+    assert (rough.float() - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plugged", [False, True])
+@pytest.mark.parametrize("build", [graphormer, graph_vit])
+def test_a_graph_alone_is_the_graph_in_a_batch(build: Build, plugged: bool) -> None:
+    model, _ = build()
+    randomise(model.double()).eval()
+    if plugged:
+        gfsa.plug(model, w0=0.3, wK=-0.2)
+    collate = GraphormerCollator() if build is graphormer else GraphViTCollator(4)
+    graphs = [*GRAPHS, molecule(1), molecule(8, connected=False), one_way(molecule(7, 2))]
+    alone = torch.cat([model(collate([graph])) for graph in graphs])
+    torch.testing.assert_close(model(collate(graphs)), alone, rtol=1e-12, atol=1e-12)
 
 
 @every_model

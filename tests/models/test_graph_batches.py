@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from gfsa_experiments.models import GraphormerCollator, GraphViTCollator
 from gfsa_experiments.models.graph_vit import bisection
 from gfsa_experiments.models.graphs import (
-    degrees,
     dense_adjacency,
     distances,
     pad,
@@ -106,8 +105,13 @@ def test_arguments_of_the_collators_are_checked() -> None:
 
 
 def test_padding_fills_every_dimension() -> None:
-    padded = pad([torch.ones(1, 2), torch.ones(2, 1)], 7.0)
-    assert padded.tolist() == [[[1, 1], [7, 7]], [[1, 7], [1, 7]]]
+    padded = pad([torch.ones(1, 1), 2 * torch.ones(2, 2)], 3, 7.0, axes=2)
+    assert padded[0].tolist() == [[1, 7, 7], [7, 7, 7], [7, 7, 7]]
+    assert padded[1].tolist() == [[2, 2, 7], [2, 2, 7], [7, 7, 7]]
+    assert pad([torch.ones(1, 2), torch.ones(2, 2)], 2, 7.0).tolist() == [
+        [[1, 1], [7, 7]],
+        [[1, 1], [1, 1]],
+    ]
 
 
 @st.composite
@@ -171,9 +175,10 @@ def test_of_equally_short_paths_the_first_edges_are_taken() -> None:
 
 def test_degrees_count_edges_both_ways() -> None:
     edge_index = torch.tensor([[0, 0, 1, 2], [1, 2, 2, 2]])
-    incoming, outgoing = degrees(edge_index, 4)
-    assert incoming.tolist() == [0, 1, 3, 0]
-    assert outgoing.tolist() == [2, 1, 1, 0]
+    graph = SimpleNamespace(x=torch.zeros(4, 1), edge_index=edge_index)
+    found = GraphormerCollator().prepare(graph)
+    assert found.in_degree.tolist() == [0, 1, 3, 0]
+    assert found.out_degree.tolist() == [2, 1, 1, 0]
 
 
 def test_random_walks_return_with_the_probability_of_their_matrix() -> None:
@@ -193,9 +198,9 @@ def test_edges_to_nowhere_are_refused() -> None:
     with pytest.raises(ValueError, match=r"names nodes from 0 to 3, .* nodes 0 to 2"):
         distances(torch.tensor([[0], [3]]), 3)
     with pytest.raises(ValueError, match=r"expected edge_index of shape \(2, E\)"):
-        degrees(torch.zeros(3, 2, dtype=torch.long), 3)
+        distances(torch.zeros(3, 2, dtype=torch.long), 3)
     with pytest.raises(ValueError, match="int64"):
-        degrees(torch.zeros(2, 3), 3)
+        distances(torch.zeros(2, 3), 3)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 8, 32])

@@ -19,7 +19,7 @@ from gfsa.operators import (
     Visibility,
 )
 from gfsa.operators.visibility import refusal_of_spans
-from gfsa_experiments.baselines.visibility import mean_matrix, mean_of_visible
+from gfsa_experiments.baselines.methods import mean_matrix, mean_of_visible
 
 B, H, N, D = 2, 3, 6, 4
 

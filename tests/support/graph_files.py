@@ -1,17 +1,13 @@
-"""Small random molecules and superpixels, written in the layouts that the graph recipe reads."""
+"""Small random molecules, written in the layouts that the graph recipe reads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
-from gfsa_experiments.tasks.graph.graphs import GraphSet
-from gfsa_experiments.tasks.graph.readers import ATOMS, BONDS
+from gfsa_experiments.tasks.graph.data import ATOMS, BONDS
 from support.graphs import molecule
 
 Arrays = dict[str, np.ndarray]
@@ -74,23 +70,3 @@ def write_zinc(folder: Path, count: int = 24, extra: int = 2) -> Arrays:
     (folder / "zinc12k").mkdir(parents=True, exist_ok=True)
     np.savez(folder / "zinc12k" / "zinc12k_graphs.npz", **arrays)
     return arrays
-
-
-def separate(graphs: GraphSet, numbers: Sequence[int]) -> list[SimpleNamespace]:
-    """Some graphs one by one, as the collators of gfsa.models take them."""
-    found = []
-    for number in numbers:
-        node, edge = int(graphs.first_node[number]), int(graphs.first_edge[number])
-        nodes = slice(node, node + int(graphs.nodes[number]))
-        edges = slice(edge, edge + int(graphs.edges[number]))
-        integers = not isinstance(graphs.node_features, int)
-        kind = torch.int64 if integers else torch.float32
-        found.append(
-            SimpleNamespace(
-                x=graphs.x[nodes].to(kind),
-                edge_index=graphs.edge_index[:, edges].long(),
-                edge_attr=graphs.edge_attr[edges].to(kind),
-                y=graphs.y[number],
-            )
-        )
-    return found

@@ -10,8 +10,6 @@ from torch import nn
 from gfsa_experiments import baselines
 from support.families import METHODS
 
-LEARNING = ("attnscale", "featscale", "layerscale")
-
 
 def encoder(depth: int = 2) -> nn.Module:
     from gfsa_experiments.models import Encoder

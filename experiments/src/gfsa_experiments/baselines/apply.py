@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +27,10 @@ from gfsa_experiments.baselines.blocks import (
     FAMILIES,
     Anatomy,
     Place,
+    Reader,
     anatomy_of,
-    owns_layer_scale,
-    sequence_first,
+    library_of,
+    seen_by_tokens,
     width_of,
 )
 from gfsa_experiments.baselines.methods import (
@@ -43,7 +44,6 @@ from gfsa_experiments.baselines.methods import (
     TokenMethod,
     method_named,
 )
-from gfsa_experiments.baselines.visibility import Reader, library_of, seen_by_tokens
 
 CHILD = "gfsa_baseline"
 """The name under which a method's modules become a child of their block."""
@@ -87,10 +87,8 @@ def apply(model: nn.Module, name: str, layers: Layers = "all", **options: Any) -
     check_model(model)
     method = method_named(name, options)
     if _is_applied(model):
-        raise ValueError(
-            f"{type(model).__name__} has a method applied already; gfsa.baselines.remove(model) "
-            "first"
-        )
+        kind = type(model).__name__
+        raise ValueError(f"{kind} has a method applied already; gfsa.baselines.remove(model) first")
     # a parameter that is created in inference mode could never be trained
     with all_or_nothing(model), torch.inference_mode(False):
         if method.kind is AttnScale:
@@ -106,9 +104,9 @@ def apply(model: nn.Module, name: str, layers: Layers = "all", **options: Any) -
             ]
             install(model, planned)
             for site, attn, reader in read:
-                attn.scope = scope = Scope(site.name)  # type: ignore[assignment]
-                site.module.register_forward_pre_hook(OpenScope(scope, reader), with_kwargs=True)
-                site.module.register_forward_hook(Close(scope))
+                attn.scope = scope = Scope(site.name, reader)  # type: ignore[assignment]
+                site.module.register_forward_pre_hook(scope.before, with_kwargs=True)
+                site.module.register_forward_hook(scope.after)
             where = dict.fromkeys(plugged.plugged, "its attention map")
             report = BaselineReport(name, where, plugged.skipped, plugged.parameters)
         elif method.kind is NeuTRENO:
@@ -150,10 +148,8 @@ def remove(model: nn.Module) -> None:
         for module in list(model.modules()):
             if isinstance(module._modules.get(CHILD), nn.ModuleDict):
                 delattr(module, CHILD)
-            if isinstance(module, nn.TransformerEncoder) and module.__dict__.pop(
-                "_gfsa_nested", False
-            ):
-                module.use_nested_tensor = True
+            if module.__dict__.pop("_gfsa_nested", False):
+                module.use_nested_tensor = True  # type: ignore[assignment]
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
@@ -174,7 +170,11 @@ def _applied(model: nn.Module) -> list[nn.Module]:
 
 def _is_applied(model: nn.Module) -> bool:
     # gfsa.unplug removes the filters of a method, but not its hooks
-    return bool(_applied(model)) or has_hooks(model)
+    return bool(_applied(model)) or any(
+        is_own_hook(hook)
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    )
 
 
 def _apply_neutreno(model: nn.Module, layers: Layers, options: dict[str, Any]) -> BaselineReport:
@@ -198,57 +198,17 @@ def _apply_neutreno(model: nn.Module, layers: Layers, options: dict[str, Any]) -
 
 def _refuse_windows(name: str, modules: Iterable[nn.Module]) -> None:
     """Refuse Swin, whose windows differ from layer to layer, and whose masks hide with −100."""
-    found = next((m for m in modules if hasattr(m, "window_size")), None)
-    if found is not None:
-        raise ValueError(
-            f"{name} cannot be applied to a {type(found).__name__}, which attends in windows"
-        )
-
-
-@dataclass(frozen=True)
-class _BlockPlan:
-    """A block and the places in it where a method of tokens acts."""
-
-    path: str
-    block: nn.Module
-    anatomy: Anatomy
-    places: dict[str, Place]
+    for found in modules:
+        if hasattr(found, "window_size"):
+            kind = type(found).__name__
+            raise ValueError(f"{name} cannot be applied to a {kind}, which attends in windows")
 
 
 def _apply_to_blocks(
     model: nn.Module, name: str, kind: Any, layers: Layers, options: dict[str, Any]
 ) -> BaselineReport:
     """A method of tokens, at its places in each of the selected blocks."""
-    plans, skipped = _plan_blocks(model, kind, options)
-    if not plans:
-        reasons = "".join(f"\n  {path}: {why}" for path, why in skipped.items())
-        raise ValueError(
-            f"{name} cannot be applied to {type(model).__name__}"
-            + (f":{reasons}" if reasons else f"; it can be applied to {FAMILIES}")
-        )
-    report = BaselineReport(name, skipped=skipped)
-    selected = select_layers({path: plan.block for path, plan in plans.items()}, layers)
-    built = []
-    for path, plan in plans.items():
-        if path not in selected:
-            report.skipped[path] = NOT_SELECTED
-            continue
-        methods = nn.ModuleDict({key: _build(kind, plan, options) for key in plan.places})
-        built.append((plan, methods))
-        report.plugged[path] = ", ".join(str(place) for place in plan.places.values())
-        report.parameters += sum(p.numel() for p in methods.parameters())
-    if report.parameters:
-        refuse_distributed(model, [plan.block for plan, _ in built])
-    for plan, methods in built:
-        _install_in_block(plan, methods)
-    return report
-
-
-def _plan_blocks(
-    model: nn.Module, kind: Any, options: dict[str, Any]
-) -> tuple[dict[str, _BlockPlan], dict[str, str]]:
-    """The blocks that can take a method, and why other blocks and attention layers cannot."""
-    plans: dict[str, _BlockPlan] = {}
+    blocks: dict[str, tuple[nn.Module, Anatomy, dict[str, Place]]] = {}
     skipped: dict[str, str] = {}
     for path, block in model.named_modules():
         anatomy = anatomy_of(block)
@@ -258,12 +218,28 @@ def _plan_blocks(
         if isinstance(places, str):
             skipped[path] = places
         else:
-            plans[path] = _BlockPlan(path, block, anatomy, places)
-    known = tuple(f"{path}." if path else "" for path in (*plans, *skipped))
+            blocks[path] = block, anatomy, places
+    known = tuple(f"{path}." if path else "" for path in (*blocks, *skipped))
     for path in sites(model):
         if known and not path.startswith(known):
             skipped[path] = "it is in no block that is known"
-    return plans, skipped
+    if not blocks:
+        reasons = "".join(f"\n  {path}: {why}" for path, why in skipped.items())
+        why = f":{reasons}" if reasons else f"; it can be applied to {FAMILIES}"
+        raise ValueError(f"{name} cannot be applied to {type(model).__name__}{why}")
+    report = BaselineReport(name, skipped=skipped)
+    selected = select_layers({path: block for path, (block, _, _) in blocks.items()}, layers)
+    for path, (block, anatomy, places) in blocks.items():
+        if path not in selected:
+            skipped[path] = NOT_SELECTED
+            continue
+        methods = nn.ModuleDict({key: _build(kind, block, anatomy, options) for key in places})
+        report.plugged[path] = ", ".join(str(place) for place in places.values())
+        report.parameters += sum(p.numel() for p in methods.parameters())
+        _install_in_block(path, block, anatomy, places, methods)
+    if report.parameters:
+        refuse_distributed(model, [blocks[path][0] for path in report.plugged])
+    return report
 
 
 def _places(
@@ -271,9 +247,8 @@ def _places(
 ) -> dict[str, Place] | str:
     """Where a method acts in a block, or why it cannot."""
     if kind is LayerScale:
-        if owns_layer_scale(block, anatomy):
-            return "it has a LayerScale of its own"
-        return anatomy.branches
+        owned = dict(block.named_parameters()).keys() & {*anatomy.own_scales}
+        return "it has a LayerScale of its own" if owned else anatomy.branches
     if kind is FeatScale:
         return {"attention": anatomy.branches["attention"]}
     if options.get("form") == "vit":
@@ -285,126 +260,78 @@ def _places(
     return {"norm": Place(anatomy.after_attention, "input")}
 
 
-def _build(kind: Any, plan: _BlockPlan, options: dict[str, Any]) -> TokenMethod:
+def _build(kind: Any, block: nn.Module, anatomy: Anatomy, options: dict[str, Any]) -> TokenMethod:
     if kind is ContraNorm:
         return ContraNorm(**options)
-    weight = next(plan.block.parameters())
+    weight = next(block.parameters())
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    method: TokenMethod = kind(width_of(plan.block, plan.anatomy), **options)
+    method: TokenMethod = kind(width_of(block, anatomy), **options)
     return method.to(weight.device, dtype)
 
 
-def _install_in_block(plan: _BlockPlan, modules: nn.ModuleDict) -> None:
-    block, anatomy = plan.block, plan.anatomy
-    modules.train(block.training)
-    block.add_module(CHILD, modules)
-    methods: dict[str, Any] = dict(modules.items())
-    scope = Scope(plan.path or type(block).__name__, len(plan.places))
-    reader = None
-    masked = block.get_submodule(anatomy.masks_at)
+def _install_in_block(
+    path: str, block: nn.Module, anatomy: Anatomy, places: dict[str, Place], methods: nn.ModuleDict
+) -> None:
+    methods.train(block.training)
+    block.add_module(CHILD, methods)
+    masked, reader = block.get_submodule(anatomy.masks_at), None
     if any(method.needs_visibility for method in methods.values()):
         reader = Reader(masked, block.get_submodule(anatomy.attention))
-    masked.register_forward_pre_hook(OpenScope(scope, reader), with_kwargs=True)
-    swapped = sequence_first(block)
-    for key, place in plan.places.items():
-        module = block.get_submodule(place.module)
+    scope = Scope(path or type(block).__name__, reader, len(places))
+    masked.register_forward_pre_hook(scope.before, with_kwargs=True)
+    # tokens are (N, B, D) by default in torch's layers
+    swapped = isinstance(block, nn.TransformerEncoderLayer) and not block.self_attn.batch_first
+    for key, place in places.items():
+        method: Any = methods[key]
+        module, at = block.get_submodule(place.module), AtPlace(scope, method, swapped)
         if place.side == "input":
-            module.register_forward_pre_hook(AtInput(scope, methods[key], swapped))
+            module.register_forward_pre_hook(at)
         else:
-            module.register_forward_hook(AtOutput(scope, methods[key], swapped))
-    block.register_forward_hook(Close(scope))
+            module.register_forward_hook(at)
+    block.register_forward_hook(scope.after)
 
 
-class Hook:
-    """A hook of this package."""
+@dataclass(eq=False)
+class AtPlace:
+    """A hook that passes the tokens at one place of a block, input or output, to a method."""
 
+    scope: Scope
+    method: TokenMethod
+    sequence_first: bool
 
-class OpenScope(Hook):
-    """Before a block (or its attention) runs: reads which tokens see each other."""
-
-    def __init__(self, scope: Scope, reader: Reader | None) -> None:
-        self.scope = scope
-        self.reader = reader
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self.reader is None:
-            self.scope.open(None, 0)
-        else:
-            tokens, seen = self.reader(args, kwargs)
-            self.scope.open(seen, tokens.numel() // tokens.shape[-1])
-
-
-class Close(Hook):
-    """After a block ran: forgets the state of its forward."""
-
-    def __init__(self, state: Scope) -> None:
-        self.state = state
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.state.close()
-
-
-class AtPlace(Hook):
-    """Passes the tokens at one place of a block to a method."""
-
-    def __init__(self, scope: Scope, method: TokenMethod, sequence_first: bool) -> None:
-        self.scope = scope
-        self.method = method
-        self.sequence_first = sequence_first
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *outputs: Any) -> Any:
+        given = outputs[0] if outputs else args
+        if isinstance(given, Tensor):
+            return self.change(given)
+        return self.change(given[0]), *given[1:]
 
     def change(self, x: Tensor) -> Tensor:
-        self.scope.visit()
+        self.scope.now.visits += 1
         if not self.method.needs_visibility:
             return self.method(x, None)
-        seen = seen_by_tokens(self.scope.visible)
-        self.scope.check_tokens(x)
-        return over_tokens(x, self.sequence_first, lambda tokens: self.method(tokens, seen))
+        seen = seen_by_tokens(self.scope.visible(x))
+        # to (B, N, D), whatever layout the block uses
+        if x.dim() == 2:
+            return self.method(x[None], seen)[0]
+        if x.dim() == 4:
+            # a grid (B, height, width, D)
+            return self.method(x.flatten(1, 2), seen).view(x.shape)
+        if self.sequence_first:
+            return self.method(x.transpose(0, 1), seen).transpose(0, 1)
+        return self.method(x, seen)
 
 
-class AtInput(AtPlace):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return self.change(args[0]), *args[1:]
-
-
-class AtOutput(AtPlace):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return self.change(output)
-        return self.change(output[0]), *output[1:]
-
-
-def over_tokens(x: Tensor, sequence_first: bool, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply ``change`` to tokens ``(B, N, D)``, whatever layout the block uses."""
-    if x.dim() == 2:
-        return change(x[None])[0]
-    if x.dim() == 4:
-        # a grid (B, height, width, D)
-        return change(x.flatten(1, 2)).view(x.shape)
-    if sequence_first:
-        return change(x.transpose(0, 1)).transpose(0, 1)
-    return change(x)
-
-
-def has_hooks(model: nn.Module) -> bool:
-    """Whether a hook of this package is on any module."""
-    return any(
-        isinstance(hook, Hook)
-        for module in model.modules()
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    )
+def is_own_hook(hook: Any) -> bool:
+    return isinstance(hook, AtPlace) or isinstance(getattr(hook, "__self__", None), Scope)
 
 
 def remove_hooks(model: nn.Module) -> None:
     """Remove every hook of this package; a copied or unpickled model has no handles to them."""
     for module in model.modules():
-        for hooks, others in (
-            (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
-            (
-                module._forward_hooks,
-                (module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
-            ),
-        ):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, Hook)]:
-                del hooks[key]
-                for other in others:
-                    other.pop(key, None)
+        m: Any = module
+        before = m._forward_pre_hooks, m._forward_pre_hooks_with_kwargs
+        after = m._forward_hooks, m._forward_hooks_with_kwargs, m._forward_hooks_always_called
+        for tables in (before, after):
+            for key in [key for key, hook in tables[0].items() if is_own_hook(hook)]:
+                for table in tables:
+                    table.pop(key, None)

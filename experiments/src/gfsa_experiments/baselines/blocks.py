@@ -1,14 +1,17 @@
-"""The anatomy of known Transformer blocks: where their branches end, and their norms."""
+"""Known Transformer blocks: where their branches end, their norms, and their masks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from gfsa_experiments.models.attention import Block
+from gfsa.operators import Visibility
+from gfsa_experiments.models.attention import Block, SoftmaxAttention
 
 
 @dataclass(frozen=True)
@@ -37,20 +40,15 @@ class Anatomy:
     """The reason, if there is no such norm."""
     masks_at: str = ""
     """The module whose arguments contain the masks; the block itself by default."""
-    own_scales: tuple[str, ...] = field(default=())
+    own_scales: tuple[str, ...] = ()
     """Paths of the parameters of a LayerScale that the block may have of its own."""
 
 
 def _pre_norm(
     attention: str, mlp: str, first: str, second: str, own_scales: tuple[str, ...] = ()
 ) -> Anatomy:
-    return Anatomy(
-        attention,
-        {"attention": Place(attention), "mlp": Place(mlp)},
-        (first, second),
-        second,
-        own_scales=own_scales,
-    )
+    branches = {"attention": Place(attention), "mlp": Place(mlp)}
+    return Anatomy(attention, branches, (first, second), second, own_scales=own_scales)
 
 
 _BERT = Anatomy(
@@ -103,41 +101,33 @@ def _by_order(attention: str, mlp: str, norm_first: str) -> Callable[[Any], Anat
     return anatomy
 
 
-# by module and class name: the libraries themselves are not imported
-_KNOWN: dict[tuple[str, str], Anatomy | Callable[[Any], Anatomy]] = {
+# by the name of the class: the libraries themselves are not imported
+_KNOWN: dict[str, Anatomy | Callable[[Any], Anatomy]] = {
     **{
-        (f"transformers.models.{family}.modeling_{family}", f"{name}Layer"): _BERT
-        for family, name in (
-            ("bert", "Bert"),
-            ("roberta", "Roberta"),
-            ("camembert", "Camembert"),
-            ("electra", "Electra"),
-            ("xlm_roberta", "XLMRoberta"),
-        )
+        f"transformers.models.{name.lower()}.modeling_{name.lower()}.{name}Layer": _BERT
+        for name in ("Bert", "Roberta", "Camembert", "Electra")
     },
-    ("transformers.models.albert.modeling_albert", "AlbertLayer"): _ALBERT,
-    ("transformers.models.gpt2.modeling_gpt2", "GPT2Block"): _pre_norm(
-        "attn", "mlp", "ln_1", "ln_2"
-    ),
-    ("transformers.models.vit.modeling_vit", "ViTLayer"): _pre_norm(
+    "transformers.models.xlm_roberta.modeling_xlm_roberta.XLMRobertaLayer": _BERT,
+    "transformers.models.albert.modeling_albert.AlbertLayer": _ALBERT,
+    "transformers.models.gpt2.modeling_gpt2.GPT2Block": _pre_norm("attn", "mlp", "ln_1", "ln_2"),
+    "transformers.models.vit.modeling_vit.ViTLayer": _pre_norm(
         "attention", "mlp", "layernorm_before", "layernorm_after"
     ),
-    ("timm.models.vision_transformer", "Block"): _pre_norm(
+    "timm.models.vision_transformer.Block": _pre_norm(
         "attn", "mlp", "norm1", "norm2", ("ls1.gamma", "ls2.gamma")
     ),
-    ("timm.models.cait", "LayerScaleBlock"): _pre_norm(
+    "timm.models.cait.LayerScaleBlock": _pre_norm(
         "attn", "mlp", "norm1", "norm2", ("gamma_1", "gamma_2")
     ),
-    ("timm.models.swin_transformer", "SwinTransformerBlock"): _SWIN,
-    ("torch.nn.modules.transformer", "TransformerEncoderLayer"): _by_order(
+    "timm.models.swin_transformer.SwinTransformerBlock": _SWIN,
+    "torch.nn.modules.transformer.TransformerEncoderLayer": _by_order(
         "self_attn", "linear2", "norm_first"
     ),
-    ("torch_geometric.nn.conv.gps_conv", "GPSConv"): GPS_BLOCK,
-    (
-        "speechbrain.lobes.models.transformer.Transformer",
-        "TransformerEncoderLayer",
-    ): _by_order("self_att", "pos_ffn", "normalize_before"),
-    ("speechbrain.lobes.models.transformer.Conformer", "ConformerEncoderLayer"): _CONFORMER,
+    "torch_geometric.nn.conv.gps_conv.GPSConv": GPS_BLOCK,
+    "speechbrain.lobes.models.transformer.Transformer.TransformerEncoderLayer": _by_order(
+        "self_att", "pos_ffn", "normalize_before"
+    ),
+    "speechbrain.lobes.models.transformer.Conformer.ConformerEncoderLayer": _CONFORMER,
 }
 
 _registered: dict[type[nn.Module], Anatomy] = {
@@ -172,15 +162,12 @@ def anatomy_of(block: nn.Module) -> Anatomy | None:
 
     A class derived from a known one counts as long as it does not override its forward.
     """
-    for cls in type(block).__mro__:
-        known = _registered.get(cls) or _KNOWN.get((cls.__module__, cls.__qualname__))
-        if known is not None and inherits_forward(type(block), cls):
+    kind: Any = type(block)
+    for cls in kind.__mro__:
+        known = _registered.get(cls) or _KNOWN.get(f"{cls.__module__}.{cls.__qualname__}")
+        if known is not None and kind.forward is cls.forward:
             return known if isinstance(known, Anatomy) else known(block)
     return None
-
-
-def inherits_forward(derived: Any, cls: Any) -> bool:
-    return bool(derived.forward is cls.forward)
 
 
 def width_of(block: nn.Module, anatomy: Anatomy) -> int:
@@ -188,29 +175,141 @@ def width_of(block: nn.Module, anatomy: Anatomy) -> int:
     channels = getattr(block, "channels", None)
     if isinstance(channels, int):
         return channels
-    norm = block.get_submodule(anatomy.norms[0])
-    weight = next(norm.parameters(), None)
+    norm = anatomy.norms[0]
+    weight = next(block.get_submodule(norm).parameters(), None)
     if weight is None:
-        raise ValueError(
-            f"cannot determine the width of a {type(block).__name__}: its norm {anatomy.norms[0]} "
-            "has no weights"
-        )
+        kind = type(block).__name__
+        raise ValueError(f"cannot determine the width of a {kind}: its norm {norm} has no weights")
     return weight.shape[-1]
 
 
-def sequence_first(block: nn.Module) -> bool:
-    """Whether the block's tokens are ``(N, B, D)``, the default of torch's layers."""
-    if isinstance(block, nn.TransformerEncoderLayer):
-        return not block.self_attn.batch_first
-    return False
+class Reader:
+    """Reads which tokens see each other from the arguments of a block, or of its attention."""
+
+    def __init__(self, module: nn.Module, attention: nn.Module) -> None:
+        self.library = library_of(module)
+        if self.library not in _READERS:
+            kind, known = type(module).__name__, ", ".join(_READERS)
+            raise ValueError(f"the masks of a {kind} cannot be read: expected a module of {known}")
+        self.read, self.known_masks = _READERS[self.library]
+        self.attention = attention
+        parameters = inspect.signature(module.forward).parameters.values()
+        by_place = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.names = tuple(each.name for each in parameters if each.kind in by_place)
+
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Visibility]:
+        """The tokens that the module is called with, and which of them see each other."""
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        tokens = given[self.names[0]]
+        if tokens.is_nested:
+            raise TypeError(
+                "nested tensors are not supported here; pad the batch and pass a padding mask "
+                "(nn.TransformerEncoder(..., enable_nested_tensor=False))"
+            )
+        for name, value in given.items():
+            is_mask = "mask" in name and isinstance(value, Tensor)
+            if is_mask and name not in self.known_masks:
+                raise TypeError(
+                    f"{type(self.attention).__name__} is called with a mask {name}, which cannot "
+                    "be read: the method would include tokens that it hides"
+                )
+        cache = _first(given, "past_key_values", "layer_past")
+        if cache is not None:
+            length = cache.get_seq_length(getattr(self.attention, "layer_idx", 0))
+            # a static cache keeps its length on the device; reading it would synchronise
+            if not isinstance(length, int) or length > 0:
+                raise ValueError(
+                    "this method needs all tokens, but earlier ones are in a cache (or the cache "
+                    "is static), which keeps only their keys and values. Pass use_cache=False"
+                )
+        seen = self.read(self.attention, given, args[len(self.names) :])
+        shape = None if seen.mask is None else tuple(seen.mask.shape)
+        # tokens may be (B, N, D), (N, B, D) or (N, D)
+        if shape and (shape[-1] not in tokens.shape[:-1] or shape[-2] not in (1, shape[-1])):
+            raise ValueError(
+                f"a mask of shape {shape} does not fit tokens of shape {tuple(tokens.shape)}: with "
+                "a cache the layer gets only the newest tokens, and this method needs all of them. "
+                "Pass use_cache=False"
+            )
+        return tokens, seen
 
 
-def owns_layer_scale(block: nn.Module, anatomy: Anatomy) -> bool:
-    """Whether the block was built with a LayerScale."""
-    return any(_has(block, path) for path in anatomy.own_scales)
+def library_of(module: nn.Module) -> str:
+    """The library that a module's class, or the class it derives from, comes from."""
+    for cls in type(module).__mro__:
+        for library in _READERS:
+            if cls is not nn.Module and f"{cls.__module__}.".startswith(f"{library}."):
+                return library
+    return type(module).__module__.partition(".")[0]
 
 
-def _has(module: Any, path: str) -> bool:
-    for name in path.split("."):
-        module = getattr(module, name, None)
-    return module is not None
+def _transformers(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
+    mask = given.get("attention_mask")
+    described = getattr(mask, "visible", None)
+    if isinstance(described, Visibility):
+        # what the masks of a plugged model say, not written out
+        return described
+    causal = bool(getattr(attention, "is_causal", False))
+    if mask is None:
+        return Visibility(causal=causal)
+    if not isinstance(mask, Tensor):
+        kind = type(mask).__name__
+        raise TypeError(f"a mask of type {kind} cannot be read; use attn_implementation='sdpa'")
+    if mask.dim() == 2:
+        # flash attention's mask contains padding only
+        return Visibility.from_masks(keys=mask.bool(), causal=causal)
+    return Visibility.from_masks(mask)
+
+
+def _timm(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
+    return Visibility.from_masks(given.get("attn_mask"), causal=bool(given.get("is_causal", False)))
+
+
+def _torch(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
+    """torch and SpeechBrain: True in a bool mask *hides* a key."""
+    pairs = _first(given, "attn_mask", "src_mask")
+    padding = _first(given, "key_padding_mask", "src_key_padding_mask")
+    if pairs is not None and pairs.dtype == torch.bool:
+        pairs = ~pairs
+    if pairs is not None and pairs.dim() == 3:
+        # one mask per head; SpeechBrain wraps torch's attention
+        heads = getattr(attention, "att", attention).num_heads
+        pairs = pairs.unflatten(0, (-1, heads))
+    if padding is not None:
+        seen = ~padding if padding.dtype == torch.bool else padding == 0
+        padding = seen[None] if seen.dim() == 1 else seen
+    return Visibility.from_masks(pairs, padding)
+
+
+def _own(attention: Any, given: Mapping[str, Any], graph: tuple[Any, ...]) -> Visibility:
+    mask = graph[0] if graph else None
+    if isinstance(attention, SoftmaxAttention):
+        return Visibility.from_masks(mask)
+    return Visibility.from_masks(keys=None if mask is None else ~mask)
+
+
+_OF_TORCH = {"attn_mask", "key_padding_mask", "src_key_padding_mask", "src_mask"}
+# by library: what reads its masks, and the arguments that it reads or that are of cross-attention
+_READERS: dict[str, tuple[Callable[[Any, Mapping[str, Any], Any], Visibility], set[str]]] = {
+    "transformers": (_transformers, {"attention_mask", "encoder_attention_mask"}),
+    "timm": (_timm, {"attn_mask", "mask"}),
+    "speechbrain": (_torch, _OF_TORCH),
+    "gfsa_experiments.models": (_own, {"mask"}),
+    "torch": (_torch, _OF_TORCH),
+}
+
+
+def _first(given: Mapping[str, Any], *names: str) -> Any:
+    return next((given[name] for name in names if given.get(name) is not None), None)
+
+
+def seen_by_tokens(visible: Visibility) -> Visibility:
+    """The visibility for tokens that are not split into heads: what some head sees."""
+    if visible.mask is None or visible.mask.shape[-3] == 1:
+        return visible
+    keys = None if visible.keys is None else visible.keys.any(-2, keepdim=True)
+    pairs = None if visible.pairs is None else visible.pairs.any(-3, keepdim=True)
+    options = (visible.causal, visible.window, visible.documents, visible.in_order)
+    return Visibility(keys, pairs, *options)

@@ -20,75 +20,105 @@ from gfsa.filters.spec import check_number
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.operators.base import at_least_float32, repeat_heads
 from gfsa.operators.visibility import Visibility
-from gfsa_experiments.baselines.visibility import mean_matrix, mean_of_visible
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from typing_extensions import Self
+
+    from gfsa_experiments.baselines.blocks import Reader
+
+
+class _Now(threading.local):
+    """What a thread knows of the forward that it runs."""
+
+    running, tokens, visits = False, 0, 0
+    visible: Visibility | None = None
 
 
 class Scope:
-    """The state of one block while it runs: opened before its forward, closed after it.
+    """The state of one block while it runs; its methods ``before`` and ``after`` are hooks.
 
     A copied model has its own scopes, and so has each thread.
 
-    Args:
-        name: the block's name in errors.
-        places: at how many places of the block a method acts: fewer visits are an error.
+    ``reader`` reads the tokens and which of them see each other from the block's arguments; a
+    method acts at so many ``places`` of the block: fewer visits are an error.
     """
 
-    def __init__(self, name: str, places: int = 0) -> None:
-        self.name = name
-        self.places = places
-        self._now = threading.local()
+    def __init__(self, name: str, reader: Reader | None, places: int = 0) -> None:
+        self.name, self.reader, self.places = name, reader, places
+        self.now = _Now()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Scope, (self.name, self.places)
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "reader": self.reader, "places": self.places}
 
-    def open(self, visible: Visibility | None, tokens: int) -> None:
-        self._now.open = True
-        self._now.visible = visible
-        self._now.tokens = tokens
-        self._now.visits = 0
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, now=_Now())
 
-    def close(self) -> None:
-        """End the forward; raises if the method was not called at all its places."""
-        now = self._now
-        if getattr(now, "open", False) and now.visits < self.places:
-            self._forget()
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        now = self.now
+        if self.reader is not None:
+            tokens, now.visible = self.reader(args, kwargs)
+            now.tokens = tokens.numel() // tokens.shape[-1]
+        now.running, now.visits = True, 0
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forget the forward; raises if the method was not called at all its places."""
+        now = self.now
+        missed = now.running and now.visits < self.places
+        now.running, now.visible = False, None
+        if missed:
             raise RuntimeError(
                 f"{self.name} ran, but the method applied to it was called at {now.visits} of "
                 f"{self.places} places: the block took a code path that bypasses it. "
                 "gfsa.baselines.remove(model), or leave it out with apply(..., layers=...)"
             )
-        self._forget()
 
-    def _forget(self) -> None:
-        self._now.open = False
-        self._now.visible = None
-
-    @property
-    def visible(self) -> Visibility:
-        """Which tokens each token of the block sees."""
-        if not getattr(self._now, "open", False):
+    def visible(self, x: Tensor | None = None) -> Visibility:
+        """Which tokens each token of the block sees; ``x`` has to be all of them."""
+        if not self.now.running:
             raise RuntimeError(
                 f"a part of {self.name} ran outside of the block's forward, so its masks are not "
                 "known (a checkpoint that recomputes it alone?): checkpoint whole blocks"
             )
-        seen = self._now.visible
-        assert isinstance(seen, Visibility)
-        return seen
-
-    def visit(self) -> None:
-        self._now.visits = getattr(self._now, "visits", 0) + 1
-
-    def check_tokens(self, x: Tensor) -> None:
-        """Raise unless ``x`` has all of the block's tokens: a part of them has another mean."""
-        found = x.numel() // x.shape[-1]
-        if found != self._now.tokens:
+        # a part of them has another mean
+        found = self.now.tokens if x is None else x.numel() // x.shape[-1]
+        if found != self.now.tokens:
             raise RuntimeError(
-                f"{self.name} was called with {self._now.tokens} tokens, but processes {found} at "
+                f"{self.name} was called with {self.now.tokens} tokens, but processes {found} at "
                 "a time (chunk_size_feed_forward?); the method needs all of them together"
             )
+        assert self.now.visible is not None
+        return self.now.visible
+
+
+def mean_of_visible(visible: Visibility, x: Tensor, queries: int) -> Tensor:
+    r""":math:`m_i = \frac{1}{|S_i|} \sum_{j \in S_i} x_j`, where query i sees the keys S_i.
+
+    ``x`` is ``(B, H, N, D)``; queries are the newest tokens if there are fewer than N. The result,
+    ``(B, H, queries or 1, D)``, is in float32 at least; zeros for a query that sees no key.
+    """
+    dtype = at_least_float32(x.dtype)
+    described = visible.window is not None or visible.documents is not None
+    if visible.causal or described or visible.pairs is not None:
+        # weights rather than a sum to divide, which could leave the range of float16
+        return (mean_matrix(visible, x.shape[-2], x, queries) @ x).to(dtype)
+    if visible.keys is None:
+        return x.mean(-2, keepdim=True, dtype=dtype)
+    keys = visible.keys[..., None]
+    count = keys.sum(-2, keepdim=True).clamp(min=1)
+    return x.masked_fill(~keys, 0.0).sum(-2, keepdim=True, dtype=dtype) / count
+
+
+def mean_matrix(
+    visible: Visibility, length: int, like: Tensor, queries: int | None = None
+) -> Tensor:
+    """The matrix of the mean, broadcastable to ``(B, H, queries, N)``: row i has 1/|S_i| on S_i."""
+    # pairs have the rows of the queries alone
+    first = 0 if queries is None or visible.pairs is not None else length - queries
+    seen = visible.rows(first, length, length, like.device)
+    weights = seen.to(at_least_float32(like.dtype)) / seen.sum(-1, keepdim=True).clamp(min=1)
+    return weights.to(like.dtype)
 
 
 class BaselineFilter(GraphFilter):
@@ -103,10 +133,8 @@ class BaselineFilter(GraphFilter):
         super().__init__(num_heads, attention, basis, lr_multiplier=lr_multiplier)
 
     def coefficients(self) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__} is not a polynomial of the attention map, so it has "
-            "no coefficients"
-        )
+        name = type(self).__name__
+        raise TypeError(f"{name} is not a polynomial of the attention map: it has no coefficients")
 
     def fold(self) -> Polynomial:
         return self.coefficients()
@@ -114,9 +142,8 @@ class BaselineFilter(GraphFilter):
     def check_dropout_place(self) -> None:
         """Raise unless dropout acts on A: H is never built, so its entries cannot be dropped."""
         if self.dropout_after != "attention":
-            raise ValueError(
-                f"{type(self).__name__} drops entries of A; plug(..., dropout_after='attention')"
-            )
+            name = type(self).__name__
+            raise ValueError(f"{name} drops entries of A; plug(..., dropout_after='attention')")
 
 
 class AttnScale(BaselineFilter):
@@ -125,10 +152,8 @@ class AttnScale(BaselineFilter):
     .. math:: H = M + (1 + λ)(A - M), \qquad y = A v + λ\,(A v - M v)
 
     M averages the keys that a query sees: all of them, or those up to the query in a causal
-    model, without padding. The code averages tokens (a running mean if causal) and builds no n×n
-    matrix. λ starts at 0, which is exactly ordinary attention.
-
-    Attention dropout acts on A, not on M; the published code drops entries of H.
+    model, without padding. λ starts at 0, which is exactly ordinary attention. Attention dropout
+    acts on A, not on M; the published code drops entries of H.
 
     Args:
         num_heads: heads of the layer, each with its own λ.
@@ -147,8 +172,7 @@ class AttnScale(BaselineFilter):
         self.check_dropout_place()
         _, mixed = operator.powers(v, 1)
         mean = mean_of_visible(self._visibility(operator), v, mixed.shape[-2])
-        y = mixed + self._lambda() * (mixed - repeat_heads(mean, mixed))
-        return y.to(mixed.dtype)
+        return (mixed + self._lambda() * (mixed - repeat_heads(mean, mixed))).to(mixed.dtype)
 
     def map(self, operator: DenseOperator, v: Tensor | None = None) -> Tensor:
         matrix = operator.dense()
@@ -165,7 +189,7 @@ class AttnScale(BaselineFilter):
     def _visibility(self, operator: Operator) -> Visibility:
         visible = operator.visibility()
         if visible is None and self.scope is not None:
-            visible = self.scope.visible
+            visible = self.scope.visible()
         if visible is None:
             raise TypeError(
                 "attnscale averages the keys that a query sees, which a ready-made attention map "
@@ -221,8 +245,7 @@ class NeuTRENO(BaselineFilter):
         pulled = self.first_values.add(own, alpha, self.place)
         wide = at_least_float32(mixed.dtype)
         pull = pulled.to(wide) - (1 + self.alpha) * own.to(wide)
-        y = mixed + repeat_heads(pull, mixed)
-        return y.to(mixed.dtype)
+        return (mixed + repeat_heads(pull, mixed)).to(mixed.dtype)
 
     def map(self, operator: DenseOperator, v: Tensor | None = None) -> Tensor:
         # the added term contains another layer's values: it is no part of this layer's map
@@ -230,33 +253,6 @@ class NeuTRENO(BaselineFilter):
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "alpha": self.alpha}
-
-
-class ResFormer(GraphFilter):
-    r"""ResFormer (Zhou et al., 2024) with its fixed half-and-half of the first layer's values.
-
-    .. math:: y = A\,(v + v^0) / 2
-
-    In the first layer :math:`y = A v`. It is not ordinary attention at initialisation, and nothing
-    is learned. ``gfsa.plug(model, filter=ResFormer, depth=True)``.
-    """
-
-    # its values are not v: coefficients alone do not describe it
-    is_polynomial = False
-
-    def __init__(self, num_heads: int) -> None:
-        super().__init__(num_heads, torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu"))
-
-    def add_depth(self) -> Self:
-        self.has_depth = True
-        return self
-
-    def depth(self) -> Tensor | None:
-        return self.base.new_ones(len(self.base)) if self.has_depth else None
-
-    def mix_values(self, v: Tensor) -> Tensor:
-        mixed = super().mix_values(v)
-        return mixed / 2 if self.has_depth else mixed
 
 
 Form = Literal["bert", "vit"]
@@ -298,37 +294,23 @@ class ContraNorm(TokenMethod):
         self.temperature = check_number("temperature", temperature, above=0.0)
 
     def forward(self, x: Tensor, seen: Visibility) -> Tensor:
-        similar = attend_alike(x[:, None], seen, self.temperature)[:, 0]
-        # summed in float32: s is about as small as the rounding of bfloat16
-        own = x.to(at_least_float32(x.dtype))
+        wide = at_least_float32(x.dtype)
+        # a row of zeros stays one
+        direction = x / x.norm(dim=-1, keepdim=True, dtype=wide).clamp(min=1e-12)
+        direction = direction.to(x.dtype)[:, None]
+        # by torch's attention kernels: no n×n matrix is made that the masks have not made
+        alike = AttentionOperator(
+            direction,
+            direction,
+            # pairs include keys and causality, and torch takes them as they are
+            attn_mask=seen.pairs,
+            visible=seen if seen.pairs is None else None,
+            scale=1 / self.temperature,
+            backend="sdpa",
+        )
         kept = 1.0 + self.scale if self.form == "bert" else 1.0
-        return (kept * own - self.scale * similar).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"scale={self.scale}, form={self.form!r}, temperature={self.temperature}"
-
-
-def attend_alike(x: Tensor, seen: Visibility, temperature: float) -> Tensor:
-    r""":math:`\mathrm{softmax}(\hat x \hat x^\top / τ)\,x` over what each token sees.
-
-    :math:`\hat x` has rows of length one. By torch's attention kernels: no n×n matrix is made
-    that the masks have not made.
-
-    Args:
-        x: ``(B, 1, N, D)``.
-    """
-    # a row of zeros stays one
-    direction = x / x.norm(dim=-1, keepdim=True, dtype=at_least_float32(x.dtype)).clamp(min=1e-12)
-    direction = direction.to(x.dtype)
-    return AttentionOperator(
-        direction,
-        direction,
-        # pairs include keys and causality, and torch takes them as they are
-        attn_mask=seen.pairs,
-        visible=seen if seen.pairs is None else None,
-        scale=1 / temperature,
-        backend="sdpa",
-    ).apply(x)
+        # summed in float32: s is about as small as the rounding of bfloat16
+        return (kept * x.to(wide) - self.scale * alike.apply(x[:, None])[:, 0]).to(x.dtype)
 
 
 class FeatScale(TokenMethod):
@@ -387,52 +369,32 @@ class Method:
     """Whether a model's outputs are unchanged when the method is applied."""
 
 
-def _method(kind: type[nn.Module], formula: str, identity: bool, *options: str) -> Method:
-    parameters = inspect.signature(kind).parameters
-    return Method(kind, formula, {name: parameters[name].default for name in options}, identity)
+def _method(kind: type[nn.Module], formula: str, identity: bool = False) -> Method:
+    # the sizes come from the model and have no default
+    parameters = inspect.signature(kind).parameters.values()
+    options = {p.name: p.default for p in parameters if p.default is not p.empty}
+    return Method(kind, formula, options, identity)
 
 
 METHODS: dict[str, Method] = {
-    "attnscale": _method(AttnScale, "A·v + λ(A·v − M·v)", True, "lr_multiplier"),
-    "contranorm": _method(
-        ContraNorm,
-        "bert: (1+s)x − s·S·x; vit: x − s·S·x; S = softmax(x̂x̂ᵀ/τ)",
-        False,
-        "scale",
-        "form",
-        "temperature",
-    ),
-    "featscale": _method(FeatScale, "y + λ1⊙mean(y) + λ2⊙(y − mean(y))", True),
-    "layerscale": _method(LayerScale, "γ⊙f(x)", False, "init"),
-    "neutreno": _method(NeuTRENO, "A·v + α(v⁰ − v)", False, "alpha"),
-}
-
-# methods that are filters, and how to plug each
-_FILTERS = {
-    "gfsa": "gfsa.plug(model)",
-    "twicing": "gfsa.plug(model, filter=gfsa.Twicing)",
-    "laplacian": "gfsa.plug(model, filter=gfsa.Laplacian)",
-    "pagerank": "gfsa.plug(model, filter=gfsa.PageRank)",
-    "polynomial": "gfsa.plug(model, filter=gfsa.Polynomial)",
+    "attnscale": _method(AttnScale, "A·v + λ(A·v − M·v)", identity=True),
+    "contranorm": _method(ContraNorm, "bert: (1+s)x − s·S·x; vit: x − s·S·x; S = softmax(x̂x̂ᵀ/τ)"),
+    "featscale": _method(FeatScale, "y + λ1⊙mean(y) + λ2⊙(y − mean(y))", identity=True),
+    "layerscale": _method(LayerScale, "γ⊙f(x)"),
+    "neutreno": _method(NeuTRENO, "A·v + α(v⁰ − v)"),
 }
 
 
 def method_named(name: str, options: dict[str, Any]) -> Method:
     """The method called ``name``; raises if it or one of its options does not exist."""
-    if name in _FILTERS:
-        raise ValueError(f"{name!r} is a filter of the attention map: {_FILTERS[name]}")
     if name not in METHODS:
         similar = difflib.get_close_matches(str(name).lower(), METHODS, n=1)
-        raise ValueError(
-            f"there is no method {name!r}; the methods are {', '.join(METHODS)}"
-            + (f". Did you mean {similar[0]!r}?" if similar else "")
-        )
+        hint = f"Did you mean {similar[0]!r}?" if similar else "gfsa.plug(model, …) takes filters"
+        names = ", ".join(METHODS)
+        raise ValueError(f"there is no method {name!r}; the methods are {names}. {hint}")
     method = METHODS[name]
     unknown = [option for option in options if option not in method.options]
     if unknown:
-        has = ", ".join(f"{key}={value!r}" for key, value in method.options.items())
-        raise ValueError(
-            f"{name} has no option {', '.join(unknown)}; "
-            + (f"it has {has}" if has else "it has none")
-        )
+        has = ", ".join(f"{key}={value!r}" for key, value in method.options.items()) or "none"
+        raise ValueError(f"{name} has no option {', '.join(unknown)}; it has {has}")
     return method

@@ -1,20 +1,25 @@
-"""The attention of these models: each class defines its map A, one common forward applies it.
+"""The attention of these models, their block, and a plain encoder of sequences.
 
-A filter that :func:`gfsa.plug` adds becomes the child ``gfsa``, and the forward calls it. Without
-a filter, attention is ``A·v``.
+Each class of attention defines its map A, one common forward applies it. A filter that
+:func:`gfsa.plug` adds becomes the child ``gfsa``, and the forward calls it. Without a filter,
+attention is ``A·v``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, LinearOperator, Operator
 from gfsa.operators.call import DropoutPlace, autocast, no_autocast
 from gfsa.plugs import Adapter, register_adapter
+
+Attention = Literal["softmax", "efficient", "linformer"]
 
 
 class SelfAttention(nn.Module, ABC):
@@ -80,9 +85,6 @@ class SelfAttention(nn.Module, ABC):
         place = "attention" if self.plugged is None else self.plugged.dropout_after
         return (self.dropout if self.training else 0.0), place
 
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, dropout={self.dropout}"
-
 
 class SoftmaxAttention(SelfAttention):
     r""":math:`A = \mathrm{softmax}(q k^\top / \sqrt d + \mathrm{mask})`.
@@ -116,10 +118,8 @@ class HadamardAttention(SelfAttention):
     so the rows of A do not sum to one. ``padding``, ``(B, N)``, is True where there is no patch.
     """
 
-    def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
+    def operator(self, q: Tensor, k: Tensor, *graph: Any) -> Operator:
         padding, adjacency = graph
-        assert padding is not None
-        assert adjacency is not None
         dropout, place = self.drop()
         return DenseOperator.from_qk(
             q,
@@ -139,10 +139,7 @@ class EfficientAttention(SelfAttention):
 
     def __init__(self, dim: int, num_heads: int, dropout: float = 0.0) -> None:
         if dropout:
-            raise ValueError(
-                f"efficient attention never builds the map, so dropout={dropout} cannot drop its "
-                "entries; use dropout=0.0"
-            )
+            raise ValueError(f"efficient attention never builds the map: {dropout=} must be 0")
         super().__init__(dim, num_heads)
 
     def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
@@ -153,13 +150,8 @@ class EfficientAttention(SelfAttention):
 class LinformerAttention(SelfAttention):
     r"""Linformer, :math:`\mathrm{softmax}(q\,(E k)^\top / \sqrt d)\;(F v)`: a reference.
 
-    E and F, ``(projected, max_length)``, project the tokens. The map is N×projected, so it has no
-    powers and takes no filter.
-
-    Args:
-        dim, num_heads, dropout: as in :class:`SelfAttention`.
-        max_length: the longest sequence, including the tokens that the model adds.
-        projected: the number of rows that keys and values are projected to.
+    E and F, ``(projected, max_length)``, project the tokens, those that the model adds included.
+    The map is N×projected, so it has no powers and takes no filter.
     """
 
     def __init__(
@@ -184,19 +176,14 @@ class LinformerAttention(SelfAttention):
         k = self.squeeze_keys[:, :length] @ k
         v = self.squeeze_values[:, :length] @ v
         dropout, _ = self.drop()
-        return self.merge(nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout))
+        return self.merge(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout))
 
 
 class Block(nn.Module):
     r"""A pre-norm Transformer block: :math:`x ← x + f(\mathrm{LN}\,x)`, f attention, then MLP.
 
-    Args:
-        attention: the attention module.
-        dim: width of the tokens.
-        ffn_dim: width inside the MLP.
-        dropout: on the output of both branches.
-        mlp_dropout: inside the MLP; default: as ``dropout``.
-        activation: of the MLP.
+    ``dropout`` acts on the output of both branches; ``mlp_dropout``, inside the MLP, is the same by
+    default.
     """
 
     def __init__(
@@ -223,6 +210,96 @@ class Block(nn.Module):
     def forward(self, x: Tensor, *graph: Tensor | None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), *graph))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Encoder(nn.Module):
+    r"""Classifies a sequence of tokens by the vector of a CLS token, as the Long Range Arena does.
+
+    .. math:: x_0 = \mathrm{cls} + p_0, \quad x_i = \mathrm{table}[t_i] + p_i, \qquad
+              y = W_2\,\mathrm{ReLU}(W_1\,\mathrm{LN}(x_0^{(L)}))
+
+    with L pre-norm blocks and learned positions p.
+
+    Args:
+        vocabulary, num_classes: numbers of different tokens and of outputs.
+        max_length: the longest sequence, CLS not counted.
+        attention: ``"softmax"``; ``"efficient"``, linear in the length; or ``"linformer"``, a
+            reference that takes no filter.
+        dim, depth, num_heads, ffn_dim: sizes; the defaults are the benchmark's.
+        dropout: on embeddings and branches.
+        attention_dropout: on entries of the attention map (none with ``"efficient"``).
+        projected: rows that Linformer projects the sequence to.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        num_classes: int,
+        max_length: int,
+        attention: Attention = "softmax",
+        *,
+        dim: int = 512,
+        depth: int = 4,
+        num_heads: int = 8,
+        ffn_dim: int = 1024,
+        dropout: float = 0.1,
+        attention_dropout: float = 0.0,
+        projected: int = 256,
+    ) -> None:
+        super().__init__()
+        if attention not in get_args(Attention):
+            raise ValueError(f"attention must be one of {get_args(Attention)}, got {attention!r}")
+
+        def build_attention() -> SelfAttention:
+            sizes = dim, num_heads, attention_dropout
+            if attention == "linformer":
+                return LinformerAttention(*sizes, max_length + 1, projected)
+            return (SoftmaxAttention if attention == "softmax" else EfficientAttention)(*sizes)
+
+        self.attention = attention
+        self.max_length = max_length
+        self.tokens = nn.Embedding(vocabulary, dim)
+        self.positions = nn.Parameter(torch.empty(max_length + 1, dim))
+        self.cls = nn.Parameter(torch.empty(dim))
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(build_attention(), dim, ffn_dim, dropout) for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Sequential(
+            nn.Linear(dim, ffn_dim), nn.ReLU(), nn.Linear(ffn_dim, num_classes)
+        )
+        for weight in (self.tokens.weight, self.positions, self.cls):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
+        """``(B, num_classes)``.
+
+        Args:
+            tokens: ``(B, N)`` integers.
+            padding: ``(B, N)`` bool, True where a token is padding; None if there is none, which
+                lets attention run its fastest kernels.
+        """
+        batch, length = tokens.shape
+        if length > self.max_length:
+            raise ValueError(
+                f"a row of {length} tokens is longer than max_length={self.max_length}"
+            )
+        if padding is not None and (padding.dtype != torch.bool or padding.shape != tokens.shape):
+            raise ValueError(
+                f"expected a bool padding of shape {tuple(tokens.shape)}, True for padding, "
+                f"got {padding.dtype} of shape {tuple(padding.shape)}"
+            )
+        x = self.tokens(tokens)
+        x = torch.cat([self.cls.to(x.dtype).expand(batch, 1, -1), x], dim=1)
+        x = self.dropout(x + self.positions[: length + 1].to(x.dtype))
+        if padding is not None:
+            padding = F.pad(padding, (1, 0), value=False)
+            if self.attention == "softmax":
+                padding = ~padding[:, None, None, :]
+        for block in self.blocks:
+            x = block(x, padding)
+        return self.head(self.norm(x[:, 0]))
 
 
 class OwnAttention(Adapter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,31 +14,20 @@ from torch.nn import functional as F
 from gfsa_experiments.models.attention import Block, SoftmaxAttention
 from gfsa_experiments.models.graphs import (
     Batch,
+    Collator,
     FeatureEncoder,
-    Graph,
-    degrees,
+    Features,
+    Prepared,
+    above,
     distances,
-    edges_of,
-    label_of,
-    nodes_of,
-    on_the_host,
+    each,
     pad,
+    pad_rows,
+    padding_of,
     path_edges,
     stack_labels,
+    starts,
 )
-
-
-@dataclass
-class PairGraph:
-    """One graph with all its pair features: store these instead of the raw graphs."""
-
-    x: Tensor
-    edge_attr: Tensor
-    in_degree: Tensor
-    out_degree: Tensor
-    distance: Tensor
-    paths: Tensor
-    y: Tensor | None
 
 
 @dataclass
@@ -58,66 +48,50 @@ class GraphormerBatch(Batch):
     paths: Tensor
     y: Tensor | None
 
-    def __len__(self) -> int:
-        return len(self.x)
 
-
-class GraphormerCollator:
+@dataclass(frozen=True)
+class GraphormerCollator(Collator):
     """Graphs to a :class:`GraphormerBatch`; hand it to a data loader as ``collate_fn``.
 
-    .. code-block:: python
-
-        collate = GraphormerCollator()
-        graphs = [collate.prepare(graph) for graph in dataset]      # once, not every epoch
-        loader = DataLoader(graphs, batch_size=256, collate_fn=collate)
-
     Args:
-        max_hops: how many edges of each shortest path are kept; at least as many as the model's
-            ``max_hops`` (its default, 5).
+        max_hops: how many edges of each shortest path are kept; at least the model's ``max_hops``.
+        pad_to_multiple: nodes, the virtual one included, are padded to a multiple of this.
     """
 
-    def __init__(self, max_hops: int = 5) -> None:
-        if max_hops < 1:
-            raise ValueError(f"max_hops must be at least 1, got {max_hops}")
-        self.max_hops = max_hops
+    max_hops: int = 5
+    pad_to_multiple: int = 1
 
-    @on_the_host
-    def prepare(self, graph: Graph) -> PairGraph:
-        """Compute degrees, distances and paths, in the smallest integers that hold them."""
-        x = nodes_of(graph)
-        edge_attr = edges_of(graph)
-        small = torch.int16 if max(len(x), len(edge_attr)) < 2**15 else torch.int32
-        incoming, outgoing = degrees(graph.edge_index, len(x))
-        distance = distances(graph.edge_index, len(x))
-        paths = path_edges(graph.edge_index, distance, self.max_hops)
-        return PairGraph(
-            x=x,
-            edge_attr=edge_attr,
-            in_degree=incoming,
-            out_degree=outgoing,
-            distance=distance.to(small),
-            paths=paths.to(small),
-            y=label_of(graph),
-        )
+    def __post_init__(self) -> None:
+        if self.max_hops < 1:
+            raise ValueError(f"max_hops must be at least 1, got {self.max_hops}")
 
-    @on_the_host
-    def __call__(self, graphs: Sequence[Graph | PairGraph]) -> GraphormerBatch:
-        ready = [g if isinstance(g, PairGraph) else self.prepare(g) for g in graphs]
-        paths, edges_before = [], 0
-        for graph in ready:
-            # edges are concatenated: those of a graph are numbered after those before it
-            own = graph.paths.int()
-            paths.append(torch.where(own < 0, own, own + edges_before))
-            edges_before += len(graph.edge_attr)
+    def features(self, edge_index: Tensor, num_nodes: int) -> dict[str, Tensor]:
+        """Degrees, distances and paths, in the smallest integers that hold them."""
+        source, target = edge_index
+        small = torch.int16 if max(num_nodes, len(source)) < 2**15 else torch.int32
+        distance = distances(edge_index, num_nodes)
+        return {
+            "in_degree": torch.bincount(target, minlength=num_nodes),
+            "out_degree": torch.bincount(source, minlength=num_nodes),
+            "distance": distance.to(small),
+            "paths": path_edges(edge_index, distance, self.max_hops).to(small),
+        }
+
+    def join(self, graphs: Sequence[Prepared]) -> GraphormerBatch:
+        nodes, edges = ([*map(len, each(graphs, name))] for name in ("x", "edge_attr"))
+        # a multiple together with the virtual node, which suits attention kernels
+        size = above(max(nodes), self.pad_to_multiple) - 1
+        paths = pad(each(graphs, "paths"), size, -1, axes=2).int()
         return GraphormerBatch(
-            x=pad([g.x for g in ready], 0),
-            padding=pad([torch.zeros(len(g.x), dtype=torch.bool) for g in ready], True),
-            in_degree=pad([g.in_degree for g in ready], 0),
-            out_degree=pad([g.out_degree for g in ready], 0),
-            distance=pad([g.distance.int() for g in ready], -1),
-            edge_attr=torch.cat([g.edge_attr for g in ready]),
-            paths=pad(paths, -1),
-            y=stack_labels([g.y for g in ready]),
+            x=pad(each(graphs, "x"), size),
+            padding=padding_of(nodes, size),
+            in_degree=pad(each(graphs, "in_degree"), size),
+            out_degree=pad(each(graphs, "out_degree"), size),
+            distance=pad(each(graphs, "distance"), size, -1, axes=2).int(),
+            edge_attr=pad_rows(each(graphs, "edge_attr"), self.few(sum(edges))),
+            # edges are concatenated: those of a graph are numbered after those before it
+            paths=torch.where(paths < 0, paths, paths + starts(edges).int()[:, None, None, None]),
+            y=stack_labels(graphs),
         )
 
 
@@ -128,21 +102,11 @@ class GraphBias(nn.Module):
 
     φ is the distance of i and j, :math:`e_1, …, e_T` are the first (at most ``max_hops``) edges on
     a shortest path from i to j, :math:`x_e` is the embedded edge. The virtual node has a separate
-    bias to and from all nodes.
-
-    Args:
-        edge_features: as in :class:`~gfsa_experiments.models.graphs.FeatureEncoder`.
-        num_heads: heads, each with its own bias.
-        num_distances: distances that are distinguished: 0, 1, …, then "further", then "no path".
-        max_hops: edges of a path that are used.
+    bias to and from all nodes. Distances are 0, 1, …, then "further", then "no path".
     """
 
     def __init__(
-        self,
-        edge_features: int | Sequence[int],
-        num_heads: int,
-        num_distances: int,
-        max_hops: int,
+        self, edge_features: Features, num_heads: int, num_distances: int, max_hops: int
     ) -> None:
         super().__init__()
         self.spatial = nn.Embedding(num_distances, num_heads)
@@ -154,20 +118,16 @@ class GraphBias(nn.Module):
 
     def forward(self, batch: GraphormerBatch) -> Tensor:
         """``(B, H, N+1, N+1)``, the virtual node first, -inf for keys that are padding."""
-        nodes = (
-            self.spatial(self.distance_index(batch.distance)) + self.along_paths(batch)
-        ).permute(0, 3, 1, 2)
+        # the last rows of the table are for pairs that are further apart, and without a path
+        last, distance = self.spatial.num_embeddings - 1, batch.distance
+        row = torch.where(distance < 0, last, distance.clamp(max=last - 1))
+        nodes = (self.spatial(row) + self.along_paths(batch)).permute(0, 3, 1, 2)
         virtual = self.virtual.to(nodes.dtype)[None, :, None, None]
         size, heads, length, _ = nodes.shape
         bias = torch.cat([virtual.expand(size, heads, length, 1), nodes], dim=3)
         bias = torch.cat([virtual.expand(size, heads, 1, length + 1), bias], dim=2)
         padding = F.pad(batch.padding, (1, 0), value=False)
         return bias.masked_fill(padding[:, None, None, :], -torch.inf)
-
-    def distance_index(self, distance: Tensor) -> Tensor:
-        """Rows of the table of distances: the last is for pairs without a path."""
-        last = self.spatial.num_embeddings - 1
-        return torch.where(distance < 0, last, distance.clamp(max=last - 1))
 
     def along_paths(self, batch: GraphormerBatch) -> Tensor:
         """``(B, N, N, H)``: the mean along each path of edge times weight of the hop."""
@@ -211,8 +171,8 @@ class Graphormer(nn.Module):
 
     def __init__(
         self,
-        node_features: int | Sequence[int],
-        edge_features: int | Sequence[int],
+        node_features: Features,
+        edge_features: Features,
         num_outputs: int = 1,
         *,
         dim: int,
@@ -233,15 +193,9 @@ class Graphormer(nn.Module):
         self.virtual_node = nn.Parameter(torch.empty(dim))
         self.bias = GraphBias(edge_features, num_heads, num_distances, max_hops)
         self.dropout = nn.Dropout(dropout)
+        attention = partial(SoftmaxAttention, dim, num_heads, attention_dropout)
         self.blocks = nn.ModuleList(
-            Block(
-                SoftmaxAttention(dim, num_heads, attention_dropout),
-                dim,
-                ffn_dim,
-                dropout,
-                mlp_dropout,
-            )
-            for _ in range(depth)
+            Block(attention(), dim, ffn_dim, dropout, mlp_dropout) for _ in range(depth)
         )
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_outputs)
@@ -250,8 +204,8 @@ class Graphormer(nn.Module):
     @classmethod
     def slim(
         cls,
-        node_features: int | Sequence[int] = (64,),
-        edge_features: int | Sequence[int] = (64,),
+        node_features: Features = (64,),
+        edge_features: Features = (64,),
         num_outputs: int = 1,
         **options: Any,
     ) -> Graphormer:
@@ -262,8 +216,8 @@ class Graphormer(nn.Module):
     @classmethod
     def base(
         cls,
-        node_features: int | Sequence[int] = (512,) * 9,
-        edge_features: int | Sequence[int] = (512,) * 3,
+        node_features: Features = (512,) * 9,
+        edge_features: Features = (512,) * 3,
         num_outputs: int = 1,
         **options: Any,
     ) -> Graphormer:
@@ -284,12 +238,9 @@ class Graphormer(nn.Module):
 
     def forward(self, batch: GraphormerBatch) -> Tensor:
         """``(B, num_outputs)``."""
-        x = self.nodes(batch.x)
-        for table, degree in (
-            (self.in_degree, batch.in_degree),
-            (self.out_degree, batch.out_degree),
-        ):
-            x = x + table(degree.clamp(max=table.num_embeddings - 1))
+        x, most = self.nodes(batch.x), self.in_degree.num_embeddings - 1
+        x = x + self.in_degree(batch.in_degree.clamp(max=most))
+        x = x + self.out_degree(batch.out_degree.clamp(max=most))
         virtual = self.virtual_node.to(x.dtype).expand(len(x), 1, -1)
         x = self.dropout(torch.cat([virtual, x], dim=1))
         bias = self.bias(batch)

@@ -1,119 +1,168 @@
-"""Graphs as the models take them: batches of tensors, features of edges, and shared layers.
-
-A graph is an ``edge_index``, ``(2, E)``, one column ``(source, target)`` per directed edge, and a
-number of nodes; an undirected bond is two columns, as in torch_geometric. Functions of edges also
-take B graphs at once, each padded to N nodes: node i of graph b then has the number ``b·N + i``,
-and the rows of the graphs are stacked, ``(B·N, N)`` instead of ``(N, N)``.
-"""
+"""Graphs as the models take them: batches of tensors, features of pairs, and shared layers."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import fields
-from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gfsa.operators.base import at_least_float32
 
-
-class Graph(Protocol):
-    """A graph in the form of torch_geometric's ``Data``; any object with these attributes works.
-
-    ``x``: ``(N, F)`` or ``(N,)``; ``edge_index``: ``(2, E)``; ``edge_attr``: ``(E, F)``, ``(E,)``
-    or None; ``y``: the graph's label or labels, or None.
-    """
-
-    x: Any
-    edge_index: Any
-    edge_attr: Any
-    y: Any
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
-BatchT = TypeVar("BatchT", bound="Batch")
+Graph = Any
+"""A graph in the form of torch_geometric's ``Data``; any object with these attributes works.
+
+``x``: ``(N, F)`` or ``(N,)``; ``edge_index``: ``(2, E)``, a column ``(source, target)`` per edge,
+two for an undirected bond; ``edge_attr``: ``(E, F)``, ``(E,)`` or None; ``y``: labels or None.
+"""
+
+
+class Prepared(SimpleNamespace):
+    """A graph with what a collator computes of it once: store these instead of the raw graphs."""
+
+
+def each(graphs: Sequence[Prepared], name: str) -> list[Any]:
+    """One attribute of every graph."""
+    return [getattr(graph, name) for graph in graphs]
 
 
 class Batch:
     """A dataclass of tensors that moves between devices, for data loaders and accelerate."""
 
-    def to(self: BatchT, device: torch.device | str, non_blocking: bool = False) -> BatchT:
+    padding: Tensor
+
+    def __len__(self) -> int:
+        return len(self.padding)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self: BatchT) -> BatchT:
+    def pin_memory(self) -> Self:
         return self._each(lambda tensor: tensor.pin_memory())
 
-    def _each(self: BatchT, function: Any) -> BatchT:
-        moved = {}
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            moved[field.name] = function(value) if isinstance(value, Tensor) else value
-        return type(self)(**moved)
+    def _each(self, function: Callable[[Tensor], Tensor]) -> Self:
+        values = vars(self).items()
+        return type(self)(**{k: function(v) if isinstance(v, Tensor) else v for k, v in values})
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
+def on_the_host() -> AbstractContextManager[Any]:
+    """A context in which tensors are made on the CPU, whatever torch's default device is."""
+    # torch.device slows down every operation: only where it is needed
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
-def on_the_host(function: Callable[P, R]) -> Callable[P, R]:
-    """Make ``function`` create its tensors on the CPU, whatever torch's default device is."""
+class Collator(ABC):
+    """Graphs to a batch: what is expensive once per graph, the rest in every batch."""
 
-    @wraps(function)
-    def on_cpu(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.device("cpu"):
-            return function(*args, **kwargs)
+    pad_to_multiple: int
+    """Sizes of batches are rounded up, so that few shapes occur; 1: no more than is necessary."""
 
-    return on_cpu
+    def prepare(self, graph: Graph) -> Prepared:
+        """What batches need of one graph: do this once, not every epoch."""
+        x, edge_index = _columns(graph.x), graph.edge_index
+        if not len(x):
+            raise ValueError("expected a graph with at least one node; leave this one out")
+        check_edges(edge_index, len(x))
+        edges, y = edge_index.shape[1], getattr(graph, "y", None)
+        edge_attr = getattr(graph, "edge_attr", None)
+        # one kind for all where there are no features
+        edge_attr = edge_index.new_zeros(edges, 1) if edge_attr is None else _columns(edge_attr)
+        if len(edge_attr) != edges:
+            raise ValueError(f"edge_attr has {len(edge_attr)} rows for {edges} edges")
+        label = None if y is None else torch.as_tensor(y).reshape(-1)
+        with on_the_host():
+            computed = self.features(edge_index, len(x))
+        return Prepared(x=x, edge_attr=edge_attr, y=label, **computed)
+
+    @abstractmethod
+    def features(self, edge_index: Tensor, num_nodes: int) -> dict[str, Tensor]:
+        """What a model needs beside the features of nodes and edges."""
+
+    @abstractmethod
+    def join(self, graphs: Sequence[Prepared]) -> Any:
+        """The batch of some graphs."""
+
+    def __call__(self, graphs: Sequence[Graph | Prepared]) -> Any:
+        with on_the_host():
+            return self.join([g if isinstance(g, Prepared) else self.prepare(g) for g in graphs])
+
+    def few(self, count: int) -> int:
+        """A number above ``count``, one of four per power of two; ``count`` without padding."""
+        if self.pad_to_multiple == 1:
+            return count
+        return above(count, max(self.pad_to_multiple, 1 << max(0, count.bit_length() - 3)))
 
 
-def nodes_of(graph: Graph) -> Tensor:
-    """The node features, ``(N, F)``, integers as int64."""
-    x = _columns(graph.x)
-    if not len(x):
-        raise ValueError("expected a graph with at least one node, got none; leave the graph out")
-    check_edges(graph.edge_index, len(x))
-    return x
+def above(count: int, multiple: int) -> int:
+    """The first multiple above ``count``: at least one row is padding."""
+    return (count // multiple + 1) * multiple
 
 
-def edges_of(graph: Graph) -> Tensor:
-    """The edge features, ``(E, F)``; one column of zeros if the graph has none."""
-    num_edges = graph.edge_index.shape[1]
-    attributes = getattr(graph, "edge_attr", None)
-    if attributes is None:
-        return torch.zeros(num_edges, 1, dtype=torch.long)
-    attributes = _columns(attributes)
-    if len(attributes) != num_edges:
-        raise ValueError(f"edge_attr has {len(attributes)} rows for {num_edges} edges")
-    return attributes
+def starts(sizes: Sequence[int]) -> Tensor:
+    """Where each of several consecutive runs begins."""
+    counts = torch.tensor(sizes)
+    return counts.cumsum(0) - counts
 
 
-def label_of(graph: Graph) -> Tensor | None:
-    """The graph's labels in one row, ``(T,)``, or None."""
-    y = getattr(graph, "y", None)
-    return None if y is None else torch.as_tensor(y).reshape(-1)
+def shifted(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """``(..., n)`` numbers of each graph's own things, concatenated, as numbers of all things.
+
+    Args:
+        sizes: how many things each graph has: the numbers of a graph start after those before it.
+    """
+    by = starts(sizes).repeat_interleave(torch.tensor([part.shape[-1] for part in parts]))
+    return torch.cat(list(parts), -1) + by
 
 
-def stack_labels(labels: Sequence[Tensor | None]) -> Tensor | None:
+def filled(values: Tensor, count: int, fillers: Tensor) -> Tensor:
+    """``(..., count)``: ``values``, then ``fillers``, repeated in turn.
+
+    Padding is spread over many rows: a GPU adds up rows of one index sequentially.
+    """
+    missing = torch.arange(count - values.shape[-1])
+    if not len(missing):
+        return values
+    filling = fillers[missing % len(fillers)]
+    return torch.cat([values, filling.expand(*values.shape[:-1], -1)], -1)
+
+
+def padding_of(counts: Sequence[int], size: int) -> Tensor:
+    """``(B, size)``, True behind the first ``counts[b]`` places of row b."""
+    return torch.arange(size) >= torch.tensor(counts)[:, None]
+
+
+def pad(rows: Sequence[Tensor], size: int, value: float = 0, axes: int = 1) -> Tensor:
+    """Tensors whose first ``axes`` axes have different lengths as one, ``(B, size, ...)``."""
+    there = ~padding_of([len(row) for row in rows], size)
+    if axes == 2:
+        there = there[:, :, None] & there[:, None, :]
+    content = torch.cat([row.flatten(0, axes - 1) for row in rows])
+    padded = content.new_full((there.numel(), *content.shape[1:]), value)
+    padded.index_copy_(0, there.flatten().nonzero()[:, 0], content)
+    return padded.view(*there.shape, *content.shape[1:])
+
+
+def pad_rows(rows: Sequence[Tensor], count: int) -> Tensor:
+    """``(count, ...)``: the rows of several tensors, then zeros."""
+    joined = torch.cat(list(rows))
+    return torch.cat([joined, joined.new_zeros(count - len(joined), *joined.shape[1:])])
+
+
+def stack_labels(graphs: Sequence[Prepared]) -> Tensor | None:
     """``(B, T)``, or None if no graph has a label."""
-    given = [label for label in labels if label is not None]
-    if not given:
-        return None
-    if len({len(label) for label in given}) > 1 or len(given) < len(labels):
-        raise ValueError(
-            "expected the same number of labels for every graph in a batch, "
-            f"got {[None if label is None else len(label) for label in labels]}"
-        )
-    return torch.stack(given)
-
-
-def pad(rows: Sequence[Tensor], value: float) -> Tensor:
-    """Tensors of different sizes as one tensor, padded with ``value`` at the end of each axis."""
-    size = [max(sizes) for sizes in zip(*(row.shape for row in rows), strict=True)]
-    padded = rows[0].new_full((len(rows), *size), value)
-    for target, row in zip(padded, rows, strict=True):
-        target[tuple(slice(length) for length in row.shape)] = row
-    return padded
+    sizes = [None if y is None else len(y) for y in each(graphs, "y")]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"expected the same number of labels for every graph, got {sizes}")
+    return None if sizes[0] is None else torch.stack(each(graphs, "y"))
 
 
 def _columns(features: Any) -> Tensor:
@@ -123,41 +172,18 @@ def _columns(features: Any) -> Tensor:
     return features if features.is_floating_point() else features.long()
 
 
-def degrees(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """In- and out-degree of each node, ``(N,)`` each."""
-    check_edges(edge_index, num_nodes)
-    source, target = edge_index
-    return (
-        torch.bincount(target, minlength=num_nodes),
-        torch.bincount(source, minlength=num_nodes),
-    )
-
-
-def distances(edge_index: Tensor, num_nodes: int, num_graphs: int = 1) -> Tensor:
-    """``(B·N, N)``: edges on a shortest path from row to column, -1 where there is no path."""
-    total = num_graphs * num_nodes
-    check_edges(edge_index, total)
-    distance = torch.full((total, num_nodes), -1)
-    # column j holds the nodes that reach node j in exactly `step` edges
-    reached = torch.eye(num_nodes).repeat(num_graphs, 1)
-    step = 0
-    # a sparse matrix: large graphs have few edges per node and many breadth-first steps; torch
-    # warns of the checks that sparse tensors skip unless the caller says whether to skip them
-    with torch.sparse.check_sparse_tensor_invariants(enable=False):
-        adjacency = torch.sparse_coo_tensor(
-            edge_index, torch.ones(edge_index.shape[1]), (total, total)
-        ).coalesce()
-        while True:
-            new = (reached > 0) & (distance < 0)
-            if not new.any():
-                return distance
-            distance.masked_fill_(new, step)
-            reached = torch.sparse.mm(adjacency, new.float())
-            step += 1
+def distances(edge_index: Tensor, num_nodes: int) -> Tensor:
+    """``(N, N)``: edges on a shortest path from row to column, -1 where there is no path."""
+    distance = np.where(dense_adjacency(edge_index, num_nodes), np.float32(1), np.float32(np.inf))
+    np.fill_diagonal(distance, 0)
+    for via in range(num_nodes):
+        np.minimum(distance, distance[:, via, None] + distance[via], out=distance)
+    distance[np.isinf(distance)] = -1
+    return torch.from_numpy(distance).long()
 
 
 def path_edges(edge_index: Tensor, distance: Tensor, max_hops: int) -> Tensor:
-    """``(B·N, N, max_hops)``: the first edges (columns of ``edge_index``) on one shortest path.
+    """``(N, N, max_hops)``: the first edges (columns of ``edge_index``) on one shortest path.
 
     Entries behind the end of a path, and where there is no path, are -1. Among several shortest
     paths, the one whose next edge comes first in ``edge_index`` is taken at every node.
@@ -165,21 +191,21 @@ def path_edges(edge_index: Tensor, distance: Tensor, max_hops: int) -> Tensor:
     Args:
         distance: what :func:`distances` returns for the same edges.
     """
-    (rows, num_nodes), num_edges = distance.shape, edge_index.shape[1]
+    num_nodes, num_edges = len(distance), edge_index.shape[1]
     source, target = edge_index
     # an edge i→u lies on a shortest path to j if u is one step closer to j than i
     remaining = distance[target]
     closer = (remaining >= 0) & (remaining == distance[source] - 1)
     edge = torch.arange(num_edges)[:, None].expand(num_edges, num_nodes)
     # the extra row stands for paths that have ended
-    first = torch.full((rows + 1, num_nodes), num_edges)
+    first = torch.full((num_nodes + 1, num_nodes), num_edges)
     first.scatter_reduce_(
         0, source[:, None].expand_as(edge), edge.masked_fill(~closer, num_edges), "amin"
     )
     # follow all pairs at once, hop by hop
-    goal = torch.arange(num_nodes).expand(rows, num_nodes)
-    here = torch.arange(rows)[:, None].expand(rows, num_nodes)
-    target = torch.cat([target, torch.tensor([rows])])
+    goal = torch.arange(num_nodes).expand(num_nodes, num_nodes)
+    here = goal.T
+    target = torch.cat([target, torch.tensor([num_nodes])])
     hops = []
     for _ in range(max_hops):
         hop = first[here, goal]
@@ -192,30 +218,26 @@ def path_edges(edge_index: Tensor, distance: Tensor, max_hops: int) -> Tensor:
 def random_walk_encoding(adjacency: Tensor, steps: int) -> Tensor:
     r"""``(..., N, steps)``: the probability of being back after 1, 2, … steps of a random walk.
 
-    .. math:: p_{i,t} = (P^t)_{ii} = \sum_j (P^a)_{ij} (P^{t-a})_{ji}, \qquad P = D^{-1} A
-
-    The second form needs only half of the powers.
+    .. math:: p_{i,t} = (P^t)_{ii}, \qquad P = D^{-1} A
 
     Args:
         adjacency: ``(..., N, N)``.
     """
     total = adjacency.sum(-1, keepdim=True)
     # a row of zeros stays one
-    walk = adjacency / total.masked_fill(total == 0, 1.0)
-    power = torch.eye(walk.shape[-1], dtype=walk.dtype).expand_as(walk)
-    returns = []
+    walk = power = adjacency / total.masked_fill(total == 0, 1.0)
+    returns = adjacency.new_zeros(*walk.shape[:-1], steps)
     for step in range(steps):
-        # P^a times P^a and P^a times P^(a + 1) in turn
-        before, power = power, power @ walk if step % 2 == 0 else power
-        returns.append((before * power.mT).sum(-1))
-    return torch.stack(returns, dim=-1) if returns else adjacency.new_zeros(*walk.shape[:-1], 0)
+        returns[..., step] = power.diagonal(dim1=-2, dim2=-1)
+        power = power @ walk
+    return returns
 
 
-def dense_adjacency(edge_index: Tensor, num_nodes: int, num_graphs: int = 1) -> Tensor:
-    """``(B·N, N)`` of zeros and ones; parallel edges count once."""
-    check_edges(edge_index, num_graphs * num_nodes)
-    adjacency = torch.zeros(num_graphs * num_nodes, num_nodes)
-    adjacency[edge_index[0], edge_index[1] % num_nodes] = 1.0
+def dense_adjacency(edge_index: Tensor, num_nodes: int) -> Tensor:
+    """``(N, N)`` of zeros and ones; parallel edges count once."""
+    check_edges(edge_index, num_nodes)
+    adjacency = torch.zeros(num_nodes, num_nodes)
+    adjacency[edge_index[0], edge_index[1]] = 1.0
     return adjacency
 
 
@@ -226,28 +248,27 @@ def check_edges(edge_index: Tensor, num_nodes: int) -> None:
             "expected edge_index of shape (2, E) and dtype int64, sources above targets, "
             f"got {tuple(edge_index.shape)} of {edge_index.dtype}"
         )
-    if edge_index.numel() and not 0 <= int(edge_index.min()) <= int(edge_index.max()) < num_nodes:
+    least, most = map(int, edge_index.aminmax()) if edge_index.numel() else (0, 0)
+    if least < 0 or most >= num_nodes:
         raise ValueError(
-            f"edge_index names nodes from {int(edge_index.min())} to {int(edge_index.max())}, "
-            f"but the graph has nodes 0 to {num_nodes - 1}"
+            f"edge_index names nodes from {least} to {most}, but the graph has nodes 0 to "
+            f"{num_nodes - 1}"
         )
+
+
+Features = int | Sequence[int]
+"""The sizes of the vocabularies, one per integer column, or the number of real columns."""
 
 
 class FeatureEncoder(nn.Module):
     r"""Node or edge features to vectors.
 
     .. math:: \textstyle\sum_c \mathrm{table}_c[x_c] \quad\text{or}\quad W x + b
-
-    Args:
-        features: sizes of the vocabularies, one for each integer column; or the number of real
-            columns.
-        dim: width of the vectors.
     """
 
-    def __init__(self, features: int | Sequence[int], dim: int) -> None:
+    def __init__(self, features: Features, dim: int) -> None:
         super().__init__()
         self.features = features if isinstance(features, int) else tuple(features)
-        self.dim = dim
         if isinstance(self.features, int):
             self.linear = nn.Linear(self.features, dim)
         else:
@@ -255,16 +276,15 @@ class FeatureEncoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., columns)`` to ``(..., dim)``."""
-        integers = not isinstance(self.features, int)
-        columns = len(self.features) if isinstance(self.features, tuple) else self.features
-        if x.shape[-1] != columns or integers == x.is_floating_point():
-            kind = "integer" if integers else "floating-point"
+        reals = isinstance(self.features, int)
+        columns = self.features if isinstance(self.features, int) else len(self.features)
+        if x.shape[-1] != columns or reals != x.is_floating_point():
+            kind = "floating-point" if reals else "integer"
             raise ValueError(
-                f"expected {columns} {kind} columns of features, "
-                f"got {x.shape[-1]} of {x.dtype}; pass the model the sizes of its vocabularies, "
-                "or the number of real columns"
+                f"expected {columns} {kind} columns of features, got {x.shape[-1]} of {x.dtype}; "
+                "pass the model the sizes of its vocabularies, or the number of real columns"
             )
-        if not integers:
+        if reals:
             return self.linear(x.to(self.linear.weight.dtype))
         vectors = [table(x[..., column]) for column, table in enumerate(self.tables)]
         return torch.stack(vectors).sum(0) if len(vectors) > 1 else vectors[0]
@@ -279,3 +299,46 @@ def mean_by(index: Tensor, x: Tensor, size: int) -> Tensor:
     count = torch.zeros(size, dtype=dtype, device=x.device)
     count = count.index_add(0, index, torch.ones_like(index, dtype=dtype)).clamp(min=1.0)
     return (total / count.view(-1, *[1] * (x.dim() - 1))).to(x.dtype)
+
+
+class MaskedBatchNorm(nn.BatchNorm1d):
+    r"""``nn.BatchNorm1d`` over the real rows; padding rows become zero.
+
+    .. math:: μ = \sum_i s_i x_i, \qquad σ^2 = \sum_i s_i (x_i - μ)^2
+
+    with :math:`s_i` one over the number of real rows, and zero for padding. No shape depends on
+    that number, so that a step can be replayed as a CUDA graph. Padding is reset because it would
+    grow from layer to layer (padding edges join padding) until it overflows.
+    """
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        """``x``: ``(rows, features)``; ``real``: ``(rows,)``, True where a row is real."""
+        if real is None:
+            return super().forward(x)
+        if not self.training:
+            return super().forward(x).masked_fill(~real[:, None], 0.0)
+        norm: Any = self
+        wide = at_least_float32(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            count = real.sum()
+            share = real.to(wide) / count
+            mean = share @ x.to(wide)
+            centred = x.to(wide) - mean
+            variance = share @ centred.square()
+            scale = self.weight * torch.rsqrt(variance + self.eps)
+            y = torch.addcmul(self.bias, centred, scale).masked_fill(~real[:, None], 0.0)
+        with torch.no_grad():
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            norm.running_mean.lerp_(mean, norm.momentum)
+            norm.running_var.lerp_(unbiased, norm.momentum)
+            norm.num_batches_tracked.add_(1)
+        return y.to(x.dtype)
+
+
+class MaskedSequential(nn.Sequential):
+    """``nn.Sequential`` that tells its batch norms which rows are real."""
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        for module in self:
+            x = module(x, real) if isinstance(module, MaskedBatchNorm) else module(x)
+        return x

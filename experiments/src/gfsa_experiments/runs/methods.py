@@ -13,7 +13,6 @@ from torch import nn
 import gfsa
 from gfsa.filters.gfsa import Power
 from gfsa_experiments import baselines
-from gfsa_experiments.baselines.methods import ResFormer
 from gfsa_experiments.engine.config import NotNegative, as_text, check_bounds
 
 
@@ -203,12 +202,6 @@ METHODS = {
             "A·V + α(V⁰ − V)",
             _baseline("neutreno", "alpha"),
             ("strength", "layers"),
-        ),
-        Method(
-            "resformer",
-            "A·(V + V⁰)/2, nothing learned",
-            lambda model, config: _plug(model, replace(config, first_values=True), ResFormer),
-            ("layers",),
         ),
         Method("layerscale", "γ ⊙ branch", _baseline("layerscale"), ("layers", "filter_lr")),
     )

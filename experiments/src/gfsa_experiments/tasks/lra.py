@@ -30,7 +30,7 @@ from gfsa_experiments.engine.task import (
     TensorRows,
     as_it_is,
 )
-from gfsa_experiments.models.encoder import Attention, Encoder
+from gfsa_experiments.models.attention import Attention, Encoder
 from gfsa_experiments.tasks import listops
 from gfsa_experiments.tasks.image import data as cifar
 

@@ -1,11 +1,10 @@
-"""GPS and Graph-ViT on padded graphs, with batch norms that ignore padding."""
+"""GPS on padded graphs: PyG's layers, its encodings of positions, and batches of one shape."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,116 +12,27 @@ from torch.nn import functional as F
 from torch_geometric.nn import GINEConv, GPSConv, ResGatedGraphConv
 
 from gfsa_experiments.baselines.blocks import GPS_BLOCK, register_block
-from gfsa_experiments.models.graph_vit import GraphViT, GraphViTBatch
-from gfsa_experiments.models.graphs import Batch, FeatureEncoder
+from gfsa_experiments.models.graphs import (
+    Batch,
+    Collator,
+    FeatureEncoder,
+    Features,
+    MaskedBatchNorm,
+    Prepared,
+    above,
+    dense_adjacency,
+    each,
+    filled,
+    pad,
+    pad_rows,
+    padding_of,
+    random_walk_encoding,
+    shifted,
+    stack_labels,
+)
 
-
-class Rows(NamedTuple):
-    """Which rows of a padded batch are real."""
-
-    share: Tensor
-    """``(rows,)``: one over the number of real rows, zero for padding."""
-    padding: Tensor
-    """``(rows, 1)``: True for padding."""
-    unbias: Tensor
-    """n / (n - 1) for n real rows: the factor from the variance to its unbiased estimate."""
-
-
-class _Normalise(torch.autograd.Function):
-    r"""y = w·x̂ + b with x̂ = (x − μ)/σ; the closed-form gradient needs half of the kernels.
-
-    .. math:: dx_i = \frac{w}{σ} \Bigl(g_i - s_i \bigl(\textstyle\sum_j g_j
-              + \hat x_i \sum_j g_j \hat x_j\bigr)\Bigr)
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, rows: Rows, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        mean = rows.share @ x
-        centred = x - mean
-        variance = rows.share @ centred.square()
-        rsigma = torch.rsqrt(variance + eps)
-        # no in-place operations: compiled by torch 2.11, results of them get a gradient of zero
-        normed = centred * rsigma
-        y = torch.addcmul(bias, normed, weight).masked_fill(rows.padding, 0.0)
-        ctx.save_for_backward(normed, rsigma, weight, rows.share, rows.padding)
-        ctx.mark_non_differentiable(mean, variance)
-        ctx.set_materialize_grads(False)
-        return y, mean, variance
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad: Tensor, *unused: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        normed, rsigma, weight, share, padding = ctx.saved_tensors
-        grad = grad.masked_fill(padding, 0.0)
-        d_bias, d_weight = grad.sum(0), (grad * normed).sum(0)
-        common = torch.addcmul(d_bias, normed, d_weight)
-        d_x = torch.addcmul(grad, share[:, None], common, value=-1.0)
-        return d_x.mul_(rsigma * weight), d_weight, d_bias, None, None
-
-
-class MaskedBatchNorm(nn.BatchNorm1d):
-    r"""``nn.BatchNorm1d`` over the real rows; padding rows become zero.
-
-    .. math:: μ = \sum_i s_i x_i, \qquad σ^2 = \sum_i s_i (x_i - μ)^2
-
-    with :math:`s_i` one over the number of real rows, and zero for padding. :func:`real_rows` sets
-    which rows are real; no operation depends on their number, so that a step can be replayed as a
-    CUDA graph. Padding is reset to zero because it would grow from layer to layer otherwise
-    (padding edges lead from padding to padding) until it overflows.
-    """
-
-    rows: Rows | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(rows, features)``."""
-        if self.rows is None:
-            return super().forward(x)
-        if not self.training:
-            return super().forward(x).masked_fill(self.rows.padding, 0.0)
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        assert self.momentum is not None
-        with torch.autocast(x.device.type, enabled=False):
-            y, mean, variance = _Normalise.apply(
-                x.float(), self.weight, self.bias, self.rows, self.eps
-            )
-        with torch.no_grad():
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(variance * self.rows.unbias, self.momentum)
-            self.num_batches_tracked.add_(1)
-        return y.to(x.dtype)
-
-
-def mask_norms(module: nn.Module) -> list[MaskedBatchNorm]:
-    """Replace every batch norm in ``module`` by a masked one, in place, and return them."""
-    norms = []
-    for child in module.modules():
-        if type(child) is nn.BatchNorm1d:
-            child.__class__ = MaskedBatchNorm
-        if isinstance(child, MaskedBatchNorm):
-            norms.append(child)
-    return norms
-
-
-@contextmanager
-def real_rows(*groups: tuple[Iterable[MaskedBatchNorm], Tensor]) -> Iterator[None]:
-    """A context in which each group of norms uses the rows where its mask, ``(rows,)``, is True."""
-    changed = []
-    try:
-        for norms, mask in groups:
-            count = mask.sum()
-            rows = Rows(mask / count, ~mask[:, None], count / (count - 1).clamp(min=1))
-            for norm in norms:
-                norm.rows = rows
-                changed.append(norm)
-        yield
-    finally:
-        for norm in changed:
-            norm.rows = None
+if TYPE_CHECKING:
+    from gfsa_experiments.tasks.graph.recipe import GraphConfig
 
 
 @dataclass
@@ -131,19 +41,60 @@ class GPSBatch(Batch):
 
     ``x``: ``(B, N, F)``; ``padding``: ``(B, N)``, True where there is no node; ``edge_index``:
     ``(2, E)``, nodes counted through all B·N; ``edge_attr``: ``(E, F)``; ``encoding``:
-    ``(B, N, k)`` or None; ``values``: ``(B, k)``, the frequencies of eigenvectors, or None.
-    Padding edges lead from padding to padding.
+    ``(B, N, k)``; ``y``: ``(B, T)`` or None. Padding edges lead from padding to padding.
     """
 
     x: Tensor
     padding: Tensor
     edge_index: Tensor
     edge_attr: Tensor
-    encoding: Tensor | None
-    values: Tensor | None
+    encoding: Tensor
+    y: Tensor | None
 
-    def __len__(self) -> int:
-        return len(self.x)
+
+@dataclass(frozen=True)
+class GPSCollator(Collator):
+    """Graphs to a :class:`GPSBatch`, padded to a multiple, with one padding node at least."""
+
+    encoding: str = "none"
+    encoding_size: int = 0
+    pad_to_multiple: int = 1
+
+    def features(self, edge_index: Tensor, num_nodes: int) -> dict[str, Tensor]:
+        """The graph's edges, and the encoding of its nodes."""
+        adjacency = dense_adjacency(torch.cat([edge_index, edge_index.flip(0)], 1), num_nodes)
+        kinds = {"walk": random_walk_encoding, "laplacian": lowest_eigenvectors}
+        encoding = kinds.get(self.encoding, random_walk_encoding)(adjacency, self.encoding_size)
+        return {"edge_index": edge_index, "encoding": encoding}
+
+    def join(self, graphs: Sequence[Prepared]) -> GPSBatch:
+        nodes = [*map(len, each(graphs, "x"))]
+        size = above(max(nodes), self.pad_to_multiple)
+        padding = padding_of(nodes, size)
+        edge_index = shifted(each(graphs, "edge_index"), [size] * len(graphs))
+        edges = self.few(edge_index.shape[1])
+        return GPSBatch(
+            x=pad(each(graphs, "x"), size),
+            padding=padding,
+            edge_index=filled(edge_index, edges, padding.flatten().nonzero()[:, 0]),
+            edge_attr=pad_rows(each(graphs, "edge_attr"), edges),
+            encoding=pad(each(graphs, "encoding"), size),
+            y=stack_labels(graphs),
+        )
+
+
+def lowest_eigenvectors(adjacency: Tensor, count: int) -> Tensor:
+    """The eigenvectors of the ``count`` lowest frequencies of a graph's Laplacian D − A.
+
+    ``(N, 2·count)``: vectors of unit length and arbitrary sign, then the frequencies, the same for
+    all nodes, -1 where the graph has fewer.
+    """
+    links = adjacency.double().fill_diagonal_(0.0)
+    values, vectors = torch.linalg.eigh(torch.diag(links.sum(1)) - links)
+    missing = max(0, count - len(values))
+    vectors = F.pad(vectors[:, :count], (0, missing))
+    values = F.pad(values[:count].clamp(min=0.0), (0, missing), value=-1.0)
+    return torch.cat([vectors, values.expand_as(vectors)], 1).float()
 
 
 class DenseGPSConv(GPSConv):
@@ -152,20 +103,24 @@ class DenseGPSConv(GPSConv):
     .. math:: h = \mathrm{BN}(x + \mathrm{MPNN}(x)) + \mathrm{BN}(x + \mathrm{MHA}(x)), \qquad
               y = \mathrm{BN}(h + \mathrm{MLP}(h))
 
-    The same modules, and the same outputs for real nodes. ``GPSConv`` reads the size of the largest
-    graph from the GPU and gathers the real nodes from the padded ones, twice per layer; here the
-    rows stay padded.
+    The same modules, and the same outputs for real nodes. ``GPSConv`` reads sizes from the GPU and
+    gathers the real nodes from the padded ones in every layer; here the rows stay padded.
     """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for norm in (self.norm1, self.norm2, self.norm3):
+            norm.module = MaskedBatchNorm(norm.module.num_features)
 
     def forward(self, x: Tensor, edge_index: Tensor, padding: Tensor, **kwargs: Any) -> Tensor:
         """``x``: ``(B, N, channels)``; ``padding``: ``(B, N)``."""
-        rows = x.flatten(0, 1)
+        rows, real = x.flatten(0, 1), ~padding.flatten()
         local = self.conv(rows, edge_index, **kwargs)
-        local = self.norm1(rows + F.dropout(local, self.dropout, self.training))
+        local = self.norm1.module(rows + F.dropout(local, self.dropout, self.training), real)
         attended, _ = self.attn(x, x, x, key_padding_mask=padding, need_weights=False)
         attended = F.dropout(attended.flatten(0, 1), self.dropout, self.training)
-        h = local + self.norm2(rows + attended)
-        return self.norm3(h + self.mlp(h)).view_as(x)
+        h = local + self.norm2.module(rows + attended, real)
+        return self.norm3.module(h + self.mlp(h), real).view_as(x)
 
 
 # the comparison methods find its branches where GPSConv has them
@@ -177,13 +132,12 @@ class WalkFeatures(nn.Module):
 
     def __init__(self, steps: int, dim: int) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(steps)
+        self.norm = MaskedBatchNorm(steps)
         self.linear = nn.Linear(steps, dim)
 
     def forward(self, batch: GPSBatch) -> Tensor:
         """``(B, N, dim)``."""
-        assert batch.encoding is not None
-        rows = self.norm(batch.encoding.flatten(0, 1))
+        rows = self.norm(batch.encoding.flatten(0, 1), ~batch.padding.flatten())
         return self.linear(rows).view(*batch.padding.shape, -1)
 
 
@@ -195,76 +149,47 @@ class LaplacianFeatures(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(
-            nn.Linear(2, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim), nn.ReLU()
-        )
+        inner = nn.Linear(2, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim), nn.ReLU()
+        self.mlp = nn.Sequential(*inner)
 
     def forward(self, batch: GPSBatch) -> Tensor:
         """``(B, N, dim)``."""
-        assert batch.encoding is not None
-        assert batch.values is not None
-        vectors, values = batch.encoding, batch.values[:, None]
+        vectors, values = batch.encoding.chunk(2, -1)
         if self.training:
-            vectors = vectors * (torch.rand_like(values) < 0.5).to(vectors.dtype).mul(2).sub(1)
-        pairs = torch.stack([vectors, values.expand_as(vectors)], -1)
+            heads = torch.rand_like(vectors[:, :1]) < 0.5
+            vectors = torch.where(heads, vectors, -vectors)
+        pairs = torch.stack([vectors, values], -1)
         # small graphs have fewer frequencies: missing ones are marked by -1
         return (self.mlp(pairs) * (values >= 0)[..., None]).sum(2)
 
 
 class GPS(nn.Module):
-    """GPS for properties of whole graphs.
-
-    Args:
-        node_features, edge_features: sizes of the vocabularies, one per integer column, or the
-            number of real columns.
-        num_outputs: numbers predicted for a graph.
-        dim, depth, num_heads: the layers' sizes.
-        local: message passing, ``gine`` or ``gated``.
-        encoding: ``walk``, ``laplacian`` or ``none``.
-        encoding_size: random-walk steps or eigenvectors.
-        encoding_dim: the part of ``dim`` that the encoding takes.
-        dropout: on the branches of the layers and in their MLPs.
-        attention_dropout: on entries of A.
-        pooling: ``sum`` or ``mean`` over nodes.
-    """
+    """GPS for properties of whole graphs; ``config`` has its sizes, encoding and pooling."""
 
     def __init__(
-        self,
-        node_features: int | Sequence[int],
-        edge_features: int | Sequence[int],
-        num_outputs: int,
-        *,
-        dim: int,
-        depth: int,
-        num_heads: int,
-        local: str,
-        encoding: str,
-        encoding_size: int,
-        encoding_dim: int,
-        dropout: float,
-        attention_dropout: float,
-        pooling: str,
+        self, config: GraphConfig, nodes: Features, edges: Features, num_outputs: int
     ) -> None:
         super().__init__()
-        self.pooling = pooling
+        dim, of_encoding = config.width, config.encoding_width
+        self.pooling = config.pooling
         self.encoding: nn.Module | None = None
-        if encoding == "walk":
-            self.encoding = WalkFeatures(encoding_size, encoding_dim)
-        elif encoding == "laplacian":
-            self.encoding = LaplacianFeatures(encoding_dim)
-        self.nodes = FeatureEncoder(
-            node_features, dim if self.encoding is None else dim - encoding_dim
-        )
-        self.edges = FeatureEncoder(edge_features, dim)
+        if config.encoding == "walk":
+            self.encoding = WalkFeatures(config.encoding_size, of_encoding)
+        elif config.encoding == "laplacian":
+            self.encoding = LaplacianFeatures(of_encoding)
+        rest = dim if self.encoding is None else dim - of_encoding
+        self.nodes = FeatureEncoder(nodes, rest)
+        self.edges = FeatureEncoder(edges, dim)
+
+        def local() -> nn.Module:
+            if config.local == "gated":
+                return ResGatedGraphConv(dim, dim, edge_dim=dim)
+            return GINEConv(nn.Sequential(nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, dim)))
+
+        attention = {"dropout": config.attention_dropout}
         self.layers = nn.ModuleList(
-            DenseGPSConv(
-                dim,
-                _local(local, dim),
-                heads=num_heads,
-                dropout=dropout,
-                attn_kwargs={"dropout": attention_dropout},
-            )
-            for _ in range(depth)
+            DenseGPSConv(dim, local(), config.heads, config.dropout, attn_kwargs=attention)
+            for _ in range(config.depth)
         )
         self.head = nn.Sequential(
             nn.Linear(dim, dim // 2),
@@ -273,57 +198,17 @@ class GPS(nn.Module):
             nn.ReLU(),
             nn.Linear(dim // 4, num_outputs),
         )
-        self._norms = mask_norms(self)
 
     def forward(self, batch: GPSBatch) -> Tensor:
         """``(B, num_outputs)``."""
         real = ~batch.padding
-        with real_rows((self._norms, real.flatten())):
-            x = self.nodes(batch.x)
-            if self.encoding is not None:
-                x = torch.cat([x, self.encoding(batch).to(x.dtype)], -1)
-            edges = self.edges(batch.edge_attr)
-            for layer in self.layers:
-                x = layer(x, batch.edge_index, batch.padding, edge_attr=edges)
+        x = self.nodes(batch.x)
+        if self.encoding is not None:
+            x = torch.cat([x, self.encoding(batch).to(x.dtype)], -1)
+        edges = self.edges(batch.edge_attr)
+        for layer in self.layers:
+            x = layer(x, batch.edge_index, batch.padding, edge_attr=edges)
         x = (x * real[..., None]).sum(1)
         if self.pooling == "mean":
             x = x / real.sum(1, keepdim=True)
         return self.head(x)
-
-
-def _local(kind: str, dim: int) -> nn.Module:
-    if kind == "gine":
-        return GINEConv(nn.Sequential(nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, dim)))
-    return ResGatedGraphConv(dim, dim, edge_dim=dim)
-
-
-@dataclass
-class PaddedPatches(GraphViTBatch):
-    """A :class:`~gfsa_experiments.models.GraphViTBatch` with padding nodes and padding copies.
-
-    ``real_nodes``: ``(N,)`` and ``real_copies``: ``(C,)`` are False for padding; ``padding`` marks
-    the patches.
-    """
-
-    real_nodes: Tensor
-    real_copies: Tensor
-
-
-class PaddedGraphViT(GraphViT):
-    """:class:`~gfsa_experiments.models.GraphViT` whose batch norms ignore padding."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._node_norms = mask_norms(self.walk)
-        self._copy_norms = mask_norms(self.gnn)
-        self._patch_norms = mask_norms(self.patch_to_node) + mask_norms(self.patch_walk)
-
-    def forward(self, batch: GraphViTBatch) -> Tensor:
-        """``(B, num_outputs)``."""
-        assert isinstance(batch, PaddedPatches)
-        with real_rows(
-            (self._node_norms, batch.real_nodes),
-            (self._copy_norms, batch.real_copies),
-            (self._patch_norms, ~batch.padding.flatten()),
-        ):
-            return super().forward(batch)

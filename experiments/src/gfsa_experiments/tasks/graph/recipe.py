@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Subset
 
 from gfsa_experiments.data.files import table
 from gfsa_experiments.data.own import Wanted
@@ -24,34 +23,21 @@ from gfsa_experiments.engine.config import (
     TrainConfig,
     check_multiple,
 )
-from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
-from gfsa_experiments.tasks.graph.batches import DenseItems, GraphItems, PairItems, PatchItems
-from gfsa_experiments.tasks.graph.features import (
-    MAX_HOPS,
-    laplacian_encoding,
-    pair_features,
-    patch_features,
-    walk_encoding,
-)
-from gfsa_experiments.tasks.graph.graphs import TEST, TRAIN, VALID, GraphSet, Tensors
-from gfsa_experiments.tasks.graph.readers import (
+from gfsa_experiments.engine.task import Recipe, Split, Task
+from gfsa_experiments.models import Graphormer, GraphormerCollator, GraphViT, GraphViTCollator
+from gfsa_experiments.models.graphs import Collator, Prepared
+from gfsa_experiments.tasks.graph.data import (
     DATA_NAMES,
     EXPECTED,
+    KINDS,
+    GraphSet,
     is_own,
     own_name,
     read_graphs,
 )
 
-Settings = dict[str, Any]
-
 NOT_GIVEN: Any = None
-"""The default of settings that follow the model and the data set."""
-
-
-def _settings(line: dict[str, str]) -> Settings:
-    """The settings that a line gives, with numbers and truth values as such."""
-    given = {name: text for name, text in line.items() if text and name not in ("model", "data")}
-    return {name: _value(text) for name, text in given.items()}
+"""The default of the settings that follow the model and the data set."""
 
 
 def _value(text: str) -> Any:
@@ -62,12 +48,12 @@ def _value(text: str) -> Any:
 
 
 _SETTINGS = {
-    (line["model"], line["data"]): _settings(line)
+    (line["model"], line["data"]): {
+        name: _value(text) for name, text in line.items() if text and name not in ("model", "data")
+    }
     for line in table("gfsa_experiments.tasks.graph", "settings.csv")
 }
-MODELS = tuple(dict.fromkeys(model for model, _ in _SETTINGS))
-FOLLOWING = tuple(_SETTINGS[MODELS[0], ""])
-"""The settings that follow the model and the data set."""
+FOLLOWING = tuple(_SETTINGS["gps", ""])
 
 _GRAPHORMERS = ("graphormer-slim", "graphormer")
 _READ_BY: dict[str, tuple[str, ...]] = {
@@ -79,68 +65,15 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 """Settings that only some models read."""
 
 
-def paper_settings(model: str, data: str) -> Settings:
+def paper_settings(model: str, data: str) -> dict[str, Any]:
     """The papers' settings for this model on this data set."""
     return _SETTINGS[model, ""] | _SETTINGS.get((model, data), {})
 
 
-def unread_settings(model: str) -> dict[str, str]:
-    """Settings that only other models read: name → reason."""
-    return {
-        name: f"model={model} does not use it; {' or '.join(readers)} would"
-        for name, readers in _READ_BY.items()
-        if model not in readers
-    }
-
-
-def build_model(config: GraphConfig, graphs: GraphSet) -> nn.Module:
-    """A model for these graphs' features and labels; torch's global generator initialises it."""
-    ends = graphs.node_features, graphs.edge_features, graphs.outputs
-    sizes = {"dim": config.width, "depth": config.depth, "num_heads": config.heads}
-    if config.model.startswith("graphormer"):
-        from gfsa_experiments.models import Graphormer
-
-        make = Graphormer.slim if config.model == "graphormer-slim" else Graphormer.base
-        return make(
-            *ends,
-            **sizes,
-            ffn_dim=config.ffn_width,
-            max_hops=MAX_HOPS,
-            dropout=config.dropout,
-            mlp_dropout=config.mlp_dropout,
-            attention_dropout=config.attention_dropout,
-        )
-    if config.model == "gps":
-        from gfsa_experiments.tasks.graph.gps import GPS
-
-        return GPS(
-            *ends,
-            **sizes,
-            local=config.local,
-            encoding=config.encoding,
-            encoding_size=config.encoding_size,
-            encoding_dim=config.encoding_width,
-            dropout=config.dropout,
-            attention_dropout=config.attention_dropout,
-            pooling=config.pooling,
-        )
-    from gfsa_experiments.tasks.graph.gps import PaddedGraphViT
-
-    return PaddedGraphViT(
-        *ends,
-        **sizes,
-        gnn_depth=config.gnn_depth,
-        walk_steps=0 if config.encoding == "none" else config.encoding_size,
-        patch_walk_steps=config.patch_walk_steps,
-        gnn_dropout=config.dropout,
-        dropout=config.attention_dropout,
-    )
-
-
 ModelName = Literal["graphormer-slim", "graphormer", "gps", "graph-vit"]
-Encoding = Literal["walk", "laplacian", "none"]
 
-_LENS_GRAPHS = 32
+# a pair takes 12 bytes: beyond this, GPS and Graph-ViT are the right models
+_MOST_PAIRS = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +119,7 @@ class GraphConfig(TrainConfig):
     """On entries of A; in Graph-ViT, in the whole Transformer over patches."""
     local: Literal["gine", "gated"] = NOT_GIVEN
     """GPS: its message passing."""
-    encoding: Encoding = NOT_GIVEN
+    encoding: Literal["walk", "laplacian", "none"] = NOT_GIVEN
     """GPS and Graph-ViT (walk only): the encoding of a node's position in its graph."""
     encoding_size: CountOrZero = NOT_GIVEN
     """Random-walk steps or eigenvectors."""
@@ -215,7 +148,11 @@ class GraphConfig(TrainConfig):
         return GraphConfig(**paper_settings(self.model, self.data))
 
     def unused(self) -> dict[str, str]:
-        unused = super().unused() | unread_settings(self.model)
+        unused = super().unused() | {
+            name: f"model={self.model} does not use it; {' or '.join(readers)} would"
+            for name, readers in _READ_BY.items()
+            if self.model not in readers
+        }
         if self.data in DATA_NAMES:
             unused["labels"] = f"those of {self.data} are known; data= of your own has others"
         if self.encoding == "none":
@@ -234,44 +171,38 @@ class GraphConfig(TrainConfig):
         if self.model == "gps" and self.encoding != "none":
             if not self.encoding_size:
                 raise ValueError(f"encoding={self.encoding} needs an encoding_size above 0")
-            if not 0 < self.encoding_width < self.width:
+            if not 0 < (part := self.encoding_width) < self.width:
                 raise ValueError(
-                    f"encoding_width must lie between 0 and width {self.width}, "
-                    f"got {self.encoding_width}"
+                    f"encoding_width must lie between 0 and width {self.width}, got {part}"
                 )
-        if self.model == "graph-vit":
-            if self.encoding == "laplacian":
-                raise ValueError("graph-vit takes encoding=walk or none; laplacian is GPS's")
-            if not self.gnn_depth:
-                raise ValueError("graph-vit needs a gnn_depth above 0")
+        if self.model == "graph-vit" and self.encoding == "laplacian":
+            raise ValueError("graph-vit takes encoding=walk or none; laplacian is GPS's")
+        if self.model == "graph-vit" and not self.gnn_depth:
+            raise ValueError("graph-vit needs a gnn_depth above 0")
         if self.model.startswith("graphormer") and self.encoding != "none":
             raise ValueError("graphormer has encodings of its own; leave encoding=none")
 
     def label(self) -> str:
-        own = "" if self.data in DATA_NAMES else f"data={own_name(self.data)}"
-        return f"{own or self.data} {self.model}"
+        data = self.data if self.data in DATA_NAMES else f"data={own_name(self.data)}"
+        return f"{data} {self.model}"
 
 
 class GraphTask(Task):
     """A graph model and its data set, measured by the data set's customary metric."""
 
-    def __init__(self, model: nn.Module, graphs: GraphSet, items: dict[str, GraphItems]) -> None:
-        self.model = model
-        self.kind = graphs.kind
+    def __init__(self, model: nn.Module, graphs: GraphSet) -> None:
+        self.model, self.graphs = model, graphs
+        self.splits = {}
         self.metric = graphs.metric
+        self.kind = KINDS.get(graphs.metric, "numbers")
         self.own_data = graphs.own
         self.higher_is_better = self.metric not in ("mae", "rmse")
-        self.inputs = items["train"].inputs
-        self.splits = {
-            name: Split(part, as_it_is, part.graphs.nodes[part.chosen].tolist())
-            for name, part in items.items()
-        }
 
-    def loss(self, model: nn.Module, batch: Tensors) -> Tensor:
-        output, y = model(self.inputs(batch)).float(), batch["y"]
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        output, y = model(batch).float(), batch.y
         if self.kind == "classes":
             return F.cross_entropy(output, y[:, 0].long())
-        if self.kind == "regression":
+        if self.kind == "numbers":
             return F.mse_loss(output, y) if self.metric == "rmse" else F.l1_loss(output, y)
         # missing labels have no weight
         known = ~y.isnan()
@@ -279,31 +210,28 @@ class GraphTask(Task):
         loss = F.binary_cross_entropy_with_logits(output, target, weight=known, reduction="sum")
         return loss / known.sum().clamp(min=1)
 
-    def predict(self, model: nn.Module, batch: Tensors) -> Tensors:
-        return {"output": model(self.inputs(batch)).float(), "y": batch["y"]}
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"output": model(batch).float(), "y": batch.y}
 
-    def score(self, predictions: list[Tensors]) -> dict[str, float]:
+    def score(self, predictions: list[dict[str, Tensor]]) -> dict[str, float]:
         output = torch.cat([batch["output"] for batch in predictions])
         y = torch.cat([batch["y"] for batch in predictions])
         if self.kind == "classes":
             right = output.argmax(1) == y[:, 0].long()
             return {"accuracy": 100 * right.double().mean().item()}
-        if self.kind == "regression":
+        if self.kind == "numbers":
             error = (output - y).double()
-            return {
-                "mae": error.abs().mean().item(),
-                "rmse": error.square().mean().sqrt().item(),
-            }
+            rmse = error.square().mean().sqrt()
+            return {"mae": error.abs().mean().item(), "rmse": rmse.item()}
         return _label_scores(output, y)
 
     def example(self) -> Any:
-        """Some validation graphs, for the lens."""
-        return (self.inputs(self.first_examples(_LENS_GRAPHS)),)
+        return (self.first_examples(32),)
 
     def identity(self, split: str, index: int) -> Any:
         """The graph as it was read: eigenvectors and walks are computed on each machine."""
         items: Any = self.splits[split].dataset
-        return items.graphs.source(int(items.chosen[index]))
+        return self.graphs.graphs[items.indices[index]].to_dict()
 
 
 def _label_scores(output: Tensor, y: Tensor) -> dict[str, float]:
@@ -314,70 +242,67 @@ def _label_scores(output: Tensor, y: Tensor) -> dict[str, float]:
     from sklearn.metrics import average_precision_score, roc_auc_score
 
     precisions, areas = [], []
-    for column in range(y.shape[1]):
-        known = ~y[:, column].isnan()
-        truth, score = y[known, column].numpy(), output[known, column].numpy()
-        if 0 < truth.sum() < len(truth):
-            precisions.append(average_precision_score(truth, score))
-            areas.append(roc_auc_score(truth, score))
+    for truth, score in zip(y.T, output.T, strict=True):
+        known = ~truth.isnan()
+        if len(truth[known].unique()) == 2:
+            precisions.append(average_precision_score(truth[known], score[known]))
+            areas.append(roc_auc_score(truth[known], score[known]))
     if not areas:
         raise ValueError("no label has both answers in this split: its ranking cannot be scored")
-    count = len(areas)
-    return {"ap": 100 * sum(precisions) / count, "rocauc": 100 * sum(areas) / count}
+    return {"ap": 100 * sum(precisions) / len(areas), "rocauc": 100 * sum(areas) / len(areas)}
 
 
 def build(config: GraphConfig, data_dir: Path) -> GraphTask:
     """Read the graphs, compute the model's features of them (once), build the model."""
     data_dir = Path(data_dir).absolute()
     graphs = read_graphs(config.data, data_dir, config.labels)
-    features = _features(config, data_dir)
-    kinds: dict[str, type[GraphItems]] = {"gps": DenseItems, "graph-vit": PatchItems}
-    kind = kinds.get(config.model, PairItems)
-    items = {
-        name: kind(graphs, features, _in_order(graphs, which), config.pad_to_multiple)
-        for name, which in (("train", TRAIN), ("valid", VALID), ("test", TEST))
-    }
-    return GraphTask(build_model(config, graphs), graphs, items)
+    pairs = sum(graph.num_nodes**2 for graph in graphs.graphs)
+    if config.model in _GRAPHORMERS and pairs > _MOST_PAIRS:
+        raise ValueError(
+            f"{graphs.name} has {pairs:,} pairs of nodes, whose paths would take "
+            f"{12 * pairs >> 30} GiB. Use model=gps or model=graph-vit"
+        )
+    model, collate = _model_and_collator(config, graphs)
+    prepared = _prepared(config.data, data_dir, config.labels, collate)
+    task = GraphTask(model, graphs)
+    for part, rows in graphs.parts.items():
+        size = {row: len(prepared[row].x) for row in rows}
+        # sorted by size for less padding: scores do not depend on the order of graphs
+        chosen = rows if part == "train" else sorted(rows, key=size.__getitem__)
+        items: Any = Subset(prepared, chosen)  # type: ignore[arg-type]
+        task.splits[part] = Split(items, collate, [size[row] for row in chosen])
+    return task
 
 
-def _in_order(graphs: GraphSet, which: int) -> Tensor:
-    chosen = graphs.part(which)
-    if which == TRAIN:
-        return chosen
-    # sorted by size for less padding: scores do not depend on the order of graphs
-    return chosen[torch.argsort(graphs.nodes[chosen], stable=True)]
+def _model_and_collator(config: GraphConfig, graphs: GraphSet) -> tuple[nn.Module, Collator]:
+    """A model for these graphs, initialised by torch's global generator, and what batches it."""
+    ends: Any = graphs.node_features, graphs.edge_features, graphs.outputs
+    sizes: dict[str, Any] = {"dim": config.width, "depth": config.depth, "num_heads": config.heads}
+    padded = config.pad_to_multiple
+    encoding_size = 0 if config.encoding == "none" else config.encoding_size
+    if config.model == "gps":
+        from gfsa_experiments.tasks.graph.gps import GPS, GPSCollator
 
-
-def _features(config: GraphConfig, data_dir: Path) -> Tensors:
-    """The features that the model needs, cached for later runs of this process."""
-    wanted: dict[str, tuple[int, ...]] = {}
-    if config.model.startswith("graphormer"):
-        wanted["pairs"] = ()
-    elif config.encoding != "none":
-        wanted[config.encoding] = (config.encoding_size,)
-    elif config.model == "graph-vit":
-        # a walk of no steps: each node has an encoding, which is empty
-        wanted["walk"] = (0,)
+        return GPS(config, *ends), GPSCollator(config.encoding, encoding_size, padded)
     if config.model == "graph-vit":
-        wanted["patches"] = (config.patches, config.patch_hops, config.patch_walk_steps)
-    features: Tensors = {}
-    for what, sizes in wanted.items():
-        features |= _cached_features(config.data, data_dir, config.labels, what, sizes)
-    return features
+        walks: Any = {"walk_steps": encoding_size, "patch_walk_steps": config.patch_walk_steps}
+        dropout: Any = {"gnn_dropout": config.dropout, "dropout": config.attention_dropout}
+        vit = GraphViT(*ends, gnn_depth=config.gnn_depth, **sizes, **walks, **dropout)
+        cut = config.patches, config.patch_hops
+        return vit, GraphViTCollator(*cut, **walks, pad_to_multiple=padded)
+    make = Graphormer.slim if config.model == "graphormer-slim" else Graphormer.base
+    names = "dropout", "mlp_dropout", "attention_dropout"
+    options = sizes | {name: getattr(config, name) for name in names}
+    graphormer = make(*ends, ffn_dim=config.ffn_width, **options)
+    return graphormer, GraphormerCollator(pad_to_multiple=padded)
 
 
-@lru_cache(maxsize=6)
-def _cached_features(
-    data: str, data_dir: Path, labels: Wanted, what: str, sizes: tuple[int, ...]
-) -> Tensors:
-    """One kind of features."""
-    kinds: dict[str, Callable[..., Tensors]] = {
-        "pairs": pair_features,
-        "walk": walk_encoding,
-        "laplacian": laplacian_encoding,
-        "patches": patch_features,
-    }
-    return kinds[what](read_graphs(data, data_dir, labels), *sizes)
+@lru_cache(maxsize=2)
+def _prepared(data: str, data_dir: Path, labels: Wanted, collate: Collator) -> dict[int, Prepared]:
+    """What the batches need of each graph, for this and later runs of the process."""
+    found = read_graphs(data, data_dir, labels)
+    rows = (row for part in found.parts.values() for row in part)
+    return {row: collate.prepare(found.graphs[row]) for row in rows}
 
 
 RECIPE = Recipe(
@@ -387,4 +312,3 @@ RECIPE = Recipe(
     build=build,
     extra="graph",
 )
-assert {field.name for field in dataclasses.fields(GraphConfig)} >= set(FOLLOWING)

@@ -1,4 +1,4 @@
-"""``gfsa demo`` and its tasks: digits, and the source of Python's own library."""
+"""``gfsa demo`` and its task, the source of Python's own library."""
 
 from __future__ import annotations
 
@@ -13,61 +13,9 @@ from typer.testing import CliRunner
 
 import gfsa
 from gfsa.cli import build
-from gfsa_experiments.tasks import find_recipe
-from gfsa_experiments.tasks.digits import DigitsConfig, DigitsViT, load_digits
-from gfsa_experiments.tasks.pretrain.stdlib import (
-    ByteDecoder,
-    StdlibConfig,
-    StdlibTask,
-    part_of,
-    read_parts,
-    source_folder,
-)
-
-
-def small(filtered: bool = False, **options: object) -> DigitsViT:
-    torch.manual_seed(0)
-    model = DigitsViT(depth=3, width=16, heads=2).eval()
-    if filtered:
-        gfsa.plug(model, **options)  # type: ignore[arg-type]
-    return model
-
-
-def test_patches_are_the_image_cut_in_squares() -> None:
-    model = small()
-    image = torch.arange(64.0).reshape(1, 8, 8)
-    entering = model.tokens(image)[0][:, 1:] - model.position
-    # the second token is the square of rows 0–1 and columns 2–3
-    square = torch.tensor([2.0, 3.0, 10.0, 11.0])
-    torch.testing.assert_close(entering[0, 1], model.embed(square))
-
-
-def test_splits_share_no_image() -> None:
-    parts = load_digits()
-    sizes = {name: len(part) for name, part in parts.items()}
-    assert sum(sizes.values()) == 1797
-    # the images are unique, so the sets of them must be disjoint
-    images = {
-        name: {tuple(image.flatten().tolist()) for image in part.columns["images"]}
-        for name, part in parts.items()
-    }
-    assert {name: len(part) for name, part in images.items()} == sizes
-    assert images["train"].isdisjoint(images["valid"] | images["test"])
-    assert images["valid"].isdisjoint(images["test"])
-
-
-def test_the_task_reports_accuracy_on_every_split() -> None:
-    config = DigitsConfig(depth=1, width=16, heads=2)
-    config.check()
-    task = find_recipe("digits").build(config, Path())
-    for name, split in task.splits.items():
-        batch = split.dataset.__getitems__([0, 1, 2])  # type: ignore[attr-defined]
-        assert batch["images"].shape == (3, 8, 8), name
-        assert task.loss(task.model, batch).isfinite()
-        wrong = ~task.predict(task.model, batch)
-        assert task.score([wrong, ~wrong])["accuracy"] == 50.0
-    with pytest.raises(ValueError, match="multiple of heads"):
-        DigitsConfig(width=10, heads=4).check()
+from gfsa_experiments.tasks.pretrain.data import part_of, read_source, source_folder
+from gfsa_experiments.tasks.pretrain.model import ByteDecoder
+from gfsa_experiments.tasks.pretrain.recipe import LanguageTask, StdlibConfig
 
 
 def decoder(block: int = 16) -> ByteDecoder:
@@ -76,7 +24,7 @@ def decoder(block: int = 16) -> ByteDecoder:
 
 
 def test_modules_are_in_one_part_each_and_parts_are_large_enough() -> None:
-    parts = read_parts(source_folder())
+    parts = read_source(source_folder())
     sizes = {name: len(text) for name, text in parts.items()}
     assert sizes["train"] > 1_000_000
     assert min(sizes["valid"], sizes["test"]) > 100_000
@@ -91,7 +39,7 @@ def test_modules_are_in_one_part_each_and_parts_are_large_enough() -> None:
 def test_a_python_without_its_source_says_so(tmp_path: Path) -> None:
     (tmp_path / "ast.py").write_text("x = 1\n")
     with pytest.raises(FileNotFoundError, match="expected the source of Python's standard library"):
-        read_parts(tmp_path)
+        read_source(tmp_path)
 
 
 @pytest.mark.parametrize("K", [None, 3])
@@ -128,7 +76,7 @@ def test_only_distances_between_bytes_count() -> None:
 def test_bits_per_byte_is_the_loss_in_bits() -> None:
     config = StdlibConfig(depth=1, width=16, heads=2, block=16, eval_rows=4, test_rows=4)
     config.check()
-    task = StdlibTask(config, Path())
+    task = LanguageTask(config, Path())
     assert [len(task.splits[name]) for name in ("valid", "test")] == [4, 4]
     with torch.no_grad():
         task.model.embed.weight.zero_()

@@ -20,9 +20,8 @@ from torch.utils.data import Dataset
 
 from gfsa_experiments.engine.task import Split, Task, as_it_is
 from gfsa_experiments.runs.data import fingerprint
-from gfsa_experiments.tasks.image.data import list_images, read_cifar
-from gfsa_experiments.tasks.image.recipe import ImageConfig, build
-from gfsa_experiments.tasks.speech.data import SpeechBatches, read_an4
+from gfsa_experiments.tasks.image import ImageConfig, build, list_images, read_cifar
+from gfsa_experiments.tasks.speech.data import SpeechBatches, read_speech
 from gfsa_experiments.tasks.speech.recipe import SpeechTask
 from support.speech import change_an4, write_an4
 from support.tiny_images import write_folder
@@ -201,7 +200,7 @@ _PRINT = """
 import sys
 from pathlib import Path
 from gfsa_experiments.runs.data import fingerprint
-from gfsa_experiments.tasks.image.recipe import ImageConfig, build
+from gfsa_experiments.tasks.image import ImageConfig, build
 config = ImageConfig(dataset="folder", image_size=32, model="deit_tiny", depth=1, patch_size=16)
 print(fingerprint(build(config, Path(sys.argv[1]))))
 """
@@ -225,8 +224,8 @@ def of_speech(**parts: list[Any]) -> str:
 
 def test_speech_by_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> str:
-        read_an4.cache_clear()
-        train, test = read_an4(tmp_path, 0.0)[0].values()
+        read_speech.cache_clear()
+        train, test = read_speech("an4", tmp_path, 0.0)[0].values()
         return of_speech(train=train[1:20], test=test)
 
     path = write_an4(tmp_path)

@@ -11,13 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-import gfsa
-from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.run import Run, carry_out
-from gfsa_experiments.tasks.image import data as cifar
-from gfsa_experiments.tasks.image.augment import Augmentation, Normalise, crop_and_flip
-from gfsa_experiments.tasks.image.recipe import ImageConfig, ImageTask, build
+from gfsa_experiments.tasks import image as cifar
+from gfsa_experiments.tasks.image import (
+    Augmentation,
+    ImageConfig,
+    ImageTask,
+    Normalise,
+    build,
+    crop_and_flip,
+)
 from support.tiny_images import write_cifar10, write_folder
+from support.tiny_runs import tiny_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
 
@@ -47,15 +52,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def run(data: Path, method: str = "plain", out: str = "runs", **settings: Any) -> Run:
-    return Run(
-        recipe="image",
-        config=dataclasses.replace(SMALL, **settings),
-        method=method,
-        options=MethodConfig(filter_lr=1e-2) if method == "gfsa" else MethodConfig(),
-        data_dir=data,
-        out=data.parent / out,
-        device="cpu",
-    )
+    return tiny_run("image", SMALL, data, data.parent / out, method, **settings)
 
 
 def made(data: Path, **settings: Any) -> ImageTask:
@@ -112,26 +109,14 @@ def test_an_interrupted_run_goes_on_with_the_same_random_images(
     assert (row.test, row.valid, row.others) == (whole.test, whole.valid, whole.others)
 
 
-@pytest.mark.parametrize(
-    ("settings", "layers"),
-    [
-        ({"depth": 2, "patch_size": 8}, 2),
-        ({"model": "deit_small", "depth": 1}, 1),
-        ({"model": "cait_s24", "depth": 1, "patch_size": 16}, 1),
-        ({"model": "swin_small", "depth": 0, "patch_size": 4}, 24),
-    ],
-)
-def test_plugging_changes_nothing_at_first(
-    data: Path, settings: dict[str, Any], layers: int
-) -> None:
-    task = made(data, **settings)
-    task.model.eval()
-    batch = task.prepare(a_batch(task, 4))
-    with torch.no_grad():
-        before = task.loss(task.model, batch)
-        report = gfsa.plug(task.model, K=3)
-        assert torch.equal(task.loss(task.model, batch), before)
-    assert len(report.plugged) == layers
+@pytest.mark.parametrize("model", cifar.MODELS)
+def test_models_of_the_paper_take_small_images(model: str) -> None:
+    config = ImageConfig(dataset="cifar10", model=model, depth=0 if "swin" in model else 1)
+    sketch: Any = config.sketch()
+    assert sketch(torch.zeros(1, 3, 32, 32, device=next(sketch.parameters()).device)).shape == (
+        1,
+        2,
+    )
 
 
 def test_parts_are_the_same_for_every_seed_and_disjoint(data: Path) -> None:
@@ -141,13 +126,13 @@ def test_parts_are_the_same_for_every_seed_and_disjoint(data: Path) -> None:
         "valid": 8,
         "test": 10,
     }
-    for part in ("train", "valid"):
-        assert torch.equal(
-            one.splits[part].dataset.indices,  # type: ignore[attr-defined]
-            other.splits[part].dataset.indices,  # type: ignore[attr-defined]
-        )
-    both = [one.splits[part].dataset.indices.tolist() for part in ("train", "valid")]  # type: ignore[attr-defined]
-    assert sorted(both[0] + both[1]) == list(range(80))
+    images = {
+        part: [task.splits[part].dataset.columns["images"] for task in (one, other)]  # type: ignore[attr-defined]
+        for part in ("train", "valid")
+    }
+    assert all(torch.equal(*both) for both in images.values())
+    seen = [image.numpy().tobytes() for both in images.values() for image in both[0]]
+    assert len(set(seen)) == 80
     # weights, however, are drawn by the seed
     assert not torch.equal(one.model.head.weight, other.model.head.weight)
 

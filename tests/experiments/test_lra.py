@@ -1,8 +1,12 @@
-"""The LRA recipe: what it feeds the encoder, and whole runs on a few sequences."""
+"""The LRA recipe: ListOps by its rules, what the encoder is fed, and whole runs."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import random
+import statistics
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +16,174 @@ import torch
 
 import gfsa
 from gfsa.operators import LinearOperator
-from gfsa_experiments.runs.methods import MethodConfig
-from gfsa_experiments.runs.run import Run, carry_out
-from gfsa_experiments.tasks import lra
-from gfsa_experiments.tasks.image import data as cifar
-from gfsa_experiments.tasks.listops import make_listops, read_listops, store
-from gfsa_experiments.tasks.lra import LraConfig, LraTask, build
+from gfsa_experiments.runs.run import carry_out
+from gfsa_experiments.tasks import image as cifar
+from gfsa_experiments.tasks import lra as listops
+from gfsa_experiments.tasks.lra import (
+    LraConfig,
+    LraTask,
+    Sequences,
+    make_listops,
+    read_listops,
+    store,
+)
 from support.tiny_images import write_cifar10
+from support.tiny_runs import tiny_run
+
+SMALL = {"train": 200, "val": 6, "test": 6}
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
 
-SMALL = LraConfig(
+
+@pytest.fixture(autouse=True)
+def _read_anew() -> None:
+    for cache in (cifar.read_cifar, read_listops, listops._images):
+        cache.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Sequences]:
+    return make_listops(seed=1, counts=SMALL)
+
+
+def nested(words: str) -> Any:
+    """``["MAX", 4, ["MIN", 2, 3]]`` of ``[MAX 4 [MIN 2 3 ] ]``, by json."""
+    text = words.replace("[", '["').replace(" ]", "]")
+    for name in ("MIN", "MAX", "MED", "SM"):
+        text = text.replace(f'["{name} ', f'["{name}", ')
+    for closing in ("]", *map(str, range(10))):
+        text = text.replace(f"{closing} ", f"{closing}, ")
+    return json.loads(text)
+
+
+def value_of(tree: Any) -> int:
+    """What a nested list is worth, by recursion."""
+    if isinstance(tree, int):
+        return tree
+    arguments = [value_of(argument) for argument in tree[1:]]
+    if tree[0] == "SM":
+        return sum(arguments) % 10
+    by_name = {"MIN": min, "MAX": max, "MED": statistics.median}
+    return int(by_name[tree[0]](arguments))
+
+
+def inside(tree: Any, depth: int = 1) -> list[tuple[str, int, int]]:
+    """Name, number of arguments and depth of every operator; of digits the depth."""
+    if isinstance(tree, int):
+        return [("", 0, depth)]
+    below = [found for argument in tree[1:] for found in inside(argument, depth + 1)]
+    return [(tree[0], len(tree) - 1, depth), *below]
+
+
+def pairs(tree: Any) -> str:
+    """The official text: a list is built pair by pair, ``(((op, a), b), ])``."""
+    if isinstance(tree, int):
+        return str(tree)
+    text = f"[{tree[0]}"
+    for argument in (*map(pairs, tree[1:]), "]"):
+        text = f"( {text} {argument} )"
+    return text
+
+
+def words_of(tokens: np.ndarray) -> str:
+    return " ".join(listops.TOKENS[token] for token in tokens)
+
+
+def test_answers_texts_and_rules(made: dict[str, Sequences]) -> None:
+    found: list[tuple[str, int, int]] = []
+    for part, count in SMALL.items():
+        sequences = made[part]
+        assert len(sequences) == count
+        for index, label in enumerate(sequences.labels):
+            tokens = sequences[index]
+            assert 500 < len(tokens) < 2000
+            tree = nested(words_of(tokens))
+            assert value_of(tree) == label
+            found += inside(tree)
+    names, counts, depths = map(set, zip(*found, strict=True))
+    assert (names, counts) == ({"", "MIN", "MAX", "MED", "SM"}, {0, *range(2, 11)})
+    assert max(depths) <= 10
+
+
+def test_arguments_are_drawn_as_the_rules_say() -> None:
+    generator, arguments, digits = random.Random(0), 0, 0
+    for _ in range(3000):
+        tokens: list[int] = []
+        listops._grow(generator, 9, tokens)
+        arguments += 1
+        digits += len(tokens) == 1
+        # at depth 10 there are digits alone
+        assert sum(token >= 11 for token in tokens) <= 2
+    assert abs(digits / arguments - 0.75) < 4 * (0.25 * 0.75 / arguments) ** 0.5
+
+
+def test_a_seed_is_a_data_set(made: dict[str, Sequences]) -> None:
+    again, other = make_listops(1, SMALL), make_listops(2, SMALL)
+    for part in SMALL:
+        assert np.array_equal(again[part].tokens, made[part].tokens)
+        assert np.array_equal(again[part].labels, made[part].labels)
+        assert not np.array_equal(other[part][0], made[part][0])
+
+
+def test_no_list_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = bytes([12, 1, 2, 15]), bytes([12, 2, 1, 15])
+    monkeypatch.setattr(listops, "_draw", lambda _: iter([(one, 1), (one, 1), (two, 1), (one, 1)]))
+    parts = make_listops(0, {"train": 1, "val": 1})
+    assert parts["train"].tokens.tobytes() == one
+    assert parts["val"].tokens.tobytes() == two
+
+
+@pytest.mark.parametrize("inside", ["", "listops", "lra_release/listops-1000"])
+def test_official_files(tmp_path: Path, made: dict[str, Sequences], inside: str) -> None:
+    (tmp_path / inside).mkdir(parents=True, exist_ok=True)
+    for part, sequences in made.items():
+        lines = [
+            f"{pairs(nested(words_of(sequences[index])))}\t{label}\r\n"
+            for index, label in enumerate(sequences.labels)
+        ]
+        text = "Source\tTarget\r\n" + "".join(lines)
+        (tmp_path / inside / f"basic_{part}.tsv").write_bytes(text.encode())
+    parts = read_listops(tmp_path)
+    for part in SMALL:
+        assert np.array_equal(parts[part].tokens, made[part].tokens)
+        assert np.array_equal(parts[part].offsets, made[part].offsets)
+        assert np.array_equal(parts[part].labels, made[part].labels)
+    (tmp_path / inside / "basic_test.tsv").unlink()
+    read_listops.cache_clear()
+    with pytest.raises(FileNotFoundError, match=r"basic_test\.tsv"):
+        read_listops(tmp_path)
+
+
+def test_missing_data_is_made_once_by_one_of_many(
+    tmp_path: Path, made: dict[str, Sequences], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    calls = []
+
+    def make() -> dict[str, Sequences]:
+        calls.append(1)
+        return made
+
+    monkeypatch.setattr(listops, "make_listops", make)
+    path = tmp_path / "listops" / "listops_seed0.npz"
+    threads = [threading.Thread(target=listops._generate, args=(path,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+    assert "generating ListOps" in capsys.readouterr().err
+    assert {one.name for one in path.parent.iterdir()} == {path.name, "listops_seed0.lock"}
+    parts = read_listops(tmp_path)
+    assert len(calls) == 1
+    assert np.array_equal(parts["test"].tokens, made["test"].tokens)
+
+    read_listops.cache_clear()
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ValueError, match=r"is damaged .* delete it to generate it again"):
+        read_listops(tmp_path)
+
+
+TINY = LraConfig(
     dim=16,
     depth=1,
     num_heads=2,
@@ -44,30 +205,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GFSA_CACHE", raising=False)
-    for cache in (cifar.read_cifar, read_listops, lra._images):
-        cache.cache_clear()
-
-
-def run(data: Path, out: Path, method: str = "plain", **settings: Any) -> Run:
-    return Run(
-        recipe="lra",
-        config=dataclasses.replace(SMALL, **settings),
-        method=method,
-        options=MethodConfig(filter_lr=1e-2) if method == "gfsa" else MethodConfig(),
-        data_dir=data,
-        out=out,
-        device="cpu",
-    )
-
-
-def made(data: Path, **settings: Any) -> LraTask:
-    config = dataclasses.replace(SMALL, **settings)
+def task_of(data: Path, **settings: Any) -> LraTask:
+    config = dataclasses.replace(TINY, **settings)
     config.check()
     torch.manual_seed(0)
-    return build(config, data)
+    return LraTask(config, data)
 
 
 def a_batch(task: LraTask, count: int = 4) -> dict[str, torch.Tensor]:
@@ -88,7 +230,7 @@ def a_batch(task: LraTask, count: int = 4) -> dict[str, torch.Tensor]:
 def test_a_run_from_files_to_row(
     data: Path, tmp_path: Path, task: str, attention: str, method: str
 ) -> None:
-    row = carry_out(run(data, tmp_path, method, task=task, attention=attention))
+    row = carry_out(tiny_run("lra", TINY, data, tmp_path, method, task=task, attention=attention))
     assert row.task == f"{task} {attention}"
     assert row.metric == "accuracy"
     assert row.steps == 2
@@ -100,7 +242,7 @@ def test_a_run_from_files_to_row(
 @pytest.mark.parametrize("attention", ["softmax", "efficient"])
 @pytest.mark.parametrize("task", ["listops", "image"])
 def test_plugging_changes_nothing_at_first(data: Path, task: str, attention: str) -> None:
-    made_task = made(data, task=task, attention=attention)
+    made_task = task_of(data, task=task, attention=attention)
     made_task.model.eval()
     batch = a_batch(made_task)
     before = made_task.loss(made_task.model, batch)
@@ -115,7 +257,7 @@ def test_plugging_changes_nothing_at_first(data: Path, task: str, attention: str
 def test_efficient_attention_is_filtered_by_the_linear_operator(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = made(data, attention="efficient")
+    task = task_of(data, attention="efficient")
     gfsa.plug(task.model, K=3)
     seen = []
     (made_filter,) = gfsa.filters_of(task.model).values()
@@ -126,14 +268,14 @@ def test_efficient_attention_is_filtered_by_the_linear_operator(
 
 def test_padding_is_a_mask_over_keys(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shape that attention kernels take without building n×n entries."""
-    task = made(data)
+    task = task_of(data)
     masks = []
     task.model.blocks[0].register_forward_pre_hook(lambda _, inputs: masks.append(inputs[1]))
     batch = a_batch(task)
     task.predict(task.model, batch)
     assert masks[0].dtype == torch.bool
     assert masks[0].shape == (4, 1, 1, batch["tokens"].shape[1] + 1)
-    pixels = made(data, task="image")
+    pixels = task_of(data, task="image")
     pixels.model.blocks[0].register_forward_pre_hook(lambda _, inputs: masks.append(inputs[1]))
     pixels.predict(pixels.model, a_batch(pixels))
     assert masks[1] is None
@@ -141,8 +283,8 @@ def test_padding_is_a_mask_over_keys(data: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_padding_changes_no_answer(data: Path) -> None:
     for attention in ("softmax", "efficient"):
-        little = made(data, attention=attention)
-        full = made(data, attention=attention, pad_to_multiple=0)
+        little = task_of(data, attention=attention)
+        full = task_of(data, attention=attention, pad_to_multiple=0)
         for task in (little, full):
             task.model.eval()
         short, long = a_batch(little), a_batch(full)
@@ -156,17 +298,17 @@ def test_padding_changes_no_answer(data: Path) -> None:
 
 def test_batches_are_the_lists_and_nothing_is_cut(data: Path) -> None:
     sequences = read_listops(data)["train"]
-    batch = a_batch(made(data), 12)
+    batch = a_batch(task_of(data), 12)
     for index in range(12):
         kept = batch["tokens"][index][batch["tokens"][index] != 0]
         assert np.array_equal(kept.numpy(), sequences[index])
     assert batch["labels"].tolist() == sequences.labels.tolist()
     # lengths are there for batches of lists of like length
-    assert made(data).splits["train"].lengths == sequences.lengths.tolist()
+    assert task_of(data).splits["train"].lengths == sequences.lengths.tolist()
 
 
 def test_the_lens_sees_a_sequence_without_padding(data: Path) -> None:
-    task = made(data)
+    task = task_of(data)
     example = task.example()
     assert example.shape == (1, len(read_listops(data)["val"][0]))
     task.model(example)

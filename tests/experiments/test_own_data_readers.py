@@ -14,10 +14,9 @@ import torch
 from gfsa_experiments.data.own import PARTS
 from gfsa_experiments.data.tables import read_labelled
 from gfsa_experiments.tasks.graph.data import read_graphs
-from gfsa_experiments.tasks.image.data import list_images
-from gfsa_experiments.tasks.lra import LraConfig, build
-from gfsa_experiments.tasks.speech.data import letters_of
-from gfsa_experiments.tasks.speech.data import read_own as read_speech
+from gfsa_experiments.tasks.image import list_images
+from gfsa_experiments.tasks.lra import LraConfig, LraTask
+from gfsa_experiments.tasks.speech.data import letters_of, read_speech
 from gfsa_experiments.tasks.texts import TextConfig, TextTask
 from support.own_data import (
     reviews,
@@ -105,9 +104,9 @@ class TestText:
 class TestBytes:
     def test_long_texts_are_cut_and_counted(self, tmp_path: Path) -> None:
         path = write_table(tmp_path / "my.csv", reviews(40))
-        columns = {"data": str(path), "text": "review", "label_column": "stars"}
+        columns = {"data": str(path), "text": ("review",), "label_column": "stars"}
         sizes = {"dim": 8, "depth": 1, "num_heads": 2, "ffn_dim": 8}
-        task = build(LraConfig(**columns, **sizes, length=31), tmp_path)
+        task = LraTask(LraConfig(**columns, **sizes, length=31), tmp_path)
         long = sum(len(row["review"]) > 30 for row in reviews(40))
         assert 0 < long < 40
         assert task.own_data is not None

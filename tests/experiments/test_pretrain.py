@@ -22,7 +22,7 @@ from gfsa_experiments.runs.run import DivergedError, carry_out
 from gfsa_experiments.runs.run_folder import read_row
 from gfsa_experiments.tasks.pretrain import data as packing
 from gfsa_experiments.tasks.pretrain import recipe
-from gfsa_experiments.tasks.pretrain.recipe import PretrainTask
+from gfsa_experiments.tasks.pretrain.recipe import LanguageTask
 from support.interrupting import ends_as_if_never_interrupted
 from support.measuring import LargestTensor
 from support.tiny_pretraining import SMALL, a_batch, a_run, built, write_corpus
@@ -84,58 +84,6 @@ class TestModel:
             torch.testing.assert_close(scaled, lengths * torch.tensor([1.0, 9.0]))
             task.loss(task.model, a_batch(task)).backward()
             assert attention.q_norm.temperature.grad.abs().min() > 0
-
-    @pytest.mark.parametrize("filtered", [False, True])
-    def test_gates_multiply_the_heads_of_each_token(self, filtered: bool, data: Path) -> None:
-        plain, gated = built(data), built(data, gate=True)
-        weights = {
-            name.replace("attention.", ""): w for name, w in gated.model.state_dict().items()
-        }
-        assert set(weights) - set(plain.model.state_dict()) == {
-            f"model.layers.{i}.self_attn.gate.weight" for i in range(2)
-        }
-        plain.model.load_state_dict(
-            {name: weights[name] for name in plain.model.state_dict()}, strict=True
-        )
-        if filtered:
-            for task in (plain, gated):
-                gfsa.plug(task.model)
-                with torch.no_grad():
-                    for filter in gfsa.filters_of(task.model).values():
-                        filter.theta.copy_(
-                            torch.linspace(-0.5, 0.5, filter.theta.numel()).view_as(filter.theta)
-                        )
-        gates = [layer.self_attn.gate.weight for layer in gated.model.model.layers]
-        batch = a_batch(plain)
-        with torch.no_grad():
-            for gate in gates:
-                gate.zero_()
-        torch.testing.assert_close(
-            gated.loss(gated.model, batch), plain.loss(plain.model, batch), rtol=1e-6, atol=1e-6
-        )
-        # a gate that is the same for every token is a factor on that head's columns of W_O
-        layer = gated.model.model.layers[0].self_attn
-        x = torch.ones(1, 5, 32)
-        with torch.no_grad():
-            layer.gate.weight[1] = 0.25 / 32
-            rotation = gated.model.model.rotary_emb(x, torch.arange(5)[None])
-            y, _ = layer(x, position_embeddings=rotation, attention_mask=None)
-            factor = 2 * torch.sigmoid(torch.tensor(0.25))
-            other = plain.model.model.layers[0].self_attn
-            other.o_proj.weight[:, 16:] *= factor
-            expected, _ = other(x, position_embeddings=rotation, attention_mask=None)
-        torch.testing.assert_close(y, expected)
-        gated.loss(gated.model, batch).backward()
-        assert all(gate.grad.abs().min() > 0 for gate in gates)
-
-    def test_a_filter_changes_nothing_to_begin_with(self, data: Path) -> None:
-        plain, filtered = built(data), built(data)
-        assert gfsa.plug(filtered.model).parameters == 12
-        batch = a_batch(plain)
-        loss = plain.loss(plain.model, batch)
-        assert torch.equal(loss, filtered.loss(filtered.model, batch))
-        loss.backward()
-        assert all(p.grad is not None for p in plain.model.parameters())
 
     @pytest.mark.parametrize("filtered", [False, True])
     def test_the_loss_is_that_of_transformers(self, filtered: bool, data: Path) -> None:
@@ -227,7 +175,7 @@ class TestTraining:
         """A run that had broken down before it was interrupted is recorded as such."""
         run = a_run(data, tmp_path, lr=30.0, warmup=0.0, max_steps=6, clip=0.0, checkpoint_every=1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PretrainTask, "loss", interrupted_at(4, PretrainTask.loss))
+            patch.setattr(LanguageTask, "loss", interrupted_at(4, LanguageTask.loss))
             with pytest.raises(KeyboardInterrupt):
                 carry_out(run)
         with pytest.raises(DivergedError, match="before the first step"):
@@ -243,7 +191,7 @@ class TestTraining:
             # the speed is another each time
             return dataclasses.replace(row, others=row.others.partition(" tokens_per_second")[0])
 
-        ends_as_if_never_interrupted(train, PretrainTask, tmp_path, monkeypatch)
+        ends_as_if_never_interrupted(train, LanguageTask, tmp_path, monkeypatch)
 
     @pytest.mark.parametrize("method", ["plain", "gfsa"])
     def test_interrupted_in_its_only_epoch_it_goes_on_from_the_last_evaluation(
@@ -258,7 +206,7 @@ class TestTraining:
         every = math.ceil(steps / 3)
         assert every > 2
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PretrainTask, "loss", interrupted_at(steps - 1, PretrainTask.loss))
+            patch.setattr(LanguageTask, "loss", interrupted_at(steps - 1, LanguageTask.loss))
             with pytest.raises(KeyboardInterrupt):
                 carry_out(cut)
         # the last two are kept
@@ -271,18 +219,6 @@ class TestTraining:
                 assert (cut.folder / name).read_bytes() == (whole.folder / name).read_bytes()
         assert (whole.folder / "coefficients.csv").exists() == (method == "gfsa")
         assert not (cut.folder / "checkpoints").exists()
-
-    def test_tokens_may_be_kept_in_bf16(self, data: Path) -> None:
-        task = built(data, residual="bf16", precision="bf16")
-        kinds: list[torch.dtype] = []
-        for layer in task.model.model.layers:
-            layer.register_forward_hook(lambda m, i, out: kinds.append(out.dtype))
-        with torch.autocast("cpu", torch.bfloat16):
-            task.loss(task.model, a_batch(task)).backward()
-        assert kinds == [torch.bfloat16] * 2
-        assert task.model.model.embed_tokens.weight.grad.dtype == torch.float32
-        with pytest.raises(ValueError, match="needs precision=bf16"):
-            built(data, residual="bf16")
 
     def test_the_last_batch_is_filled_up_and_counts_as_it_is(self, data: Path) -> None:
         task = built(data)
@@ -301,11 +237,11 @@ class TestTraining:
         assert torch.equal(ids[:, :-1].flatten(), rows._host[: len(rows) * 16].long())
 
 
-def documents_of(task: PretrainTask, *rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def documents_of(task: LanguageTask, *rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Random documents of these lengths, row by row, and labels."""
     ids = torch.randint(1, 290, (len(rows), sum(rows[0])))
     for row, lengths in zip(ids, rows, strict=True):
-        row[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = task._end
+        row[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = task.end
     return ids, torch.randint(1, 290, ids.shape)
 
 
@@ -316,7 +252,7 @@ class TestBoundaries:
         if filtered:
             gfsa.plug(task.model, w0=0.3, w1=0.8, wK=0.2)
         model = task.model.double()
-        end, lengths = task._end, (6, 3, 7)
+        end, lengths = task.end, (6, 3, 7)
         documents = [torch.randint(1, 290, (1, n)) for n in lengths]
         for one in documents:
             one[:, 0] = end
@@ -357,9 +293,9 @@ class TestBoundaries:
     def test_the_packed_kernels_take_the_description(self, data: Path) -> None:
         task = built(data, boundaries=True)
         ids, _ = documents_of(task, [6, 10])
-        assert isinstance(packing.mask_for(task.model, ids, task._end), torch.Tensor)
+        assert isinstance(packing.mask_for(task.model, ids, task.end), torch.Tensor)
         gfsa.plug(task.model)
-        assert refusal_of_spans(packing.mask_for(task.model, ids, task._end).visible) is None
+        assert refusal_of_spans(packing.mask_for(task.model, ids, task.end).visible) is None
 
     @pytest.mark.parametrize("gate", [False, True])
     def test_no_tensor_of_all_queries_and_keys(

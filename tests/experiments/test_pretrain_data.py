@@ -1,17 +1,23 @@
-"""The text of pretraining: how it is read, split, encoded, packed and refused."""
+"""Pretraining: how text is read, split, encoded, packed and refused; probes of trained decoders."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from gfsa_experiments.runs.run import carry_out
-from gfsa_experiments.tasks.pretrain.recipe import PretrainTask
+from gfsa_experiments.tasks.pretrain.data import TokenRows
+from gfsa_experiments.tasks.pretrain.probes import probe
+from gfsa_experiments.tasks.pretrain.recipe import LanguageTask
 from support.tiny_pretraining import a_batch, a_run, built, document, write_corpus
 
 
@@ -27,14 +33,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("data"))
 
 
-def task_on(data: str, data_dir: Path, **settings: Any) -> PretrainTask:
+def task_on(data: str, data_dir: Path, **settings: Any) -> LanguageTask:
     return built(data_dir, data=data, **settings)
 
 
 def test_one_file_is_split_by_documents(tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("\0".join(map(document, range(100))))
     task = task_on(str(tmp_path / "own.txt"), tmp_path)
-    starts = {name: int((rows._host == task._end).sum()) for name, rows in task.rows.items()}
+    starts = {name: int((rows._host == task.end).sum()) for name, rows in task.rows.items()}
     assert sum(starts.values()) == 100
     assert 3 <= starts["valid"] <= 7
     assert 3 <= starts["test"] <= 7
@@ -59,7 +65,7 @@ def test_json_lines_in_a_folder(tmp_path: Path) -> None:
         lines = [json.dumps({"text": document(i), "id": i}) for i in range(60)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     task = task_on(str(tmp_path), tmp_path)
-    assert sum(int((rows._host == task._end).sum()) for rows in task.rows.values()) == 120
+    assert sum(int((rows._host == task.end).sum()) for rows in task.rows.values()) == 120
 
 
 def test_prepared_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +95,7 @@ def test_packed_and_given_elsewhere(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_of_ones_own(data: Path, tmp_path: Path) -> None:
-    from gfsa_experiments.data.tokenizers import train_tokenizer
+    from gfsa_experiments.data.pretrained import train_tokenizer
 
     train_tokenizer([document(i) for i in range(9)], 280).save(str(tmp_path / "t.json"))
     task = built(data, tokenizer=str(tmp_path / "t.json"))
@@ -101,7 +107,7 @@ def test_a_tokenizer_of_ones_own(data: Path, tmp_path: Path) -> None:
 
 def test_a_finished_run_is_of_its_tokenizer(data: Path, tmp_path: Path) -> None:
     """Another file in its place gave the row of the former one."""
-    from gfsa_experiments.data.tokenizers import train_tokenizer
+    from gfsa_experiments.data.pretrained import train_tokenizer
 
     file = tmp_path / "t.json"
     texts = [document(i) for i in range(9)]
@@ -119,7 +125,7 @@ def test_a_document_begins_where_the_text_says_so(tmp_path: Path) -> None:
     text = "<|endoftext|>\n".join(map(document, range(100)))
     (tmp_path / "own.txt").write_text(text)
     task = task_on(str(tmp_path / "own.txt"), tmp_path, boundaries=True)
-    starts = [int((rows._host == task._end).sum()) for rows in task.rows.values()]
+    starts = [int((rows._host == task.end).sum()) for rows in task.rows.values()]
     assert sum(starts) > 99
     counts = "{} train, {} valid, {} test documents".format(*starts)
     assert str(task.own_data).endswith(f"{counts})")
@@ -135,3 +141,76 @@ def test_tokens_that_lost_their_end_are_refused(
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"train.bin has 1000 bytes .*; delete .*tokens-own"):
         built(tmp_path, data="own.txt")
+
+
+VOCABULARY = 60
+# so many that random tokens hardly repeat by chance
+MANY = 4000
+
+
+class Copies(nn.Module):
+    """Predicts what followed the last occurrence of the present token, all else being equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids: Tensor, **unused: Any) -> Any:
+        logits = torch.zeros(*input_ids.shape, MANY)
+        for row, tokens in enumerate(input_ids.tolist()):
+            follows: dict[int, int] = {}
+            for place, token in enumerate(tokens):
+                if place:
+                    follows[tokens[place - 1]] = token
+                if token in follows:
+                    logits[row, place, follows[token]] = 30.0
+        return SimpleNamespace(logits=logits)
+
+
+def rows_of(tokens: list[int] | Tensor, block: int) -> TokenRows:
+    return TokenRows(np.asarray(tokens, dtype=np.uint16), block, "valid")
+
+
+@pytest.fixture
+def text() -> TokenRows:
+    numbers = torch.randint(MANY, (5 * 32 + 1,), generator=torch.Generator().manual_seed(1))
+    numbers[-1] = MANY - 1
+    return rows_of(numbers, 32)
+
+
+def test_a_model_that_copies_is_seen_to_copy(text: TokenRows) -> None:
+    found = probe(Copies(), text, None, rows=5)
+    for name in ("induction", "recall"):
+        assert found[name]["first"] > 0.8 * math.log(MANY), name
+    assert found["induction"]["second"] < 0.1
+    assert found["recall"]["second"] < 0.1
+
+
+def test_losses_are_sorted_by_position() -> None:
+    class Prefers(nn.Module):
+        """Gives every token t the loss of logits −t at even places, equal logits at odd ones."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.number = nn.Parameter(torch.zeros(1))
+
+        def forward(self, input_ids: Tensor, **unused: Any) -> Any:
+            logits = -torch.arange(VOCABULARY).float().expand(*input_ids.shape, VOCABULARY)
+            return SimpleNamespace(logits=logits)
+
+    valid = rows_of([*range(10, 50), 0], 20)
+    found = probe(Prefers(), valid, None, rows=2)
+    rest = math.log(sum(math.exp(-t) for t in range(VOCABULARY)))
+    # 20 losses in a row: 1, 2, 4, 8 and 5 of them; tokens 11 … 30 and 31 … 49, 0
+    assert len(found["position"]) == 5
+    assert found["position"][0] == pytest.approx((11 + 31) / 2 + rest, rel=1e-5)
+    assert found["position"][1] == pytest.approx((12.5 + 32.5) / 2 + rest, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["plain", "gfsa"])
+def test_a_run_writes_its_probes(method: str, data: Path, tmp_path: Path) -> None:
+    run = a_run(data, tmp_path, method, probes=3)
+    row = carry_out(run)
+    assert "probes" not in row.settings
+    found = json.loads((run.folder / "probes.json").read_text())
+    assert {*found} == {"induction", "recall", "position"}

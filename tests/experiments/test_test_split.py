@@ -14,7 +14,7 @@ from gfsa_experiments.engine import trainer
 from gfsa_experiments.engine.task import Split, as_it_is, sealed
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.run import Run, carry_out
-from gfsa_experiments.tasks.pretrain.recipe import PretrainTask
+from gfsa_experiments.tasks.pretrain.recipe import LanguageTask
 from support import toy_recipe
 from support.tiny_pretraining import a_run, write_corpus
 from support.toy_recipe import ToyConfig, ToyData, ToyTask
@@ -122,12 +122,12 @@ def test_a_pretraining_task_reads_no_test_tokens_early(
 ) -> None:
     """Its rows of tokens have a second name, and need no batch."""
     monkeypatch.setenv("GFSA_CACHE", str(tmp_path / "cache"))
-    loss = PretrainTask.loss
+    loss = LanguageTask.loss
 
-    def early(self: PretrainTask, model: Any, batch: Any) -> Any:
+    def early(self: LanguageTask, model: Any, batch: Any) -> Any:
         return loss(self, model, {"part": "test", "rows": batch["rows"] * 0})
 
-    monkeypatch.setattr(PretrainTask, "loss", early)
+    monkeypatch.setattr(LanguageTask, "loss", early)
     with pytest.raises(RuntimeError, match="test split was read before the last step"):
         carry_out(a_run(write_corpus(tmp_path), tmp_path / "runs"))
 

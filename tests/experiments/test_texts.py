@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ import torch
 
 import gfsa
 from gfsa_experiments.data.own import hold_out
-from gfsa_experiments.runs.methods import MethodConfig
-from gfsa_experiments.runs.row import Row
-from gfsa_experiments.runs.run import Run, carry_out
+from gfsa_experiments.runs.run import carry_out
 from gfsa_experiments.tasks.text_sets import GLUE_TASKS, read_code, read_glue
 from gfsa_experiments.tasks.texts import CodeConfig, GlueConfig, TextTask, TextTaskConfig
 from support.hub import HubPart, fake_hub
+from support.tiny_runs import tiny_run
 from support.tiny_texts import (
     glue_label,
     glue_rows,
@@ -326,25 +324,16 @@ def test_settings_that_make_no_sense(setting: dict[str, Any], message: str) -> N
         GlueConfig(**setting).check()
 
 
-def trained(config: TextTaskConfig, data: Path, out: Path, method: str) -> Row:
-    run = Run(
-        recipe="glue" if isinstance(config, GlueConfig) else "code",
-        config=dataclasses.replace(config, lens=method == "gfsa"),
-        method=method,
-        options=MethodConfig(filter_lr=1e-2) if method == "gfsa" else MethodConfig(),
-        data_dir=data,
-        out=out,
-        device="cpu",
-    )
-    return carry_out(run)
-
-
 def test_whole_runs(bert: str, data: Path, tmp_path: Path) -> None:
     for config, task, metric in (
         (glue(bert, holdout=0.25), "cola tiny-bert", "matthews"),
         (code(dataset="bigclonebench"), "bigclonebench roberta-d2-w16", "f1"),
     ):
-        rows = {m: trained(config, data, tmp_path / task, m) for m in ("plain", "gfsa")}
+        recipe = "glue" if isinstance(config, GlueConfig) else "code"
+        rows = {
+            m: carry_out(tiny_run(recipe, config, data, tmp_path / task, m, lens=m == "gfsa"))
+            for m in ("plain", "gfsa")
+        }
         assert (rows["plain"].task, rows["plain"].metric) == (task, metric)
         assert rows["plain"].valid is not None
         assert rows["gfsa"].added == 12

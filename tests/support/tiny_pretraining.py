@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.run import Run
-from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig, PretrainTask
+from gfsa_experiments.tasks.pretrain.recipe import LanguageTask, PretrainConfig
+from support.tiny_runs import tiny_run
 from support.tiny_texts import sentence
 
 SMALL = PretrainConfig(
@@ -43,24 +43,16 @@ def write_corpus(root: Path) -> Path:
     return root
 
 
-def built(data_dir: Path, **settings: Any) -> PretrainTask:
+def built(data_dir: Path, **settings: Any) -> LanguageTask:
     config = dataclasses.replace(SMALL, **settings)
     config.check()
     torch.manual_seed(config.seed)
-    return PretrainTask(config, data_dir)
+    return LanguageTask(config, data_dir)
 
 
-def a_batch(task: PretrainTask, part: str = "train", rows: int = 4) -> dict[str, Any]:
+def a_batch(task: LanguageTask, part: str = "train", rows: int = 4) -> dict[str, Any]:
     return task.rows[part].__getitems__(list(range(rows)))
 
 
 def a_run(data: Path, out: Path, method: str = "plain", **settings: Any) -> Run:
-    return Run(
-        recipe="pretrain",
-        config=dataclasses.replace(SMALL, **settings),
-        method=method,
-        options=MethodConfig(filter_lr=1e-2) if method == "gfsa" else MethodConfig(),
-        data_dir=data,
-        out=out,
-        device="cpu",
-    )
+    return tiny_run("pretrain", SMALL, data, out, method, **settings)

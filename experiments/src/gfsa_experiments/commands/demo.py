@@ -140,7 +140,7 @@ def _carry_out(
 def _run(name: str, seed: int, steps: int, folder: Path, jobs: int, quick: bool) -> Run:
     from gfsa_experiments.runs.methods import MethodConfig
     from gfsa_experiments.runs.run import Run
-    from gfsa_experiments.tasks.pretrain.stdlib import StdlibConfig
+    from gfsa_experiments.tasks.pretrain.recipe import StdlibConfig
 
     given: dict[str, Any] = {"checkpoints": False, "tensorboard": False, "eval_rows": 64}
     if quick:

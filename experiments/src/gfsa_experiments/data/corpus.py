@@ -25,6 +25,7 @@ from gfsa_experiments.data.own import (
 from gfsa_experiments.data.tables import ENDINGS as TABLES
 from gfsa_experiments.data.tables import column_of, load_parts, open_table
 
+EXPECTED = "a file or folder of text, or hub:ID"
 SHARE = 0.05
 """Of the text, for each of ``valid`` and ``test``."""
 # how far a border may move towards the start to spare a document, a line or a word: a part keeps at
@@ -40,9 +41,6 @@ def split_documents(documents: Sequence[str], root: str) -> dict[str, list[str]]
     Where a document ends shortly before a border between two parts, the parts meet there. Otherwise
     the document that lies across the border is cut: at the end of a line if one is near, of a word,
     or between two characters. No other document is.
-
-    Args:
-        root: where the documents are, for messages.
     """
     ends = list(itertools.accumulate(map(len, documents)))
     size = ends[-1] if ends else 0
@@ -73,11 +71,8 @@ def _border(documents: Sequence[str], ends: Sequence[int], at: int, reach: int) 
     if number == len(documents):
         return at
     near = documents[number][max(0, at - reach - before) : at - before]
-    for kind in _ENDS:
-        found = [match.end() for match in kind.finditer(near)]
-        if found:
-            return at - len(near) + found[-1]
-    return at
+    found = [[match.end() for match in kind.finditer(near)] for kind in _ENDS]
+    return at - len(near) + next((places[-1] for places in found if places), len(near))
 
 
 # in a folder; a csv beside the text is no text
@@ -106,19 +101,18 @@ class Corpus:
     def split_by(self) -> str:
         """How the parts were made, as a sentence."""
         percent = f"{100 * SHARE:g} %"
+        said = "the parts that it names"
         if len(self.sources) == 2:
             start = "" if "test" in self.sources else "its valid is reported as test; "
-            return f"{start}the last {percent} of its documents to train on are valid"
-        said = f"about the last {percent} of the text is test, the {percent} before it valid"
-        said = "the parts that it names" if self.has_parts else said
+            said = f"{start}the last {percent} of its documents to train on are valid"
+        elif not self.has_parts:
+            said = f"about the last {percent} of the text is test, the {percent} before it valid"
         more = f" and {len(self.unread) - 3} more" if len(self.unread) > 3 else ""
         return said + (f"; not read: {', '.join(self.unread[:3])}{more}" if self.unread else "")
 
     def documents(self) -> dict[str, list[str]]:
         """The documents of each part."""
         found = {part: list(self._read(part)) for part in self.sources}
-        if not any(map(any, found.values())):
-            raise ValueError(f"{self.root} has no text in it: expected a document or more, got 0")
         if not self.has_parts:
             found = split_documents(found["train"], self.root)
         elif len(found) == 2:
@@ -170,11 +164,6 @@ class Corpus:
                 yield f"{self.root} {self.column} {part} {digest}\n"
 
 
-def find_corpus(data: str, data_dir: Path) -> Path:
-    """The file or folder that ``data`` names: below ``data_dir``, or a path of its own."""
-    return find_own(data, data_dir, "a file or folder of text, or hub:ID")
-
-
 def corpus_of(data: str, data_dir: Path, column: str = "text") -> Corpus:
     """The corpus that ``data`` names: a file or folder, or ``hub:ID``."""
     if data.startswith(HUB):
@@ -185,7 +174,7 @@ def corpus_of(data: str, data_dir: Path, column: str = "text") -> Corpus:
                 "export what you need to a file"
             )
         return Corpus(name_of(data), data, column, sources)
-    path = find_corpus(data, data_dir)
+    path = find_own(data, data_dir, EXPECTED)
     name = path.resolve().name.partition(".")[0]
     if path.is_file():
         # a file that is named is read, whatever its ending
@@ -195,8 +184,8 @@ def corpus_of(data: str, data_dir: Path, column: str = "text") -> Corpus:
     if not texts:
         raise ValueError(
             f"{path} has no text to read: expected files that end in {', '.join(_IN_FOLDERS)}, "
-            f"plain or with {' or '.join(PACKED)} behind it, or data= to one file, which is read "
-            f"whatever its ending{entries_of(path)}"
+            f"packed ({', '.join(PACKED)}) or not, or data= to one file of any ending"
+            f"{entries_of(path)}"
         )
     # a README beside the parts is about the text
     parts = {part: tuple(p for p in texts if part_of(p, path) == part) for part in PARTS}

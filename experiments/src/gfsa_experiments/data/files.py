@@ -55,10 +55,10 @@ def find_file(data_dir: Path, names: Sequence[str], source: DataSource) -> Path:
 
 def not_found(data_dir: Path, names: str, source: DataSource) -> FileNotFoundError:
     """The error for missing files: where they were searched and where to get them."""
-    subfolders = ", ".join(f"{folder}/" for folder in source.folders if folder)
-    searched = f"{data_dir.absolute()}{f' or its {subfolders}' if subfolders else ''}"
+    inside = ", ".join(f"{folder}/" for folder in source.folders if folder)
     return FileNotFoundError(
-        f"{source.name}: found none of {names} in {searched}. The data set consists of "
+        f"{source.name}: found none of {names} in {data_dir.absolute()}"
+        f"{f' or its {inside}' if inside else ''}. The data set consists of "
         f"{source.files}; get it from {source.where}, and give its folder with --data-dir"
     )
 
@@ -96,10 +96,7 @@ def cache_folder(setting: str = "") -> Path:
 class BadRows:
     """Collects the entries of a file that cannot be used, and why.
 
-    Args:
-        path: the file, for messages.
-        unit: what an entry is called.
-        place: what its number is called.
+    ``unit`` and ``place`` are what an entry and its number are called.
     """
 
     def __init__(self, path: Path | str, unit: str = "rows", place: str = "row") -> None:
@@ -119,10 +116,10 @@ class BadRows:
             raise ValueError(f"{self.path} has no {self.unit}; get it again")
         if not self.count:
             return
+        examples = self.examples + ["…"] * (self.count > len(self.examples))
         message = (
             f"{self.path}: {self.count} of {total} {self.unit} cannot be used; "
-            + "; ".join(self.examples)
-            + ("; …" if self.count > len(self.examples) else "")
+            f"{'; '.join(examples)}"
         )
         if self.count > _TOLERATED * total:
             raise ValueError(

@@ -18,8 +18,8 @@ from typing import Literal
 import numpy as np
 
 HUB = "hub:"
-PACKED = (".xz", ".gz")
 OPENERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
+PACKED = (*OPENERS,)
 _UNREADABLE = (lzma.LZMAError, zlib.error, EOFError, gzip.BadGzipFile)
 _SHOWN = 6
 
@@ -93,19 +93,14 @@ def text_of(path: Path) -> str:
 
 def ending_of(path: Path) -> str:
     """The ending that says what a file is: ``.csv`` of ``reviews.csv.gz``."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in PACKED:
-        suffixes.pop()
-    return suffixes[-1] if suffixes else ""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in PACKED else suffix
 
 
 def files_in(folder: Path) -> list[Path]:
     """All files of a folder but hidden ones, in order."""
-    return [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not any(w.startswith(".") for w in path.relative_to(folder).parts)
-    ]
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [f for f in files if not any(w[0] == "." for w in f.relative_to(folder).parts)]
 
 
 PARTS = ("train", "valid", "test")
@@ -192,10 +187,10 @@ def three_parts(
         how += ", every class in the same share"
     if alone:
         return cut, how
-    if "test" in parts:
-        return cut | {"test": parts["test"]}, f"its train is split: {how}"
-    reported = "there is no part test: its valid is reported as test, and its train is split"
-    return cut | {"test": parts["valid"]}, f"{reported}: {how}"
+    said = "its train is split"
+    if "test" not in parts:
+        said = f"there is no part test: its valid is reported as test, and {said}"
+    return cut | {"test": parts.get("test") or parts["valid"]}, f"{said}: {how}"
 
 
 def _cut(
@@ -283,14 +278,11 @@ def decide(
     only_classes: bool = False,
     advice: str = "set label= to another column",
 ) -> Labels:
-    """What the labels are.
+    """What the labels in a column are: classes, or numbers that a model is trained to predict.
 
-    Words are classes; so are whole numbers of which at most 20 different ones occur. Other numbers
-    are numbers, which a model is trained to predict.
+    Words are classes; so are whole numbers of which at most 20 different ones occur.
 
     Args:
-        texts: the labels as text.
-        column: where they come from, for messages.
         wanted: the caller's own decision, if there is one.
         only_classes: the recipe predicts classes alone, and has no setting ``labels``.
         advice: what to do if they are no labels.
@@ -351,5 +343,5 @@ def refuse_unseen(labels: Labels, parts: Rows, where: str) -> None:
     for part, rows in parts.items():
         unseen = sorted({labels.values[row] for row in rows} - trained)
         if labels.classes and unseen:
-            names = [labels.classes[int(number)] for number in unseen]
-            raise ValueError(f"{where}: {part} has labels that train lacks: {some(names)}")
+            names = some([labels.classes[int(number)] for number in unseen])
+            raise ValueError(f"{where}: {part} has labels that train lacks: {names}")

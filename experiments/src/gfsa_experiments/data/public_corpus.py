@@ -12,14 +12,13 @@ the same corpus, byte for byte; the packages' licence files are kept beside it.
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
 import tarfile
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
-from importlib.resources import files
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
+from gfsa_experiments.data.files import table
 from gfsa_experiments.engine.whole_files import write_whole
 
 _ENDINGS = (".rst", ".txt", ".md")
@@ -30,8 +29,7 @@ _LICENCES = ("license", "licence", "copying", "notice")
 
 def listed() -> list[dict[str, str]]:
     """The packages of the corpus."""
-    text = files("gfsa_experiments.data").joinpath("public_corpus.csv").read_text("utf-8")
-    return list(csv.DictReader(text.splitlines()))
+    return table("gfsa_experiments.data", "public_corpus.csv")
 
 
 def fetched(package: dict[str, str], folder: Path) -> Path:
@@ -52,17 +50,21 @@ def fetched(package: dict[str, str], folder: Path) -> Path:
 
 def documents(archive: Path) -> Iterator[tuple[str, str]]:
     """Path and text of every document in an archive, in the order of their paths."""
+    for name, data in sorted(_files_of(archive, lambda name: name.endswith(_ENDINGS))):
+        try:
+            text = data.decode("utf-8").replace("\0", "")
+        except UnicodeDecodeError:
+            continue
+        if len(text) >= _SHORTEST:
+            yield name, text
+
+
+def _files_of(archive: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
     with tarfile.open(archive) as packed:
-        members = [m for m in packed.getmembers() if m.isfile() and m.name.endswith(_ENDINGS)]
-        for member in sorted(members, key=lambda member: member.name):
-            file = packed.extractfile(member)
-            assert file is not None
-            try:
-                text = file.read().decode("utf-8").replace("\0", "")
-            except UnicodeDecodeError:
-                continue
-            if len(text) >= _SHORTEST:
-                yield member.name, text
+        for member in packed.getmembers():
+            file = packed.extractfile(member) if member.isfile() and wanted(member.name) else None
+            if file is not None:
+                yield member.name, file.read()
 
 
 def part_of(name: str) -> str:
@@ -76,7 +78,10 @@ def build(archives: Iterable[Path], folder: Path) -> dict[str, int]:
     parts: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
     seen: set[str] = set()
     for archive in archives:
-        _keep_licences(archive, folder / "licences")
+        for name, data in _files_of(archive, _is_licence):
+            # hidden: a licence is no document of the corpus
+            place = folder / ".licences" / "-".join(PurePosixPath(name).parts)
+            write_whole(place, lambda file, data=data: file.write(data))
         for name, text in documents(archive):
             # packages have copies of each other's pages
             digest = hashlib.sha256(text.encode()).hexdigest()
@@ -89,17 +94,9 @@ def build(archives: Iterable[Path], folder: Path) -> dict[str, int]:
     return {part: len(texts) for part, texts in parts.items()}
 
 
-def _keep_licences(archive: Path, folder: Path) -> None:
-    with tarfile.open(archive) as packed:
-        for member in packed.getmembers():
-            path = PurePosixPath(member.name)
-            top = len(path.parts) == 2 and path.name.lower().startswith(_LICENCES)
-            file = packed.extractfile(member) if member.isfile() and top else None
-            if file is not None:
-                text = file.read()
-                # hidden: a licence is no document of the corpus
-                place = folder.with_name(f".{folder.name}") / f"{path.parts[0]}-{path.name}"
-                write_whole(place, lambda out, text=text: out.write(text))
+def _is_licence(name: str) -> bool:
+    _, *inside = PurePosixPath(name).parts
+    return len(inside) == 1 and inside[0].lower().startswith(_LICENCES)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -32,6 +32,7 @@ from gfsa_experiments.data.own import (
     refuse_unseen,
     three_parts,
 )
+from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.task import OwnData
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
@@ -147,10 +148,9 @@ class Rows:
 def read_rows(
     data: str, data_dir: Path, columns: Sequence[str], settings: Sequence[str], empty: str = ""
 ) -> Rows:
-    """The wanted columns of all tables of ``data``.
+    """The wanted columns of all tables of ``data``: a file, a folder or ``hub:ID``.
 
     Args:
-        data: a file, a folder or ``hub:ID``.
         data_dir: where a relative path may begin.
         settings: the setting that names each of the columns, for messages.
         empty: a column that a row can be used without; the text is then empty.
@@ -185,7 +185,7 @@ def _tables_of(path: Path) -> dict[str, list[tuple[str, Any]]]:
     if not parts:
         raise ValueError(f"{path} has no table that ends in {', '.join(ENDINGS)}{entries_of(path)}")
     without = [file.name for file, part in parts.items() if part is None]
-    if without and len(without) < len(parts):
+    if 0 < len(without) < len(parts):
         raise ValueError(
             f"{path} has files that are named after parts and others that are not, "
             f"{', '.join(without[:5])}: name all of them after train, valid or test, or none"
@@ -254,15 +254,10 @@ def read_labelled(
     wanted: Wanted = "auto",
     only_classes: bool = False,
 ) -> LabelledRows:
-    """The examples of a table.
+    """The examples of a table: a text, or a pair of them, and a label in each row.
 
     Args:
-        data: a file, a folder or ``hub:ID``.
-        data_dir: where a relative path may begin.
-        text: the column of the text, or the two columns of a pair.
-        label: the column of the label.
-        wanted: what the labels are, if they are not to decide it.
-        only_classes: the recipe predicts classes alone.
+        wanted, only_classes: as for :func:`~gfsa_experiments.data.own.decide`.
     """
     rows = read_rows(data, data_dir, (*text, label), ("text",) * len(text) + ("label",))
     labels = decide([v[-1] for v in rows.values], label, wanted, only_classes=only_classes)
@@ -273,6 +268,7 @@ def read_labelled(
     trained = {rows.values[row][:-1] for row in parts["train"]}
     twice = {p: sum(rows.values[r][:-1] in trained for r in parts[p]) for p in ("valid", "test")}
     repeated = " and ".join(f"{count} of {part}" for part, count in twice.items() if count)
+    cells = {part: [c for row in of for c in rows.values[row]] for part, of in parts.items()}
     own = OwnData(
         name=name_of(data),
         source=rows.where,
@@ -280,20 +276,35 @@ def read_labelled(
         split_by=split_by,
         labels=f"{label}: {labels.why}",
         repeated=f"{repeated} are in train, too, word for word" if repeated else "",
-        digest=digest_of(
-            piece
-            for part, chosen in parts.items()
-            for piece in (part, *(cell for row in chosen for cell in rows.values[row]))
-        ),
+        digest=digest_of(piece for part, of in cells.items() for piece in (part, *of)),
     )
     return LabelledRows([values[:-1] for values in rows.values], labels, parts, own)
 
 
-def refuse_columns(text: tuple[str, ...], label: str) -> None:
-    """Raise ValueError for columns that no table can answer."""
-    if len(text) not in (1, 2):
-        raise ValueError(
-            f"text takes one column, or two for pairs of texts, got {', '.join(text) or 'none'}"
-        )
-    if label in text:
-        raise ValueError(f"text and label name the same column, {label}")
+@dataclass(frozen=True, kw_only=True)
+class OwnTable(TrainConfig):
+    """Settings of recipes that read texts with labels from a table of the caller's own."""
+
+    short_names = (("label", "label_column"),)
+
+    data: str = ""
+    """A file or folder of tables (.csv, .tsv, .jsonl, .json, .parquet), or ``hub:ID``, in the place
+    of a known data set."""
+    text: tuple[str, ...] = ("text",)
+    """Its column of texts; two columns for pairs of texts."""
+    label_column: str = "label"
+    """Its column of labels; ``label=`` for short."""
+
+    def check(self) -> None:
+        super().check()
+        if len(self.text) not in (1, 2):
+            raise ValueError(
+                "text takes one column, or two for pairs of texts, got "
+                f"{', '.join(self.text) or 'none'}"
+            )
+        if self.label_column in self.text:
+            raise ValueError(f"text and label name the same column, {self.label_column}")
+
+    def unused(self) -> dict[str, str]:
+        own = "it names a column of data= of your own"
+        return super().unused() | ({} if self.data else {"text": own, "label_column": own})

@@ -15,15 +15,14 @@ if TYPE_CHECKING:
 RECIPES = {
     "glue": "gfsa_experiments.tasks.texts:GLUE",
     "text": "gfsa_experiments.tasks.texts:TEXT",
-    "causal_lm": "gfsa_experiments.tasks.causal_lm",
+    "causal_lm": "gfsa_experiments.tasks.pretrain.recipe:CAUSAL_LM",
     "code": "gfsa_experiments.tasks.texts:CODE",
-    "image": "gfsa_experiments.tasks.image.recipe",
+    "image": "gfsa_experiments.tasks.image",
     "graph": "gfsa_experiments.tasks.graph.recipe",
     "speech": "gfsa_experiments.tasks.speech.recipe",
     "lra": "gfsa_experiments.tasks.lra",
-    "pretrain": "gfsa_experiments.tasks.pretrain.recipe",
-    "stdlib": "gfsa_experiments.tasks.pretrain.stdlib",
-    "digits": "gfsa_experiments.tasks.digits",
+    "pretrain": "gfsa_experiments.tasks.pretrain.recipe:PRETRAIN",
+    "stdlib": "gfsa_experiments.tasks.pretrain.recipe:STDLIB",
 }
 
 

@@ -1,60 +1,202 @@
-"""Two tasks of the Long Range Arena: ListOps, and CIFAR-10 pixel by pixel."""
+"""Long sequences: ListOps and CIFAR-10 pixel by pixel, of the Long Range Arena, and own texts.
+
+The value of the list ``[MAX 4 3 [MIN 2 3 ] 1 0 ]`` is 4. The official rules: an operator has 2 to
+10 arguments, each an operator with probability 1/4 and a digit otherwise, at depth 10 (the root has
+depth 1) always a digit; operators are MIN, MAX, MED (the median, rounded down) and SM (the sum
+modulo 10); lists of more than 500 and fewer than 2,000 tokens are kept (so the root is always an
+operator), without duplicates; 96,000 to train on, 2,000 to validate on, 2,000 to test on.
+
+Drawing them takes some minutes, once: the lists are stored.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from gfsa_experiments.data.files import check_count, find_file, read_npz, source_of
 from gfsa_experiments.data.own import hold_out, name_of
-from gfsa_experiments.data.tables import read_labelled, refuse_columns
+from gfsa_experiments.data.tables import OwnTable, open_table, read_labelled, usable_rows
 from gfsa_experiments.engine.config import (
     Count,
     CountOrZero,
     InnerShare,
     ShareBelowOne,
-    TrainConfig,
     check_multiple,
 )
-from gfsa_experiments.engine.task import (
-    Classification,
-    OwnData,
-    Recipe,
-    Split,
-    TensorRows,
-    as_it_is,
-)
+from gfsa_experiments.engine.task import Classification, OwnData, Recipe, Split, as_it_is
+from gfsa_experiments.engine.whole_files import write_whole
 from gfsa_experiments.models.attention import Attention, Encoder
-from gfsa_experiments.tasks import listops
-from gfsa_experiments.tasks.image import data as cifar
+from gfsa_experiments.tasks.image import SIDE, read_cifar
 
-_PIXELS = cifar.SIDE**2
+COUNTS = {"train": 96_000, "val": 2_000, "test": 2_000}
+SHORTEST, LONGEST = 501, 1_999
+DEEPEST = 10
+MOST_ARGUMENTS = 10
+OPERATOR_SHARE = 0.25
+
+PAD = 0
+OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
+_VALUES: tuple[Callable[[list[int]], float], ...] = (min, max, median, lambda v: sum(v) % 10)
+TOKENS = ("<pad>", *map(str, range(10)), *OPERATORS, "]")
+# only words and brackets count: parentheses repeat the structure
+_CODES = {token: code for code, token in enumerate(TOKENS) if code}
+_DIGIT, _OPERATOR, _CLOSE = _CODES["0"], _CODES["[MIN"], _CODES["]"]
+_GENERATED = "listops_seed0.npz"
+_ARRAYS = ("tokens", "offsets", "labels")
+
+_PIXELS = SIDE**2
 _BYTES = 256
 # labels are stored in bytes
 _MOST_CLASSES = 256
 
 
+@dataclass(frozen=True)
+class Sequences:
+    """Concatenated sequences of small tokens, with a label each."""
+
+    tokens: np.ndarray
+    """uint8."""
+    offsets: np.ndarray
+    """Sequence i is ``tokens[offsets[i]:offsets[i + 1]]``."""
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    @classmethod
+    def of(cls, lists: Iterable[tuple[bytes, int]]) -> Sequences:
+        """Sequences from the tokens and the label of each."""
+        tokens, labels = zip(*lists, strict=True)
+        offsets = np.cumsum([0, *map(len, tokens)])
+        return cls(np.frombuffer(b"".join(tokens), np.uint8), offsets, np.array(labels, np.uint8))
+
+
+def make_listops(seed: int = 0, counts: dict[str, int] | None = None) -> dict[str, Sequences]:
+    """The parts of the data set of this ``seed``."""
+    counts = COUNTS if counts is None else counts
+    found: dict[bytes, int] = {}
+    for sequence, label in _draw(random.Random(seed)):
+        found.setdefault(sequence, label)
+        if len(found) == sum(counts.values()):
+            break
+    lists = iter(found.items())
+    return {name: Sequences.of(itertools.islice(lists, count)) for name, count in counts.items()}
+
+
+def _draw(generator: random.Random) -> Iterator[tuple[bytes, int]]:
+    """An endless stream of lists of valid length and their values."""
+    while True:
+        tokens: list[int] = []
+        value = _grow(generator, 1, tokens)
+        if SHORTEST <= len(tokens) <= LONGEST:
+            yield bytes(tokens), value
+
+
+def _grow(generator: random.Random, depth: int, tokens: list[int]) -> int:
+    """Append a digit or an operator with its arguments; the value of it."""
+    if depth > 1 and (depth == DEEPEST or generator.random() > OPERATOR_SHARE):
+        digit = generator.randrange(10)
+        tokens.append(_DIGIT + digit)
+        return digit
+    operator = generator.randrange(len(OPERATORS))
+    tokens.append(_OPERATOR + operator)
+    count = generator.randint(2, MOST_ARGUMENTS)
+    values = [_grow(generator, depth + 1, tokens) for _ in range(count)]
+    tokens.append(_CLOSE)
+    return int(_VALUES[operator](values))
+
+
+@lru_cache(maxsize=2)
+def read_listops(data_dir: Path) -> dict[str, Sequences]:
+    """``train``, ``val`` and ``test``; generated and stored if they do not exist."""
+    source = source_of("listops")
+    paths: dict[str, Path] = {}
+    for part in COUNTS:
+        try:
+            paths[part] = find_file(data_dir, [f"basic_{part}.tsv"], source)
+        except FileNotFoundError:
+            # one part without the others is a mistake
+            if paths:
+                raise
+            break
+    else:
+        return {part: _read_tsv(path, COUNTS[part]) for part, path in paths.items()}
+    stored = [folder / _GENERATED for folder in (data_dir, data_dir / "listops")]
+    path = next((path for path in stored if path.is_file()), stored[-1])
+    if not path.is_file():
+        _generate(path)
+    try:
+        # the npz format has a checksum for each array
+        arrays = read_npz(path, [f"{name}_{part}" for part in COUNTS for name in _ARRAYS])
+    except ValueError as error:
+        raise ValueError(f"{error}, or delete it to generate it again") from error
+    return {part: Sequences(*(arrays[f"{name}_{part}"] for name in _ARRAYS)) for part in COUNTS}
+
+
+def _read_tsv(path: Path, official: int) -> Sequences:
+    """Columns Source and Target."""
+    rows = usable_rows(path, open_table(path), ("Source", "Target"), ("", ""))
+    check_count(path, len(rows), official)
+    found = []
+    for source, target in rows:
+        words = source.replace("(", " ").replace(")", " ").split()
+        if not set(words) <= _CODES.keys() or not 0 < len(words) <= LONGEST:
+            raise ValueError(f"{path}: expected lists of {', '.join(_CODES)}, got {source[:60]!r}")
+        found.append((bytes(_CODES[word] for word in words), int(target)))
+    return Sequences.of(found)
+
+
+def _generate(path: Path) -> None:
+    """Draw the data set and store it; of several processes, one does and the others wait."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            if not path.is_file():
+                print(f"generating ListOps, 100,000 lists, in {path.parent} …", file=sys.stderr)
+                store(path, make_listops())
+    except OSError as error:
+        raise OSError(
+            f"found no ListOps under {path.parents[1]}, and cannot write one there ({error}); "
+            "give a --data-dir that can be written to"
+        ) from error
+
+
+def store(path: Path, parts: dict[str, Sequences]) -> None:
+    """Write the parts where :func:`read_listops` finds them."""
+    arrays = {f"{name}_{p}": getattr(part, name) for p, part in parts.items() for name in _ARRAYS}
+    write_whole(path, functools.partial(np.savez, **arrays))
+
+
 @dataclass(frozen=True, kw_only=True)
-class LraConfig(TrainConfig):
+class LraConfig(OwnTable):
     """The benchmark's settings for ListOps."""
 
     in_label = ("data", "task", "attention")
-    short_names = (("label", "label_column"),)
 
-    data: str = ""
-    """Texts of the caller's own, byte by byte, instead of ``task``: a file or folder of tables, or
-    ``hub:ID``."""
-    text: str = "text"
-    """Its column of texts."""
-    label_column: str = "label"
-    """Its column of classes; ``label=`` for short."""
     task: Literal["listops", "image"] = "listops"
+    """Unless ``data`` names texts of the caller's own, which are read byte by byte."""
     attention: Attention = "softmax"
     """``linformer`` is a reference model that takes no filter."""
     dim: Count = 512
@@ -90,13 +232,12 @@ class LraConfig(TrainConfig):
                 "attention=efficient never builds the map whose entries attention_dropout="
                 f"{self.attention_dropout} would drop; leave it at 0"
             )
-        refuse_columns((self.text,), self.label_column)
+        if len(self.text) != 1:
+            raise ValueError(f"text takes one column here, got {', '.join(self.text)}")
         if self.length < 2:
             raise ValueError(f"length must be at least 2, a token and CLS, got {self.length}")
-        if not self.data and self.task == "listops" and self.length <= listops.LONGEST:
-            raise ValueError(
-                f"length must be above {listops.LONGEST}, the longest list, got {self.length}"
-            )
+        if not self.data and self.task == "listops" and self.length <= LONGEST:
+            raise ValueError(f"length must be above {LONGEST}, the longest list, got {self.length}")
 
     def unused(self) -> dict[str, str]:
         unused = super().unused()
@@ -108,9 +249,6 @@ class LraConfig(TrainConfig):
             unused |= dict.fromkeys(("length", "pad_to_multiple", "group_by_length"), fixed)
         else:
             unused["holdout"] = "ListOps has a validation part; task=image holds images out"
-        if not self.data:
-            own = "it names a column of data= of your own"
-            unused |= dict.fromkeys(("text", "label_column"), own)
         if self.attention != "linformer":
             unused["projected"] = "only attention=linformer projects its sequences"
         return unused
@@ -122,18 +260,32 @@ class LraConfig(TrainConfig):
     def label(self) -> str:
         return f"{f'data={name_of(self.data)}' if self.data else self.task} {self.attention}"
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, without CLS."""
+        return _PIXELS if self.task == "image" and not self.data else self.length - 1
+
 
 class LraTask(Classification):
-    """The class of a sequence.
+    """The class of a sequence."""
 
-    Args:
-        model: the encoder.
-        splits: batches of ``tokens`` (uint8) and ``labels``.
-        pad: the token that is padding; None if there is none.
-    """
-
-    def __init__(self, model: Encoder, splits: dict[str, Split], pad: int | None) -> None:
-        self.model, self.splits, self.pad = model, splits, pad
+    def __init__(self, config: LraConfig, data_dir: Path) -> None:
+        data_dir = Path(data_dir).absolute()
+        classes, multiple = 10, config.pad_to_multiple
+        # images have no padding
+        self.pad: int | None = PAD
+        if config.data:
+            parts, classes, self.own_data = _read_texts(config, data_dir)
+        elif config.task == "listops":
+            lists = read_listops(data_dir)
+            parts = {"train": lists["train"], "valid": lists["val"], "test": lists["test"]}
+        else:
+            parts, self.pad = _images(data_dir, config.holdout), None
+        self.model = make_encoder(config, classes)
+        self.splits = {
+            name: Split(Padded(of, config.longest, multiple), as_it_is, of.lengths.tolist())
+            for name, of in parts.items()
+        }
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         tokens = batch["tokens"]
@@ -146,82 +298,55 @@ class LraTask(Classification):
         return tokens if self.pad is None else tokens[:, tokens[0] != self.pad]
 
 
-class Lists(Dataset[Any]):
-    """ListOps, or texts; batches are padded to few different lengths.
+@dataclass(eq=False)
+class Padded(Dataset[Any]):
+    """Batches of ``tokens`` (uint8) and ``labels``, padded to few different lengths."""
 
-    Args:
-        sequences: the lists.
-        longest: tokens of the longest batch.
-        multiple: the width of a batch, CLS included, is a multiple of this; 0: always ``longest``.
-    """
-
-    def __init__(self, sequences: listops.Sequences, longest: int, multiple: int) -> None:
-        self.sequences, self.longest, self.multiple = sequences, longest, multiple
+    sequences: Sequences
+    longest: int
+    """Tokens of the longest batch."""
+    multiple: int
+    """The width of a batch, CLS included, is a multiple of this; 0: always ``longest``."""
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def width(self, length: int) -> int:
-        if not self.multiple:
-            return self.longest
-        return min(-(-(length + 1) // self.multiple) * self.multiple - 1, self.longest)
-
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         rows = [self.sequences[index] for index in indices]
-        tokens = np.full((len(rows), self.width(max(map(len, rows)))), listops.PAD, np.uint8)
+        width = self.longest
+        if self.multiple:
+            most = max(map(len, rows)) + 1
+            width = min(-(-most // self.multiple) * self.multiple - 1, width)
+        tokens = np.full((len(rows), width), PAD, np.uint8)
         for line, row in zip(tokens, rows, strict=True):
             line[: len(row)] = row
         labels = self.sequences.labels[indices].astype(np.int64)
         return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
 
 
-def to_grey(pixels: Tensor) -> Tensor:
-    """``(N, 32, 32, 3)`` to ``(N, 1024)``: integer luma as in Pillow's mode L."""
-    weights = torch.tensor([19595, 38470, 7471])
-    # in chunks: 32-bit integers of all images at once would take a gigabyte
-    grey = [(part.int() * weights).sum(-1).add_(1 << 15) >> 16 for part in pixels.split(5000)]
-    return torch.cat([part.to(torch.uint8) for part in grey]).flatten(1)
-
-
-def build(config: LraConfig, data_dir: Path) -> LraTask:
-    """Read (or generate) the sequences and build the encoder."""
-    data_dir = Path(data_dir).absolute()
-    if config.data:
-        parts, classes, own = _read_texts(config, data_dir)
-        task = LraTask(make_encoder(config, classes), _padded(config, parts), listops.PAD)
-        task.own_data = own
-        return task
-    if config.task == "listops":
-        lists = listops.read_listops(data_dir)
-        named = {"train": lists["train"], "valid": lists["val"], "test": lists["test"]}
-        return LraTask(make_encoder(config), _padded(config, named), listops.PAD)
-    return LraTask(make_encoder(config), _images(data_dir, config.holdout), None)
+_OF_ENCODER = (
+    *("attention", "dim", "depth", "num_heads", "ffn_dim"),
+    *("dropout", "attention_dropout", "projected"),
+)
 
 
 def make_encoder(config: LraConfig, num_classes: int = 10) -> Encoder:
     is_lists = config.task == "listops" and not config.data
     return Encoder(
-        vocabulary=len(listops.TOKENS) if is_lists else _BYTES,
+        vocabulary=len(TOKENS) if is_lists else _BYTES,
         num_classes=num_classes,
-        max_length=config.length - 1 if is_lists or config.data else _PIXELS,
-        attention=config.attention,
-        dim=config.dim,
-        depth=config.depth,
-        num_heads=config.num_heads,
-        ffn_dim=config.ffn_dim,
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-        projected=config.projected,
+        max_length=config.longest,
+        **{name: getattr(config, name) for name in _OF_ENCODER},
     )
 
 
 def _read_texts(
     config: LraConfig, data_dir: Path
-) -> tuple[dict[str, listops.Sequences], int, OwnData | None]:
+) -> tuple[dict[str, Sequences], int, OwnData | None]:
     """The bytes of texts with classes from a table; those that are too long are cut."""
-    given = config.data, data_dir, (config.text,), config.label_column
+    given = config.data, data_dir, config.text, config.label_column
     rows = read_labelled(*given, only_classes=True)
-    classes, longest = len(rows.labels.classes), config.length - 1
+    classes, longest = len(rows.labels.classes), config.longest
     if classes > _MOST_CLASSES:
         raise ValueError(
             f"{config.data}: this recipe predicts up to {_MOST_CLASSES} classes, and the column "
@@ -236,37 +361,36 @@ def _read_texts(
         own = replace(own, split_by=said)
     values = rows.labels.values
     parts = {
-        part: listops.Sequences.of((whole[row][:longest], int(values[row])) for row in chosen)
+        part: Sequences.of((whole[row][:longest], int(values[row])) for row in chosen)
         for part, chosen in rows.parts.items()
     }
     return parts, classes, own
 
 
-def _padded(config: LraConfig, named: dict[str, listops.Sequences]) -> dict[str, Split]:
-    longest, multiple = config.length - 1, config.pad_to_multiple
-    return {
-        name: Split(Lists(sequences, longest, multiple), as_it_is, sequences.lengths.tolist())
-        for name, sequences in named.items()
-    }
+def to_grey(pixels: Tensor) -> Tensor:
+    """``(N, 32, 32, 3)`` to ``(N, 1024)``: integer luma as in Pillow's mode L."""
+    weights = torch.tensor([19595, 38470, 7471])
+    # in chunks: 32-bit integers of all images at once would take a gigabyte
+    grey = [(part.int() * weights).sum(-1).add_(1 << 15) >> 16 for part in pixels.split(5000)]
+    return torch.cat([part.to(torch.uint8) for part in grey]).flatten(1)
 
 
 @lru_cache(maxsize=2)
-def _images(data_dir: Path, holdout: float) -> dict[str, Split]:
+def _images(data_dir: Path, holdout: float) -> dict[str, Sequences]:
     """Grey images as sequences of 1,024 values."""
-    both = cifar.read_cifar(data_dir, "cifar10")
-    grey, labels = to_grey(both["train"].pixels), both["train"].labels
-    train, valid = hold_out(len(labels), holdout)
-    parts = {
-        "train": TensorRows(tokens=grey[train], labels=labels[train]),
-        "valid": TensorRows(tokens=grey[valid], labels=labels[valid]),
-        "test": TensorRows(tokens=to_grey(both["test"].pixels), labels=both["test"].labels),
-    }
-    return {name: Split(rows, as_it_is) for name, rows in parts.items()}
+    both = read_cifar(data_dir, "cifar10")
+    train, valid = hold_out(len(both["train"]), holdout)
+    chosen = {"train": ("train", train), "valid": ("train", valid), "test": ("test", slice(None))}
+    found = {}
+    for part, (of, rows) in chosen.items():
+        grey, labels = to_grey(both[of].pixels[rows]).numpy(), both[of].labels[rows].numpy()
+        found[part] = Sequences(grey.reshape(-1), np.arange(len(grey) + 1) * _PIXELS, labels)
+    return found
 
 
 RECIPE = Recipe(
     name="lra",
     title="Long Range Arena: ListOps and Image, softmax or Efficient Attention",
     config=LraConfig,
-    build=build,
+    build=LraTask,
 )

@@ -26,9 +26,10 @@ from gfsa_experiments.data.pretrained import (
     load_model,
     load_tokenizer,
     refuse_longer,
+    token_ids,
+    train_tokenizer,
 )
-from gfsa_experiments.data.tables import LabelledRows, read_labelled, refuse_columns
-from gfsa_experiments.data.tokenizers import token_ids, train_tokenizer
+from gfsa_experiments.data.tables import LabelledRows, OwnTable, read_labelled
 from gfsa_experiments.engine.config import (
     Count,
     Fraction,
@@ -68,11 +69,7 @@ class TextTaskConfig(TrainConfig):
 
     @abstractmethod
     def metrics(self, classes: int) -> tuple[str, ...]:
-        """What is measured for so many classes, 0 for numbers."""
-
-    def reported(self, classes: int) -> str:
-        """The metric of the row."""
-        return self.metrics(classes)[0]
+        """What is measured for so many classes, 0 for numbers; the row's metric first."""
 
     def examples(self) -> Any:
         """These settings, without those that the encoded examples do not depend on."""
@@ -80,19 +77,12 @@ class TextTaskConfig(TrainConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextConfig(TextTaskConfig):
+class TextConfig(OwnTable, TextTaskConfig):
     """Fine-tuning on a table of the caller's own; GLUE's settings."""
 
     in_label = ("data", "model")
-    short_names = (("label", "label_column"),)
     of_data = ("data", "text", "label_column", "labels", *TextTaskConfig.of_data)
 
-    data: str = ""
-    """A file or folder of tables (.csv, .tsv, .jsonl, .json, .parquet), or ``hub:ID``."""
-    text: tuple[str, ...] = ("text",)
-    """The column of the text; two columns for pairs of texts."""
-    label_column: str = "label"
-    """The column of the label; ``label=`` for short."""
     labels: Wanted = "auto"
     """What the labels are; ``auto``: decided by what they look like, and printed."""
 
@@ -103,7 +93,6 @@ class TextConfig(TextTaskConfig):
                 "set data= to a table of your own: --set data=my.csv --set text=COLUMN "
                 "--set label=COLUMN"
             )
-        refuse_columns(self.text, self.label_column)
 
     def label(self) -> str:
         return f"{name_of(self.data)} {Path(self.model).name}"
@@ -148,29 +137,22 @@ class GlueConfig(TextTaskConfig):
         return read_glue(data_dir, self.task, self.report)
 
     def metrics(self, classes: int) -> tuple[str, ...]:
-        metric = GLUE_TASKS[self.task]["metric"]
-        beside = {"matthews": "accuracy", "f1": "accuracy", "spearman": "pearson"}
-        return (metric, beside[metric]) if metric in beside else (metric,)
+        return tuple(GLUE_TASKS[self.task]["metrics"].split(";"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodeConfig(TextTaskConfig):
+class CodeConfig(OwnTable, TextTaskConfig):
     """Devign as in the paper; clones take epochs=1, lr=5e-5 and max_length=400."""
 
     in_label = ("data", "dataset", "model", "depth", "width")
-    short_names = (("label", "label_column"),)
     of_data = (
         *("data", "text", "label_column", "dataset", "fraction", "vocab_size"),
         *TextTaskConfig.of_data,
     )
     apart = True
 
-    data: str = ""
-    """Code of the caller's own instead of ``dataset``: a file or folder of tables, ``hub:ID``."""
     text: tuple[str, ...] = ("func",)
-    """Its column of code; two columns for pairs of functions."""
     label_column: str = "target"
-    """Its column of the class; ``label=`` for short."""
     dataset: Literal["devign", "bigclonebench"] = "devign"
     model: str = "microsoft/codebert-base"
     """A folder or a name on the hub of a RoBERTa-, BART- or T5-type model, or ``scratch``: a new
@@ -192,7 +174,6 @@ class CodeConfig(TextTaskConfig):
     def check(self) -> None:
         super().check()
         check_multiple(self, "width", "heads")
-        refuse_columns(self.text, self.label_column)
         if self.max_length < 3:
             raise ValueError(f"{self.max_length} tokens hold no code between start and end")
 
@@ -203,9 +184,6 @@ class CodeConfig(TextTaskConfig):
             unused |= dict.fromkeys(("depth", "width", "heads", "vocab_size", "dropout"), own)
         if self.data:
             unused["dataset"] = "data= names the code"
-        else:
-            names = "it names a column of data= of your own"
-            unused |= dict.fromkeys(("text", "label_column"), names)
         return unused
 
     def label(self) -> str:
@@ -220,36 +198,26 @@ class CodeConfig(TextTaskConfig):
         return read_labelled(*given, only_classes=True)
 
     def metrics(self, classes: int) -> tuple[str, ...]:
+        if not self.data and self.dataset == "bigclonebench":
+            return ("f1", "accuracy", "macro_f1")
         return ("accuracy", "f1", "macro_f1") if classes == 2 else ("accuracy", "macro_f1")
 
-    def reported(self, classes: int) -> str:
-        return "f1" if not self.data and self.dataset == "bigclonebench" else "accuracy"
 
-
+@dataclass(eq=False)
 class Examples(Dataset[Any]):
-    """Examples of one or several encoded texts, with a label each; a batch is a slice of arrays.
+    """Examples of one or several encoded texts, with a label each; a batch is a slice of arrays."""
 
-    Args:
-        texts: ids and, if the model uses them, token types of every text, padded at the end, and
-            its length.
-        pad: the padding id.
-        rows: ``(examples, k)``, the k texts of each example, which are adjacent in a batch.
-        labels: of the examples.
-        multiple: batches are padded to a multiple of this, so that few shapes occur.
-        most: the largest length of a batch.
-    """
-
-    def __init__(
-        self,
-        texts: dict[str, np.ndarray],
-        pad: int,
-        rows: np.ndarray,
-        labels: np.ndarray,
-        multiple: int,
-        most: int,
-    ) -> None:
-        self.texts, self.pad, self.rows, self.labels = texts, pad, rows, labels
-        self.multiple, self.most = multiple, most
+    texts: dict[str, np.ndarray]
+    """Ids and, if the model uses them, types of every text, padded at the end, and its length."""
+    pad: int
+    """The padding id."""
+    rows: np.ndarray
+    """``(examples, k)``, the k texts of each example, which are adjacent in a batch."""
+    labels: np.ndarray
+    multiple: int
+    """Batches are padded to a multiple of this, so that few shapes occur."""
+    most: int
+    """The largest length of a batch."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -302,13 +270,12 @@ class Encoded:
 
 
 @lru_cache(maxsize=4)
-def encode(config: TextTaskConfig, data_dir: Path) -> Encoded:
+def encode(config: Any, data_dir: Path) -> Encoded:
     """The examples as token ids, cached for later runs of this process.
 
     Numbers are normalised before they become float32, which would round ``1.7e9 + 10``.
 
-    Args:
-        config: of which :meth:`TextTaskConfig.examples` counts.
+    ``config`` is what :meth:`TextTaskConfig.examples` gives.
     """
     rows = config.read(data_dir)
     parts = {part: list(chosen) for part, chosen in rows.parts.items()}
@@ -317,20 +284,16 @@ def encode(config: TextTaskConfig, data_dir: Path) -> Encoded:
     if not rows.labels.classes and rows.own is not None:
         mean = float(values[parts["train"]].mean())
         deviation = float(values[parts["train"]].std()) or 1.0
+    at = np.arange(len(values))[:, None]
+    texts = [list(column) for column in zip(*rows.texts, strict=True)]
     if config.apart:
         # a function is encoded once, whichever pairs it is in
         place: dict[str, int] = {}
-        of_example = [
-            [place.setdefault(" ".join(text.split()), len(place)) for text in texts]
-            for texts in rows.texts
-        ]
-        at = np.array(of_example)
+        words = [[" ".join(text.split()) for text in pair] for pair in rows.texts]
+        at = np.array([[place.setdefault(text, len(place)) for text in pair] for pair in words])
         texts = [list(place)]
-    else:
-        at = np.arange(len(values))[:, None]
-        texts = [list(column) for column in zip(*rows.texts, strict=True)]
     most = config.max_length
-    if isinstance(config, CodeConfig) and config.model == "scratch":
+    if config.apart and config.model == "scratch":
         training = [texts[0][row] for row in np.unique(at[parts["train"]])]
         tokenizer = train_tokenizer(training, config.vocab_size, _SPECIAL)
         ids = [[_START, *each[: most - 2], _END] for each in token_ids(tokenizer, texts[0])]
@@ -396,14 +359,14 @@ class PairClassifier(nn.Module):
         return states[torch.arange(len(last), device=last.device), last]
 
 
-def make_model(config: TextTaskConfig, encoded: Encoded) -> nn.Module:
+def make_model(config: Any, encoded: Encoded) -> nn.Module:
     """A pretrained model with a new head, or a new RoBERTa; torch's generator initialises both."""
     classes = len(encoded.rows.labels.classes)
     if not config.apart:
         model: nn.Module = load_classifier(config.model, max(1, classes))
         return model
     functions = len(encoded.rows.texts[0])
-    if isinstance(config, CodeConfig) and config.model == "scratch":
+    if config.model == "scratch":
         return PairClassifier(_new_roberta(config, encoded), functions, classes)
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoModel
 
@@ -453,7 +416,8 @@ class TextTask(Task):
         classes = len(encoded.rows.labels.classes)
         self.own_data = encoded.rows.own
         self.regression = not classes
-        self.metric, self.metrics = config.reported(classes), config.metrics(classes)
+        self.metrics = config.metrics(classes)
+        self.metric = self.metrics[0]
         self.higher_is_better = self.metric != "rmse"
         self.model = make_model(config, encoded)
         body = getattr(self.model, "body", self.model)
@@ -502,10 +466,9 @@ def _measured(metric: str, labels: np.ndarray, found: np.ndarray) -> float:
     from scipy import stats
     from sklearn import metrics
 
-    if metric == "rmse":
-        return float(np.sqrt(((found - labels) ** 2).mean()))
-    if metric == "mae":
-        return float(np.abs(found - labels).mean())
+    if metric in ("rmse", "mae"):
+        error = np.abs(found - labels)
+        return float(np.sqrt((error**2).mean()) if metric == "rmse" else error.mean())
     if metric in ("spearman", "pearson"):
         # constants have no correlation; 0, as Matthews' coefficient has it
         varied = len(set(found.tolist())) > 1 and len(set(labels.tolist())) > 1

@@ -1,15 +1,15 @@
-"""Token files of a corpus, rows cut from them, and which tokens of a row belong together."""
+"""Text as tokens: token files, known corpora, Python's own source, and rows cut from them."""
 
 from __future__ import annotations
 
 import json
 import lzma
-import os
 import shutil
+import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,12 @@ from torch.utils.data import Dataset
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import Visibility
-from gfsa_experiments.data.corpus import Corpus, corpus_of, find_corpus
-from gfsa_experiments.data.own import HUB, PARTS
-from gfsa_experiments.data.tokenizers import token_ids, train_tokenizer
+from gfsa_experiments.data.corpus import EXPECTED, Corpus, corpus_of
+from gfsa_experiments.data.files import check_count, find_file, source_of
+from gfsa_experiments.data.own import HUB, PARTS, digest_of, find_own, name_of, text_of
+from gfsa_experiments.data.pretrained import load_tokenizer, token_ids, train_tokenizer
+from gfsa_experiments.data.tables import column_of, instead_of_files
+from gfsa_experiments.engine.task import OwnData
 
 META = "tokens.json"
 TOKENIZER = "tokenizer.json"
@@ -37,8 +40,22 @@ _DOCUMENTS_AT_ONCE = 2_000
 
 
 @dataclass(frozen=True)
+class Text:
+    """The tokens of each part of a corpus."""
+
+    tokens: dict[str, np.ndarray]
+    """Unsigned numbers of 16 or 32 bits."""
+    units: dict[str, int]
+    """The bytes, or words, that the tokens of each part stand for."""
+    vocabulary: int
+    end: int | None = None
+    """The token that begins a document."""
+    own: OwnData | None = None
+
+
+@dataclass(frozen=True)
 class Part:
-    """One part of a corpus in numbers."""
+    """One part of prepared token files in numbers."""
 
     tokens: int
     documents: int
@@ -55,7 +72,6 @@ class Meta:
     name: str
     vocabulary: int
     end: int
-    """The token that begins a document."""
     dtype: str
     tokenizer: str
     """``bpe 16384`` for one that was trained on the text, ``file`` and a hash for one given."""
@@ -109,18 +125,16 @@ def token_files(
         column: the key or column of the text, where documents have several.
     """
     if not data.startswith(HUB):
-        path = find_corpus(data, data_dir)
+        path = find_own(data, data_dir, EXPECTED)
         if (path / META).is_file():
             return _given(path, choice, cache)
     corpus = corpus_of(data, data_dir, column)
     folder = cache / f"tokens-{corpus.name}-{_key(corpus, choice)}"
-    with _made_once(folder) as making:
-        if making is not None:
-            prepare(corpus, choice, making)
+    _make_once(folder, lambda making: prepare(corpus, choice, making))
     return TokenFiles(folder, _checked(folder), corpus.split_by)
 
 
-def prepare(corpus: Corpus, choice: TokenizerChoice, folder: Path) -> Meta:
+def prepare(corpus: Corpus, choice: TokenizerChoice, folder: Path) -> None:
     """Encode a corpus into ``folder``, which must be empty."""
     documents = corpus.documents()
     tokenizer = _tokenizer(choice, documents["train"])
@@ -128,32 +142,23 @@ def prepare(corpus: Corpus, choice: TokenizerChoice, folder: Path) -> Meta:
     # numbers may be left out, so that the largest is above their count
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     end = tokenizer.token_to_id(END)
-    dtype = "uint16" if vocabulary <= 2**16 else "uint32"
+    dtype = dtype_for(vocabulary)
     parts = {
         name: _encode(tokenizer, documents[name], end, folder / f"{name}.bin", dtype)
         for name in PARTS
     }
     meta = Meta(_FORMAT, corpus.name, vocabulary, end, dtype, choice.description, parts)
     (folder / META).write_text(json.dumps(asdict(meta), indent=1) + "\n")
-    return meta
 
 
-def read_meta(folder: Path) -> Meta:
-    path = folder / META
-    try:
-        written = json.loads(path.read_text())
-        parts = {name: Part(**part) for name, part in written.pop("parts").items()}
-        meta = Meta(parts=parts, **written)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged, prepare the corpus again: {error!r}") from error
-    if meta.format != _FORMAT or set(parts) != set(PARTS):
-        raise ValueError(f"{path} is of another version of gfsa; prepare the corpus again")
-    return meta
+def dtype_for(vocabulary: int) -> str:
+    """The numbers that hold so many different tokens."""
+    return "uint16" if vocabulary <= 2**16 else "uint32"
 
 
 def _given(path: Path, choice: TokenizerChoice, cache: Path) -> TokenFiles:
     """A prepared folder as it is, or unpacked into the cache."""
-    meta = read_meta(path)
+    meta = _read_meta(path)
     own, wanted = path / TOKENIZER, choice.description
     # a file that was given has been written anew
     same = own.is_file() and wanted == TokenizerChoice(str(own), 0).description
@@ -164,14 +169,12 @@ def _given(path: Path, choice: TokenizerChoice, cache: Path) -> TokenFiles:
             f"{path} was prepared with the tokenizer {meta.tokenizer}, the settings ask for "
             f"{wanted}; set {hint}, or data= to the text itself"
         )
-    if all((path / f"{part}.bin").is_file() for part in PARTS):
-        return TokenFiles(path, _checked(path))
-    digest = sha256("".join(meta.parts[part].sha256 for part in PARTS).encode()).hexdigest()[:16]
-    folder = cache / f"tokens-{meta.name}-{digest}"
-    with _made_once(folder) as making:
-        if making is not None:
-            _unpack(path, meta, making)
-    return TokenFiles(folder, _checked(folder))
+    if not all((path / f"{part}.bin").is_file() for part in PARTS):
+        digest = sha256("".join(meta.parts[part].sha256 for part in PARTS).encode())
+        folder = cache / f"tokens-{meta.name}-{digest.hexdigest()[:16]}"
+        _make_once(folder, lambda making: _unpack(path, meta, making))
+        path = folder
+    return TokenFiles(path, _checked(path))
 
 
 def _unpack(path: Path, meta: Meta, folder: Path) -> None:
@@ -190,9 +193,22 @@ def _unpack(path: Path, meta: Meta, folder: Path) -> None:
         shutil.copyfile(path / name, folder / name)
 
 
+def _read_meta(folder: Path) -> Meta:
+    path = folder / META
+    try:
+        written = json.loads(path.read_text())
+        parts = {name: Part(**part) for name, part in written.pop("parts").items()}
+        meta = Meta(parts=parts, **written)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged, prepare the corpus again: {error!r}") from error
+    if meta.format != _FORMAT or set(parts) != set(PARTS):
+        raise ValueError(f"{path} is of another version of gfsa; prepare the corpus again")
+    return meta
+
+
 def _checked(folder: Path) -> Meta:
     """What a folder holds; a disk that was full, or cleaned up, may have cut it."""
-    meta = read_meta(folder)
+    meta = _read_meta(folder)
     for part, numbers in meta.parts.items():
         path = folder / f"{part}.bin"
         size = path.stat().st_size if path.is_file() else 0
@@ -214,29 +230,23 @@ def _key(corpus: Corpus, choice: TokenizerChoice) -> str:
     return digest.hexdigest()[:16]
 
 
-@contextmanager
-def _made_once(folder: Path) -> Iterator[Path | None]:
-    """An empty folder that becomes ``folder`` at the end; None if that is there already.
+def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Have ``make`` fill an empty folder that then becomes ``folder``, if that is not there.
 
     Other processes that want the same wait; one that is killed leaves nothing that counts.
     """
     if (folder / META).is_file():
-        yield None
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f".{folder.name}.lock")):
-        if (folder / META).is_file():
-            yield None
-            return
-        making = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-        # mkdtemp keeps others out; they may read what is prepared
-        making.chmod(0o755)
-        try:
-            yield making
-            os.replace(making, folder)
-        except BaseException:
-            shutil.rmtree(making, ignore_errors=True)
-            raise
+    with (
+        FileLock(folder.with_name(f".{folder.name}.lock")),
+        tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as inside,
+    ):
+        if not (folder / META).is_file():
+            making = Path(inside) / "tokens"
+            making.mkdir()
+            make(making)
+            making.replace(folder)
 
 
 def _tokenizer(choice: TokenizerChoice, texts: Sequence[str]) -> Any:
@@ -279,35 +289,137 @@ def _encode(tokenizer: Any, documents: Sequence[str], end: int, path: Path, dtyp
     return Part(count, begun, size, digest.hexdigest())
 
 
+def read_lines(data_dir: Path, name: str, part: str) -> list[str]:
+    """The lines of one part of WikiText or the Penn Treebank."""
+    source = source_of(name)
+    names = [f"wiki.{part}.tokens", f"wiki.{part}.raw", f"{part}.txt"]
+    try:
+        path = find_file(data_dir, [f"ptb.{part}.txt"] if name == "ptb" else names, source)
+    except FileNotFoundError as missing:
+        if name == "ptb":
+            raise
+        where = f"hub:Salesforce/wikitext:{name}-v1"
+        (found,) = instead_of_files(missing, data_dir, where, [part.replace("valid", "validation")])
+        # the hub's empty lines lack their line feed
+        lines = [text.rstrip("\n") for text in column_of(where, found, "text", "")]
+    else:
+        where, lines = str(path), _lines(text_of(path))
+    # the raw files contain the words that the others replace by <unk>: their counts differ
+    if f"wiki.{part}.raw" not in where:
+        check_count(where, count_words(lines), source.sizes[PARTS.index(part)], "words")
+    return lines
+
+
+def _lines(text: str) -> list[str]:
+    """Only line feeds separate lines."""
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+
+
+def count_words(lines: Sequence[str]) -> int:
+    """Words as these corpora count them: separated by blanks, plus one for each line end."""
+    return sum(len(line.split()) + 1 for line in lines)
+
+
+@lru_cache(maxsize=2)
+def text_in_lines(data_dir: Path, data: str, column: str, tokenizer: str, vocab_size: int) -> Text:
+    """A corpus line by line, without marks between documents; kept for later runs.
+
+    Args:
+        data: WikiText or the Penn Treebank; or, with a ``column``, a corpus of the caller's own.
+        tokenizer: the name of a model that has one, or ``bpe`` to train one of ``vocab_size``.
+    """
+    if column:
+        corpus = corpus_of(data, data_dir, column)
+        read = {p: [x for d in ds for x in _lines(d)] for p, ds in corpus.documents().items()}
+    else:
+        read = {part: read_lines(data_dir, data, part) for part in PARTS}
+    texts = {part: [f"{line}\n" for line in lines] for part, lines in read.items()}
+    if tokenizer == "bpe":
+        encoder = train_tokenizer(texts["train"], vocab_size)
+        vocabulary = encoder.get_vocab_size()
+    else:
+        encoder = load_tokenizer(tokenizer)
+        vocabulary = len(encoder)
+    tokens = {
+        part: np.concatenate(token_ids(encoder, lines)).astype(dtype_for(vocabulary))
+        for part, lines in texts.items()
+    }
+    own = None
+    if column:
+        own = OwnData(
+            name=name_of(data),
+            source=data,
+            splits={part: len(ids) for part, ids in tokens.items()},
+            split_by=corpus.split_by,
+            unit="tokens",
+            digest=digest_of(piece for part, lines in texts.items() for piece in (part, *lines)),
+        )
+    words = {part: count_words(lines) for part, lines in texts.items()}
+    return Text(tokens, words, vocabulary, own=own)
+
+
+# of ten shares of the standard library's modules, one to validate on and one to test on
+_SHARES = 10
+_HELD_OUT = {0: "valid", 1: "test"}
+
+
+def source_folder() -> Path:
+    """The folder of the standard library of the running Python."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def part_of(module: str) -> str:
+    """The part that a module belongs to, by its name: the same for every version of Python."""
+    return _HELD_OUT.get(int(sha256(module.encode()).hexdigest(), 16) % _SHARES, "train")
+
+
+@lru_cache(maxsize=2)
+def read_source(folder: Path) -> dict[str, bytes]:
+    """The modules of each part (files, not packages), sorted by name, a zero byte between two."""
+    found: dict[str, list[bytes]] = {name: [] for name in PARTS}
+    for path in sorted(folder.glob("*.py")):
+        found[part_of(path.stem)].append(path.read_bytes())
+    if not all(found.values()):
+        counts = ", ".join(f"{len(modules)} in {name}" for name, modules in found.items())
+        raise FileNotFoundError(
+            f"expected the source of Python's standard library in {folder}, found {counts}; this "
+            "Python came without it: use another one, or gfsa train pretrain --set data=FOLDER"
+        )
+    return {name: b"\0".join(modules) for name, modules in found.items()}
+
+
 # beyond, tokens stay on the host and rows are sent one batch at a time
 _MOST_ON_DEVICE = 4 * 2**30
 _SIGNED = {"uint16": torch.int16, "uint32": torch.int32}
 
 
 class TokenRows(Dataset[Any]):
-    """Tokens in rows of ``block + 1``: what a row predicts last is what the next one begins with.
+    """Tokens in rows; a row begins ``block`` tokens after the one before it.
 
     An item is the number of its row; :meth:`ids` has the tokens. All of them lie on the device, so
     that a batch is a handful of numbers and nothing waits for the host.
 
     Args:
         tokens: all of them, in a row.
-        block: how many each row predicts.
+        block: the length of a model's input.
         name: of the part.
         most: take so many rows, evenly spaced; 0 for all.
+        overlap: 1: rows of ``block + 1``, what one predicts last is what the next one begins with;
+            0: rows of ``block``, whose first token is not predicted.
     """
 
-    def __init__(self, tokens: np.ndarray, block: int, name: str, most: int = 0) -> None:
-        count = (len(tokens) - 1) // block
+    def __init__(
+        self, tokens: np.ndarray, block: int, name: str, most: int = 0, overlap: int = 1
+    ) -> None:
+        self.block, self.name, self.width = block, name, block + overlap
+        count = (len(tokens) - overlap) // block
         if count < 1:
             raise ValueError(
-                f"the {name} text has {len(tokens)} tokens, not enough for a row of {block} and "
-                "the token after it; set a smaller block"
+                f"the {name} text has {len(tokens)} tokens, not enough for a row of {self.width}; "
+                "set a smaller block"
             )
-        self.block, self.name = block, name
         # torch knows few operations of unsigned numbers; the bits are the same
         self._host = torch.from_numpy(tokens).view(_SIGNED[tokens.dtype.name])
-        self._unsigned = tokens.dtype
         self._mask = 0xFFFF if tokens.dtype == np.uint16 else 0xFFFFFFFF
         self._on_device: dict[torch.device, Tensor] = {}
         self._by_host = tokens.nbytes > _MOST_ON_DEVICE
@@ -324,7 +436,7 @@ class TokenRows(Dataset[Any]):
         return {"part": self.name, "rows": rows}
 
     def ids(self, batch: dict[str, Any]) -> Tensor:
-        """The tokens of a batch, ``(rows, block + 1)``, where the batch is."""
+        """The tokens of a batch, ``(rows, width)``, where the batch is."""
         if "ids" in batch:
             found: Tensor = batch["ids"]
             return found
@@ -333,13 +445,8 @@ class TokenRows(Dataset[Any]):
             self._on_device[rows.device] = self._host.to(rows.device)
         return self._cut(self._on_device[rows.device], rows)
 
-    def counts(self, vocabulary: int) -> Tensor:
-        """How often each token is in the text, ``(vocabulary,)``."""
-        counts = np.bincount(self._host.numpy().view(self._unsigned), minlength=vocabulary)
-        return torch.from_numpy(counts)
-
     def _cut(self, tokens: Tensor, rows: Tensor) -> Tensor:
-        every = tokens.unfold(0, self.block + 1, self.block)
+        every = tokens.unfold(0, self.width, self.block)
         return every[rows].long() & self._mask
 
 
@@ -353,13 +460,17 @@ def positions_in_documents(ids: Tensor, end: int) -> Tensor:
 def mask_for(model: nn.Module, ids: Tensor, end: int) -> Any:
     """Where tokens may look, as ``model`` takes it.
 
-    Plugged layers take a description of N numbers, and kernels for packed rows with it; their
-    model's other layers get it written out. A plain model takes a tensor of N×N. Transformers would
-    make the same one of the positions, but looks at them first: each step would wait for the GPU.
+    Plugged layers take a description of N numbers, of one shape whatever the documents are, and
+    kernels for packed rows with it; their model's other layers get it written out. A plain model
+    takes a tensor of N×N. Transformers would make the same one of the positions, but looks at them
+    first: each step would wait for the GPU.
     """
-    if any(isinstance(module, GraphFilter) for module in model.modules()):
-        return describe_documents(ids, end)
-    return within_documents(ids, end)
+    if not any(isinstance(module, GraphFilter) for module in model.modules()):
+        return within_documents(ids, end)
+    from gfsa.adapters.transformers.masks import DescribedMask
+
+    visible = Visibility(causal=True, documents=_numbers(ids, end), in_order=True)
+    return DescribedMask(visible, *ids.shape, ids.device)
 
 
 def within_documents(ids: Tensor, end: int) -> Tensor:
@@ -367,15 +478,6 @@ def within_documents(ids: Tensor, end: int) -> Tensor:
     document = _numbers(ids, end)
     same = document[:, :, :, None] == document[:, :, None, :]
     return same.tril()
-
-
-def describe_documents(ids: Tensor, end: int) -> Any:
-    """What :func:`within_documents` says, described: of one shape whatever the documents are."""
-    from gfsa.adapters.transformers.masks import DescribedMask
-
-    visible = Visibility(causal=True, documents=_numbers(ids, end), in_order=True)
-    rows, tokens = ids.shape
-    return DescribedMask(visible, rows, tokens, ids.device)
 
 
 def _numbers(ids: Tensor, end: int) -> Tensor:

@@ -1,20 +1,28 @@
-"""The decoder: Qwen3 of transformers in any size, and the variants of it that are compared."""
+"""The decoders: Qwen3 in any size with its variants, GPT-2, and one of bytes for torch alone."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gfsa.operators import AttentionOperator, Operator
+from gfsa_experiments.data.pretrained import load, load_model
+from gfsa_experiments.models.attention import SoftmaxAttention
 
 QKNorm = Literal["learned", "none", "fixed", "temperature"]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A decoder in numbers."""
+    """A Qwen3-type decoder in numbers, and which variant of it."""
 
     depth: int
     width: int
@@ -28,13 +36,21 @@ class Sizes:
     """Tokens of a row."""
     tied: bool
     """The head has the weights of the embedding."""
+    qk_norm: QKNorm = "learned"
+    """``learned``: normalised heads with a learned gain per channel, as Qwen3 has them; ``none``:
+    as Llama; ``fixed``: normalised, no gains; ``temperature``: that and one factor per head."""
+    init_std: float = 0.02
+    gate: bool = False
+    """:class:`GatedAttention`, and so on."""
+    tokenwise: bool = False
+    shift_keys: bool = False
+    fast_gates: bool = False
+    """Weights of gates and token-wise coefficients train as gains, at their rate, not decayed."""
 
     def flops(self) -> float:
-        """Forward and backward of one row, without what is not a matrix product.
+        """Forward and backward of one row, matrix products alone: ``n·(6 P + 6·depth·inner·n)``.
 
-        .. math:: n\\,(6 P + 6 \\cdot depth \\cdot heads \\cdot head\\_dim \\cdot n)
-
-        with the P weights that tokens are multiplied with; causal attention is half of a square.
+        P are the weights that tokens are multiplied with; causal attention is half of a square.
         """
         inner = self.heads * self.head_dim
         attention = self.width * (2 * inner + 2 * self.kv_heads * self.head_dim)
@@ -43,30 +59,8 @@ class Sizes:
         return self.block * (6.0 * weights + 6.0 * self.depth * inner * self.block)
 
 
-def build_decoder(
-    sizes: Sizes,
-    end: int | None = None,
-    qk_norm: QKNorm = "learned",
-    init_std: float = 0.02,
-    gate: bool = False,
-    tokenwise: bool = False,
-    shift_keys: bool = False,
-    fast_gates: bool = False,
-) -> Any:
-    """A new Qwen3: RMSNorm, RoPE, SwiGLU, no biases, no dropout.
-
-    Args:
-        end: the token that begins a document.
-        qk_norm: ``learned``: normalised heads with a learned gain per channel, as Qwen3 has them;
-            ``none``: as Llama; ``fixed``: normalised, no gains; ``temperature``: normalised, and
-            one learned factor per head.
-        init_std: standard deviation of the random weights.
-        gate: see :class:`GatedAttention`.
-        tokenwise: see :class:`TokenwiseCoefficients`.
-        shift_keys: see :class:`ShiftedKeys`.
-        fast_gates: weights of gates and token-wise coefficients are trained as gains, at their rate
-            and without decay.
-    """
+def build_decoder(sizes: Sizes, end: int | None = None) -> Any:
+    """A new Qwen3: RMSNorm, RoPE, SwiGLU, no biases, no dropout; ``end`` begins documents."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     config = Qwen3Config(
@@ -80,90 +74,92 @@ def build_decoder(
         max_position_embeddings=sizes.block,
         tie_word_embeddings=sizes.tied,
         use_cache=False,
-        initializer_range=init_std,
+        initializer_range=sizes.init_std,
         bos_token_id=end,
         eos_token_id=end,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     for layer in model.model.layers:
         attention = layer.self_attn
-        if qk_norm != "learned":
+        if sizes.qk_norm == "none":
             attention.q_norm, attention.k_norm = nn.Identity(), nn.Identity()
-        if qk_norm in ("fixed", "temperature"):
+        elif sizes.qk_norm != "learned":
             attention.k_norm = HeadNorm(config.rms_norm_eps)
-            learned = sizes.heads if qk_norm == "temperature" else 0
+            learned = sizes.heads if sizes.qk_norm == "temperature" else 0
             attention.q_norm = HeadNorm(config.rms_norm_eps, learned)
-        if shift_keys:
-            keys = ShiftedKeys(sizes.kv_heads)
-            attention.k_norm = nn.Sequential(attention.k_norm, keys)
-        if gate:
-            layer.self_attn = GatedAttention(attention, sizes, init_std)
-        elif tokenwise:
+        if sizes.shift_keys:
+            attention.k_norm = nn.Sequential(attention.k_norm, ShiftedKeys(sizes.kv_heads))
+        if sizes.gate:
+            layer.self_attn = GatedAttention(attention, sizes)
+        elif sizes.tokenwise:
             layer.self_attn = TokenwiseCoefficients(attention, sizes)
-    if fast_gates:
+    if sizes.fast_gates:
         names = [name for name, _ in model.named_parameters() if name.endswith(".gate.weight")]
         # the optimiser asks a model for what it does not decay
         model.no_weight_decay = partial(set, names)
     return model
 
 
-class GatedAttention(nn.Module):
+class _WithGate(nn.Module):
+    """Attention around which ``gate``, a map of the layer's input, changes the heads.
+
+    The output projection of ``attention`` moves into this module.
+    """
+
+    def __init__(self, attention: Any, width: int, outputs: int) -> None:
+        super().__init__()
+        self.o_proj: nn.Module = attention.o_proj
+        attention.o_proj = nn.Identity()
+        self.attention: Any = attention
+        self.gate = nn.Linear(width, outputs, bias=False)
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> tuple[Tensor, Any]:
+        """As the attention that it wraps."""
+        flat, weights = self.attention(hidden_states=hidden_states, **others)
+        heads = flat.unflatten(-1, (-1, self.attention.head_dim))
+        changed = self.change(heads, self.gate(hidden_states).float()[..., None], hidden_states)
+        return self.o_proj(changed.flatten(-2)), weights
+
+    def change(self, heads: Tensor, gates: Tensor, hidden_states: Tensor) -> Tensor:
+        """Heads ``(B, N, H, d)`` with gates ``(B, N, outputs, 1)``."""
+        raise NotImplementedError
+
+
+class GatedAttention(_WithGate):
     r"""Attention whose heads are gated by the layer's input, token by token.
 
     .. math:: y = \operatorname{concat}_h\big(2\,σ(x\,w_h)\;(A_h V_h)\big)\, W_O
 
     Gated attention has no factor 2; with it, the gates of small random :math:`w_h` begin at one.
-
-    Args:
-        attention: a decoder's attention; its output projection moves into this module.
     """
 
-    def __init__(self, attention: Any, sizes: Sizes, init_std: float) -> None:
-        super().__init__()
-        self.o_proj: nn.Module = attention.o_proj
-        attention.o_proj = nn.Identity()
-        self.attention: nn.Module = attention
-        self.gate = nn.Linear(sizes.width, sizes.heads, bias=False)
-        nn.init.normal_(self.gate.weight, std=init_std)
+    def __init__(self, attention: Any, sizes: Sizes) -> None:
+        super().__init__(attention, sizes.width, sizes.heads)
+        nn.init.normal_(self.gate.weight, std=sizes.init_std)
 
-    def forward(self, hidden_states: Tensor, **others: Any) -> tuple[Tensor, Any]:
-        """As the attention that it wraps."""
-        heads, weights = self.attention(hidden_states=hidden_states, **others)
-        factors = 2 * torch.sigmoid(self.gate(hidden_states).float())
-        gated = heads.unflatten(-1, (factors.shape[-1], -1)) * factors[..., None].to(heads.dtype)
-        return self.o_proj(gated.flatten(-2)), weights
+    def change(self, heads: Tensor, gates: Tensor, hidden_states: Tensor) -> Tensor:
+        return heads * (2 * torch.sigmoid(gates)).to(heads.dtype)
 
 
-class TokenwiseCoefficients(nn.Module):
+class TokenwiseCoefficients(_WithGate):
     r"""Attention in which each token computes the coefficients of its heads.
 
     .. math:: y = \operatorname{concat}_h\big(c_0\,V_h + (1 + c_1)\,A_h V_h\big)\, W_O,
               \qquad (c_0, c_1) = x\,w_h
 
     w starts at zero, which is ordinary attention.
-
-    Args:
-        attention: a decoder's attention; its output projection moves into this module.
     """
 
     def __init__(self, attention: Any, sizes: Sizes) -> None:
-        super().__init__()
-        self.o_proj: nn.Module = attention.o_proj
-        attention.o_proj = nn.Identity()
-        self.attention: Any = attention
+        super().__init__(attention, sizes.width, 2 * sizes.heads)
         self.groups = sizes.heads // sizes.kv_heads
-        self.gate = nn.Linear(sizes.width, 2 * sizes.heads, bias=False)
         nn.init.zeros_(self.gate.weight)
 
-    def forward(self, hidden_states: Tensor, **others: Any) -> tuple[Tensor, Any]:
-        """As the attention that it wraps."""
-        mixed, weights = self.attention(hidden_states=hidden_states, **others)
-        c0, c1 = self.gate(hidden_states).float()[..., None].chunk(2, -2)
-        mixed = mixed.unflatten(-1, (c0.shape[-2], -1))
-        v = self.attention.v_proj(hidden_states).unflatten(-1, (-1, mixed.shape[-1]))
+    def change(self, heads: Tensor, gates: Tensor, hidden_states: Tensor) -> Tensor:
+        c0, c1 = gates.chunk(2, -2)
+        v = self.attention.v_proj(hidden_states).unflatten(-1, (-1, heads.shape[-1]))
         v = v.repeat_interleave(self.groups, -2)
-        y = (mixed + c0 * v + c1 * mixed).to(mixed.dtype)
-        return self.o_proj(y.flatten(-2)), weights
+        return (heads + c0 * v + c1 * heads).to(heads.dtype)
 
 
 class ShiftedKeys(nn.Module):
@@ -188,9 +184,7 @@ class HeadNorm(nn.Module):
 
     .. math:: y_h = t_h\, x_h / \sqrt{\operatorname{mean}(x_h^2) + ε}
 
-    Args:
-        eps: ε.
-        heads: how many learned :math:`t_h` there are, one in the beginning; 0 for none.
+    ``heads`` is how many learned :math:`t_h` there are, one in the beginning; 0 for none.
     """
 
     def __init__(self, eps: float, heads: int = 0) -> None:
@@ -206,3 +200,154 @@ class HeadNorm(nn.Module):
         if self.temperature is not None:
             y = y * self.temperature[:, None]
         return y.to(x.dtype)
+
+
+_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout")
+
+
+def new_gpt2(
+    vocabulary: int, block: int, depth: int, width: int, heads: int, dropout: float
+) -> Any:
+    """A GPT-2 of these sizes."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=block,
+        n_embd=width,
+        n_layer=depth,
+        n_head=heads,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return GPT2LMHeadModel(sizes)
+
+
+def pretrained_decoder(name: str, block: int, dropout: float | None) -> Any:
+    """A pretrained decoder that takes ``block`` tokens; with ``dropout`` unless it is None."""
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    sizes = load(AutoConfig, name)
+    is_causal = getattr(sizes, "is_decoder", False) or sizes.is_encoder_decoder
+    if type(sizes) in MODEL_FOR_MASKED_LM_MAPPING and not is_causal:
+        raise ValueError(
+            f"{name} is an encoder, which sees the tokens that it would predict; set model= to a "
+            "decoder such as gpt2"
+        )
+    most = getattr(sizes, "max_position_embeddings", block)
+    if block > most:
+        raise ValueError(f"block {block} is longer than the {most} tokens of {name}")
+    if dropout is not None:
+        names = [each for each in _DROPOUTS if hasattr(sizes, each)]
+        if not names:
+            raise ValueError(f"{name} has no dropout to be set; set dropout=none")
+        for each in names:
+            setattr(sizes, each, dropout)
+    return load_model(AutoModelForCausalLM, name, config=sizes)
+
+
+@contextmanager
+def causal_by_kernel(model: Any) -> Iterator[None]:
+    """Leave causality to the attention kernel, where transformers would build a mask for GPT-2.
+
+    transformers inspects values on the device to decide whether a mask can be left out; while a
+    CUDA graph is captured it cannot, and builds the whole N×N mask. It builds none for a body whose
+    config names an unknown attention implementation. The attention layers keep the real config and
+    are causal by themselves.
+    """
+    body = getattr(model, "transformer", None)
+    config = model.config
+    if body is None or config.model_type != "gpt2" or config._attn_implementation != "sdpa":
+        yield
+        return
+    unmasked = copy.copy(config)
+    unmasked._attn_implementation_internal = "causal by kernel"
+    body.config = unmasked
+    try:
+        yield
+    finally:
+        body.config = config
+
+
+class CausalAttention(SoftmaxAttention):
+    r"""Causal attention over normalised, rotated queries and keys, with a temperature per head.
+
+    .. math:: A_h = \mathrm{softmax}_{causal}(t_h\, R\,\hat q_h\,(R\,\hat k_h)^\top / \sqrt d),
+              \qquad \hat x = x / \sqrt{\operatorname{mean}(x^2) + ε}
+
+    R rotates by position (RoPE), t is learned and one in the beginning.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(self, dim: int, num_heads: int, block: int) -> None:
+        super().__init__(dim, num_heads)
+        half = dim // num_heads // 2
+        angles = torch.arange(block)[:, None] * 10_000.0 ** (-torch.arange(half) / half)
+        self.register_buffer("cosine", angles.cos(), persistent=False)
+        self.register_buffer("sine", angles.sin(), persistent=False)
+        self.temperature = nn.Parameter(torch.ones(num_heads))
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normalised and rotated, and values: ``(B, H, N, d)`` each."""
+        q, k, v = super().heads(x)
+        q, k = (self._rotated(_normalised(part)) for part in (q, k))
+        return q * self.temperature[:, None, None], k, v
+
+    def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
+        # without a filter this is exactly torch's own attention
+        if self.plugged is None:
+            return AttentionOperator(q, k, is_causal=True, backend="sdpa")
+        return AttentionOperator(q, k, is_causal=True)
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        cosine, sine = self.cosine[: x.shape[-2]], self.sine[: x.shape[-2]]
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class DecoderBlock(nn.Module):
+    """``x ← x + attention(norm(x))``, then the same with an MLP four times as wide."""
+
+    def __init__(self, width: int, heads: int, block: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(width)
+        self.attention = CausalAttention(width, heads, block)
+        self.mlp_norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        update: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return x + update
+
+
+class ByteDecoder(nn.Module):
+    """Predicts the next byte, from at most ``block``; the head has the embedding's weights."""
+
+    def __init__(self, depth: int, width: int, heads: int, block: int, init_std: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(DecoderBlock(width, heads, block) for _ in range(depth))
+        self.norm = nn.RMSNorm(width)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=init_std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits ``(B, N, 256)`` for bytes ``(B, N)``."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embed.weight)

@@ -1,26 +1,21 @@
-"""Probes of a trained decoder: what it can copy, on which tokens it is good, where it looks."""
+"""Probes of a trained decoder: what it can copy, and how its loss falls along a row."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import gfsa
-from gfsa.lens.measure import attention_entropy
-from gfsa.operators import Operator
 from gfsa_experiments.tasks.pretrain.data import TokenRows
 
-# sequences and rows at a time: the logits of 8 × 1,024 tokens take half a gigabyte
+# rows at a time: the logits of 8 × 1,024 tokens take half a gigabyte
 _BATCH = 8
 
 
 def probe(
-    model: nn.Module, valid: TokenRows, train: TokenRows, precision: torch.dtype | None, rows: int
+    model: nn.Module, valid: TokenRows, precision: torch.dtype | None, rows: int
 ) -> dict[str, Any]:
     """Everything that is measured, as plain data; the model is as before afterwards.
 
@@ -29,10 +24,6 @@ def probe(
     ``recall``     pairs of random tokens, then the same pairs in another order: loss on the second
                    token of a pair, the first and the second time
     ``position``   loss by octave of the position in a row of ``valid``
-    ``frequency``  loss by how often the predicted token is in ``train``: ten groups, each with a
-                   tenth of the predicted tokens, rarest first
-    ``entropy``    by layer and head: the entropy of the attention map A as a share of its maximum
-    ``sink``       by layer and head: the share of attention that the first token of a row gets
     ============== ==============================================================================
 
     Args:
@@ -40,35 +31,22 @@ def probe(
         rows: how many rows of ``valid``, and how many random sequences.
     """
     device = next(model.parameters()).device
-    count = min(rows, len(valid))
-    ids = torch.cat(
-        [
-            valid.ids({"part": "valid", "rows": valid.rows[start : start + _BATCH].to(device)})
-            for start in range(0, count, _BATCH)
-        ]
-    )[:count]
-    vocabulary = int(ids.max()) + 1
-    random = torch.Generator().manual_seed(0)
-    copies = _copies(rows, valid.block, vocabulary, random).to(device)
-    pairs = _pairs(rows, valid.block, vocabulary, random).to(device)
+    taken = valid.rows[:rows].to(device).split(_BATCH)
+    ids = torch.cat([valid.ids({"part": "valid", "rows": some}) for some in taken])
+    vocabulary, random = int(ids.max()) + 1, torch.Generator().manual_seed(0)
+    half = torch.randint(vocabulary, (rows, valid.block // 2), generator=random)
+    pairs = _pairs(rows, valid.block, vocabulary, random)
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), _autocast(device, precision):
+        with torch.no_grad(), torch.autocast(device.type, precision, precision is not None):
             return {
-                "induction": _first_and_second(model, copies),
-                "recall": _first_and_second(model, pairs, step=2),
-                **_by_token(model, ids, train, vocabulary),
-                **_maps(model, ids[:_BATCH]),
+                "induction": _first_and_second(model, torch.cat([half, half], 1).to(device)),
+                "recall": _first_and_second(model, pairs.to(device), step=2),
+                "position": _by_octave(_losses(model, ids)),
             }
     finally:
         model.train(was_training)
-
-
-def _copies(rows: int, block: int, vocabulary: int, random: torch.Generator) -> Tensor:
-    """``(rows, block)``: random tokens, and the same again."""
-    half = torch.randint(vocabulary, (rows, block // 2), generator=random)
-    return torch.cat([half, half], 1)
 
 
 def _pairs(rows: int, block: int, vocabulary: int, random: torch.Generator) -> Tensor:
@@ -85,7 +63,7 @@ def _pairs(rows: int, block: int, vocabulary: int, random: torch.Generator) -> T
 
 def _first_and_second(model: nn.Module, ids: Tensor, step: int = 1) -> dict[str, float]:
     """The loss on the first and on the second half of sequences, on every ``step``-th token."""
-    losses = torch.cat([_losses(model, part) for part in ids.split(_BATCH)])
+    losses = _losses(model, ids)
     # losses[:, i] is that of token i + 1. The first token of either half is left out: nothing
     # before it says what it is.
     half = ids.shape[1] // 2
@@ -93,69 +71,17 @@ def _first_and_second(model: nn.Module, ids: Tensor, step: int = 1) -> dict[str,
     return {"first": first.mean().item(), "second": second.mean().item()}
 
 
-def _by_token(
-    model: nn.Module, ids: Tensor, train: TokenRows, vocabulary: int
-) -> dict[str, list[float]]:
-    """The loss by position and by frequency."""
-    losses = torch.cat([_losses(model, part) for part in ids.split(_BATCH)]).double().cpu()
-    by_position, start = [], 0
-    while start < losses.shape[1]:
-        end = min(2 * start + 1, losses.shape[1])
-        by_position.append(losses[:, start:end].mean().item())
-        start = end
-    frequency = train.counts(vocabulary)[ids[:, 1:].flatten().cpu()]
-    order = frequency.argsort(stable=True)
-    groups = losses.flatten()[order].tensor_split(10)
-    return {"position": by_position, "frequency": [group.mean().item() for group in groups]}
+def _by_octave(losses: Tensor) -> list[float]:
+    """The mean over positions 0, 1 to 2, 3 to 6 and so on."""
+    starts = [2**k - 1 for k in range(losses.shape[1].bit_length())]
+    return [part.mean().item() for part in losses.double().tensor_split(starts[1:], 1)]
 
 
 def _losses(model: nn.Module, ids: Tensor) -> Tensor:
     """−log p of every token but the first, ``(rows, tokens − 1)``."""
-    logits = model(
-        input_ids=ids[:, :-1], attention_mask={"full_attention": None}, use_cache=False
-    ).logits
-    return F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")
-
-
-def _maps(model: nn.Module, ids: Tensor) -> dict[str, list[list[float]]]:
-    """Entropy and sink of every head, layer by layer.
-
-    Filters are given the operator of A. A plain model gets filters for the time of the measurement:
-    as they begin, they change nothing.
-    """
-    found: dict[str, list[list[float]]] = {"entropy": [], "sink": []}
-
-    def look(filter: nn.Module, args: tuple[Operator, Tensor]) -> None:
-        operator, v = args
-        _, share = attention_entropy(operator, v)
-        # A times the indicator of the first token is the column of attention that it gets
-        indicator = torch.zeros_like(v)
-        indicator[..., 0, :] = 1
-        _, gets = operator.powers(indicator, 1)
-        found["entropy"].append(share.float().mean(0).tolist())
-        found["sink"].append(gets[..., 1:, 0].float().mean((0, 2)).tolist())
-
-    with _plugged(model):
-        hooks = [f.register_forward_pre_hook(look) for f in gfsa.filters_of(model).values()]
-        try:
-            _losses(model, ids)
-        finally:
-            for hook in hooks:
-                hook.remove()
-    return found
-
-
-@contextlib.contextmanager
-def _plugged(model: nn.Module) -> Iterator[None]:
-    if gfsa.filters_of(model):
-        yield
-        return
-    gfsa.plug(model)
-    try:
-        yield
-    finally:
-        gfsa.unplug(model)
-
-
-def _autocast(device: torch.device, precision: torch.dtype | None) -> torch.autocast:
-    return torch.autocast(device.type, precision, enabled=precision is not None)
+    found = []
+    for part in ids.split(_BATCH):
+        given = {"attention_mask": {"full_attention": None}, "use_cache": False}
+        logits = model(input_ids=part[:, :-1], **given).logits.float()
+        found.append(F.cross_entropy(logits.transpose(1, 2), part[:, 1:], reduction="none"))
+    return torch.cat(found)

@@ -1,15 +1,21 @@
-"""Pretraining: a Qwen3-type decoder from scratch on text."""
+"""Language modelling: one task, and three presets that say what is read and which decoder learns.
+
+``causal_lm`` fine-tunes GPT-2 on WikiText or the Penn Treebank, or trains a new one; ``pretrain``
+trains a Qwen3-type decoder from scratch on text; ``stdlib`` a small one on Python's own source.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gfsa_experiments.data.files import cache_folder
 from gfsa_experiments.data.own import digest_of, name_of
@@ -21,20 +27,34 @@ from gfsa_experiments.engine.config import (
     Positive,
     Precision,
     Schedule,
+    ShareBelowOne,
     TrainConfig,
+    check_multiple,
 )
 from gfsa_experiments.engine.measure import Work
-from gfsa_experiments.engine.next_token_loss import IGNORED, NextTokenLoss
+from gfsa_experiments.engine.next_token_loss import IGNORED, NextTokenLoss, cross_entropy
 from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.pretrain.data import (
     Part,
+    Text,
     TokenizerChoice,
     TokenRows,
     mask_for,
     positions_in_documents,
+    read_source,
+    source_folder,
+    text_in_lines,
     token_files,
 )
-from gfsa_experiments.tasks.pretrain.model import QKNorm, Sizes, build_decoder
+from gfsa_experiments.tasks.pretrain.model import (
+    ByteDecoder,
+    QKNorm,
+    Sizes,
+    build_decoder,
+    causal_by_kernel,
+    new_gpt2,
+    pretrained_decoder,
+)
 from gfsa_experiments.tasks.pretrain.probes import probe
 
 # depth, width, heads and width of the MLP; with 16,384 tokens and a tied head 5.4, 15.4, 46.9 and
@@ -46,9 +66,161 @@ _SIZES = {
     "110m": (12, 768, 12, 2560),
 }
 
+# settings of pretrain that the decoder takes as they are
+_OF_DECODER = (
+    *("block", "head_dim", "tied", "qk_norm", "init_std"),
+    *("gate", "tokenwise", "shift_keys", "fast_gates"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainConfig(TrainConfig):
+class LanguageConfig(TrainConfig):
+    """What the presets have in common."""
+
+    overlap: ClassVar[int] = 1
+    """Of rows (:class:`TokenRows`)."""
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity", "bits_per_byte")
+    """What is measured; the first is the row's."""
+    examples: ClassVar[int] = 1
+    """Rows of ``valid`` for the lens."""
+
+    @abstractmethod
+    def read(self, data_dir: Path) -> Text:
+        """The tokens of each part."""
+
+    @abstractmethod
+    def decoder(self, vocabulary: int, end: int | None = None) -> Any:
+        """The decoder for so many different tokens, of which ``end`` begins documents."""
+
+    @abstractmethod
+    def mean_loss(
+        self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor
+    ) -> Tensor:
+        """The mean loss; ``model`` is the task's, or a wrapper, ``labels`` what follows ``ids``."""
+
+    def falling(self) -> str | None:
+        """The metric that training lowers, if it is to (:attr:`Task.falling`)."""
+        return "loss"
+
+    def measured(self) -> dict[str, int]:
+        """Of some parts, how many rows are measured."""
+        return {"valid": getattr(self, "eval_rows", 0), "test": getattr(self, "test_rows", 0)}
+
+    def work(self, vocabulary: int) -> Work | None:
+        """The work of a row, to have tokens per second reported."""
+        return None
+
+    def unused(self) -> dict[str, str]:
+        unused = super().unused() | {"group_by_length": "every row has the same length"}
+        if hasattr(self, "evaluations"):
+            unused["eval_every"] = "evaluations says how often"
+        return unused
+
+    def steps_between_evaluations(self, per_epoch: int, total: int) -> int:
+        often = getattr(self, "evaluations", None)
+        if often is None:
+            return super().steps_between_evaluations(per_epoch, total)
+        return max(1, math.ceil(total / often))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalLMConfig(LanguageConfig):
+    """Fine-tuning as in the paper (15 epochs on PTB, 4 on WikiText-103), or ``model=scratch``."""
+
+    in_label = ("dataset", "data", "model", "depth", "width")
+    overlap = 0
+    metrics = ("perplexity", "word_perplexity", "loss")
+
+    data: str = ""
+    """Text of the caller's own instead of ``dataset``: a file or folder, or ``hub:ID``."""
+    text: str = "text"
+    """The key of the text in JSON lines, its column in tables and on the hub."""
+    dataset: Literal["wikitext-2", "wikitext-103", "ptb"] = "wikitext-2"
+    model: str = "gpt2"
+    """A folder, a name on the hub, or ``scratch``: a new GPT-2 of the sizes below."""
+    tokenizer: str = "own"
+    """``own``: the model's; ``bpe``: one of ``vocab_size`` tokens that is learned from the training
+    text; or that of another model (``gpt2``), a folder or a name on the hub."""
+    vocab_size: Count = 8192
+    block: int = 1024
+    """The length of the model's input in tokens."""
+    dropout: ShareBelowOne | None = 0.1
+    """Everywhere in the model, attention included; None: the model's own."""
+    depth: Count = 6
+    width: Count = 384
+    heads: Count = 6
+    epochs: float = 10
+    batch_size: int = 4
+
+    def check(self) -> None:
+        super().check()
+        if self.block < 2:
+            raise ValueError(f"a block of {self.block} tokens predicts nothing; set 2 or more")
+        check_multiple(self, "width", "heads")
+        if self.scratch and self.tokenizer == "own":
+            raise ValueError("a new model has no tokenizer of its own; set tokenizer=gpt2 or bpe")
+        if not self.scratch and self.tokenizer == "bpe":
+            raise ValueError("a pretrained model cannot read another vocabulary than its own")
+
+    def unused(self) -> dict[str, str]:
+        unused = super().unused()
+        if not self.scratch:
+            own = f"{self.model} has its own; model=scratch takes it"
+            unused |= dict.fromkeys(("depth", "width", "heads"), own)
+        if self.tokenizer != "bpe":
+            unused["vocab_size"] = f"tokenizer={self.tokenizer} has its own; bpe is learned"
+        if self.data:
+            unused["dataset"] = "data= names the text"
+        else:
+            unused["text"] = "it names a column of data= of your own"
+        return unused
+
+    @property
+    def scratch(self) -> bool:
+        return self.model == "scratch"
+
+    def label(self) -> str:
+        name = f"gpt2-d{self.depth}-w{self.width}" if self.scratch else Path(self.model).name
+        return f"{f'data={name_of(self.data)}' if self.data else self.dataset} {name}"
+
+    def falling(self) -> str | None:
+        # a pretrained model may well end above its start, when it is fitted too closely
+        return "loss" if self.scratch else None
+
+    def read(self, data_dir: Path) -> Text:
+        column = self.text if self.data else ""
+        tokenizer = self.model if self.tokenizer == "own" else self.tokenizer
+        data = self.data or self.dataset
+        return text_in_lines(data_dir, data, column, tokenizer, self.vocab_size)
+
+    def decoder(self, vocabulary: int, end: int | None = None) -> Any:
+        if self.scratch:
+            dropout = 0.1 if self.dropout is None else self.dropout
+            sizes = (self.depth, self.width, self.heads)
+            return new_gpt2(_multiple_of_64(vocabulary), self.block, *sizes, dropout)
+        model = pretrained_decoder(self.model, self.block, self.dropout)
+        if vocabulary > model.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {vocabulary} tokens, {self.model} knows "
+                f"{model.config.vocab_size}; set tokenizer=own"
+            )
+        return model
+
+    def mean_loss(
+        self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor
+    ) -> Tensor:
+        with causal_by_kernel(task.model):
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits
+        return NextTokenLoss(self.compile != "no")(logits, labels)
+
+
+def _multiple_of_64(vocabulary: int) -> int:
+    """GPUs are fastest with so many rows in the embedding."""
+    return -(-vocabulary // 64) * 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig(LanguageConfig):
     """One epoch of techdocs, 65,536 tokens a step."""
 
     in_label = ("data", "size")
@@ -90,8 +262,6 @@ class PretrainConfig(TrainConfig):
     """Weights of ``gate`` or ``tokenwise`` learn at ``gain_lr``, without decay."""
     init_std: Positive = 0.02
     """Standard deviation of the random weights."""
-    residual: Literal["fp32", "bf16"] = "fp32"
-    """What tokens are kept in from layer to layer; ``bf16`` moves half the bytes."""
     evaluations: Count = 10
     """How often ``valid`` is measured."""
     eval_rows: CountOrZero = 256
@@ -115,8 +285,6 @@ class PretrainConfig(TrainConfig):
         super().check()
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
-        if self.residual == "bf16" and self.precision != "bf16":
-            raise ValueError(f"residual=bf16 needs precision=bf16, got {self.precision}")
         if self.gate and self.tokenwise:
             raise ValueError("gate and tokenwise both scale a head's output: choose one of them")
         sizes = self.sizes(self.vocab_size)
@@ -127,8 +295,6 @@ class PretrainConfig(TrainConfig):
 
     def unused(self) -> dict[str, str]:
         unused = super().unused()
-        unused["group_by_length"] = "every row has the same length"
-        unused["eval_every"] = "evaluations says how often"
         if self.tokenizer != "bpe":
             unused["vocab_size"] = f"{self.tokenizer} has its own; tokenizer=bpe is trained"
         if None not in (self.depth, self.width, self.heads, self.mlp):
@@ -146,9 +312,6 @@ class PretrainConfig(TrainConfig):
             "all methods"
         )
 
-    def steps_between_evaluations(self, per_epoch: int, total: int) -> int:
-        return max(1, math.ceil(total / self.evaluations))
-
     def sizes(self, vocabulary: int) -> Sizes:
         """The decoder for so many different tokens."""
         depth, width, heads, mlp = _SIZES[self.size]
@@ -158,22 +321,56 @@ class PretrainConfig(TrainConfig):
             width=self.width or width,
             heads=heads,
             kv_heads=self.kv_heads or heads,
-            head_dim=self.head_dim,
             mlp=self.mlp or mlp,
-            # rows of the embedding in a multiple of 64 suit the GPU
-            vocabulary=-(-vocabulary // 64) * 64,
-            block=self.block,
-            tied=self.tied,
+            vocabulary=_multiple_of_64(vocabulary),
+            **{name: getattr(self, name) for name in _OF_DECODER},
         )
 
-    def decoder(self, vocabulary: int, end: int | None = None) -> Any:
-        """A new decoder for so many different tokens."""
-        sizes = self.sizes(vocabulary)
-        controls = (self.gate, self.tokenwise, self.shift_keys, self.fast_gates)
-        return build_decoder(sizes, end, self.qk_norm, self.init_std, *controls)
+    def read(self, data_dir: Path) -> Text:
+        choice = TokenizerChoice("" if self.tokenizer == "bpe" else self.tokenizer, self.vocab_size)
+        found = token_files(self.data, data_dir, choice, cache_folder(), self.text)
+        meta, parts = found.meta, found.meta.parts
+        own = None
+        if self.data != PretrainConfig.data:
+            own = OwnData(
+                name=meta.name,
+                source=self.data,
+                splits={name: part.tokens for name, part in parts.items()},
+                split_by=f"{found.split_by}; {_documents(parts, self.boundaries)}",
+                unit="tokens",
+                digest=digest_of(part.sha256 for part in parts.values()),
+            )
+        tokens = {name: found.tokens(name) for name in parts}
+        sizes = {name: part.bytes for name, part in parts.items()}
+        return Text(tokens, sizes, meta.vocabulary, meta.end, own)
 
-    def choice(self) -> TokenizerChoice:
-        return TokenizerChoice("" if self.tokenizer == "bpe" else self.tokenizer, self.vocab_size)
+    def work(self, vocabulary: int) -> Work:
+        sizes = self.sizes(vocabulary)
+        return Work(sizes.block, sizes.flops())
+
+    def decoder(self, vocabulary: int, end: int | None = None) -> Any:
+        model = build_decoder(self.sizes(vocabulary), end)
+        model.loss_function = NextTokenLoss(self.compile != "no")
+        return model
+
+    def mean_loss(
+        self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor
+    ) -> Tensor:
+        positions = mask = None
+        if self.boundaries:
+            assert task.end is not None
+            positions = positions_in_documents(ids, task.end)
+            mask = mask_for(model, ids, task.end)
+        # masks that are handed over ready are not built: where there is none, none, traced or not,
+        # and attention is causal by its kernel
+        loss: Tensor = model(
+            input_ids=ids,
+            labels=labels,
+            attention_mask={"full_attention": mask},
+            position_ids=positions,
+            use_cache=False,
+        ).loss
+        return loss
 
     def sketch(self) -> nn.Module | None:
         try:
@@ -194,114 +391,6 @@ class PretrainConfig(TrainConfig):
         return f"{name} qwen3-{size}"
 
 
-class PretrainTask(Task):
-    """Predict the next token: ``loss = mean of −log p(token | those before it)`` in nats.
-
-    The text of a part is one row of tokens, each document begun by a token that says so, cut into
-    rows of ``block``: every token but the first is predicted once, and what is left at the end of a
-    part, less than a row, never. ``bits_per_byte`` spreads the same loss over the bytes of the
-    part's text, and can be compared between tokenizers.
-    """
-
-    metric = "loss"
-    higher_is_better = False
-    falling: str | None = "loss"
-
-    def __init__(self, config: PretrainConfig, data_dir: Path) -> None:
-        found = token_files(config.data, data_dir, config.choice(), cache_folder(), config.text)
-        parts = found.meta.parts
-        if config.data != PretrainConfig.data:
-            self.own_data = OwnData(
-                name=found.meta.name,
-                source=config.data,
-                splits={name: part.tokens for name, part in parts.items()},
-                split_by=f"{found.split_by}; {_documents(parts, config.boundaries)}",
-                unit="tokens",
-                digest=digest_of(part.sha256 for part in parts.values()),
-            )
-        self._cut({p: found.tokens(p) for p in parts}, config, {"valid": config.eval_rows})
-        self._bytes_per_token = {name: part.bytes / part.tokens for name, part in parts.items()}
-        self._end = found.meta.end
-        self._boundaries = config.boundaries
-        self._probes, self._in_bf16 = config.probes, config.precision == "bf16"
-        sizes = config.sizes(found.meta.vocabulary)
-        self.work = Work(sizes.block, sizes.flops())
-        model = config.decoder(found.meta.vocabulary, self._end)
-        model.loss_function = NextTokenLoss(config.compile != "no")
-        if config.residual == "bf16":
-            model.get_input_embeddings().register_forward_hook(_in_bf16)
-        self.model = model
-
-    def _cut(self, tokens: dict[str, np.ndarray], config: Any, most: dict[str, int]) -> None:
-        """The rows of each part, of some parts only ``most`` of them."""
-        self.rows = {
-            part: TokenRows(of_part, config.block, part, most.get(part, 0))
-            for part, of_part in tokens.items()
-        }
-        self.splits = {part: Split(rows, as_it_is) for part, rows in self.rows.items()}
-        self._eval_batch = config.eval_batch_size or config.batch_size
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        ids = self.rows[batch["part"]].ids(batch)
-        return self._mean(model, ids[:, :-1], ids[:, 1:])
-
-    def predict(self, model: nn.Module, batch: Any) -> Any:
-        ids = self.rows[batch["part"]].ids(batch)
-        labels = ids[:, 1:]
-        lacking = self._eval_batch - len(ids)
-        inputs = ids[:, :-1]
-        if lacking > 0:
-            # another shape would be compiled for, for the sake of one batch
-            inputs = torch.cat([inputs, inputs[:1].expand(lacking, -1)])
-            nothing = torch.full((lacking, labels.shape[1]), IGNORED, device=ids.device)
-            labels = torch.cat([labels, nothing])
-        count = ids.shape[0] * (ids.shape[1] - 1)
-        size = count * self._bytes_per_token[batch["part"]]
-        return self._mean(model, inputs, labels).double() * count, count, size
-
-    def score(self, predictions: list[Any]) -> dict[str, float]:
-        totals, counts, sizes = zip(*predictions, strict=True)
-        total = float(sum(totals))
-        loss = total / sum(counts)
-        return {
-            "loss": loss,
-            "perplexity": math.exp(loss) if loss < 700 else math.inf,
-            "bits_per_byte": total / math.log(2) / sum(sizes),
-        }
-
-    def example(self) -> Any:
-        """The first row of the validation text."""
-        ids = self.rows["valid"].ids(self.rows["valid"].__getitems__([0]))
-        return {"input_ids": ids[:, :-1]}
-
-    def probes(self, model: nn.Module) -> dict[str, Any] | None:
-        if not self._probes:
-            return None
-        precision = torch.bfloat16 if self._in_bf16 else None
-        return probe(model, self.rows["valid"], self.rows["train"], precision, self._probes)
-
-    def identity(self, split: str, index: int) -> Any:
-        """The tokens themselves; those of ``train`` are never augmented, so they count too."""
-        rows = self.rows[split]
-        return rows.ids(rows.__getitems__([index]))
-
-    def _mean(self, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
-        positions = mask = None
-        if self._boundaries:
-            positions = positions_in_documents(ids, self._end)
-            mask = mask_for(model, ids, self._end)
-        # masks that are handed over ready are not built: where there is none, none, traced or not,
-        # and attention is causal by its kernel
-        loss: Tensor = model(
-            input_ids=ids,
-            labels=labels,
-            attention_mask={"full_attention": mask},
-            position_ids=positions,
-            use_cache=False,
-        ).loss
-        return loss
-
-
 def _documents(parts: dict[str, Part], boundaries: bool) -> str:
     """``30 train, 1 valid, 1 test documents``, and of which of them boundaries change nothing."""
     said = ", ".join(f"{part.documents:,} {name}" for name, part in parts.items()) + " documents"
@@ -311,15 +400,185 @@ def _documents(parts: dict[str, Part], boundaries: bool) -> str:
     return said
 
 
-def _in_bf16(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Every layer adds to what the embedding gives, in its type."""
-    return output.to(torch.bfloat16)
+@dataclass(frozen=True, kw_only=True)
+class StdlibConfig(LanguageConfig):
+    """Settings that were chosen on ``valid`` for the plain model; no files are needed."""
+
+    in_label = ("depth", "width")
+    metrics = ("bits_per_byte", "loss", "perplexity")
+    examples = 64
+
+    depth: Count = 4
+    width: Count = 64
+    heads: Count = 4
+    block: Count = 64
+    """Bytes of a row."""
+    init_std: Positive = 0.06
+    """Standard deviation of the random weights."""
+    evaluations: Count = 10
+    """How often ``valid`` is measured."""
+    eval_rows: CountOrZero = 256
+    """Rows of ``valid`` that are measured, evenly spaced; 0 for all."""
+    test_rows: CountOrZero = 1024
+    """The same of ``test``."""
+
+    max_steps: int = 500
+    batch_size: int = 8
+    eval_batch_size: int = 64
+    lr: float = 4e-3
+    gain_lr: float | None = 0.03
+    weight_decay: float = 0.1
+    beta2: float = 0.95
+    schedule: Schedule = "cosine"
+    warmup: float = 0.1
+    min_lr: float = 0.1
+    drop_last: bool = True
+
+    def check(self) -> None:
+        super().check()
+        check_multiple(self, "width", "heads")
+        if (self.width // self.heads) % 2:
+            raise ValueError(
+                f"width {self.width} and heads {self.heads} make heads of "
+                f"{self.width // self.heads} numbers; RoPE needs an even size"
+            )
+
+    def falling(self) -> None:
+        return None
+
+    def read(self, data_dir: Path) -> Text:
+        found = read_source(source_folder())
+        tokens = {p: np.frombuffer(text, np.uint8).astype(np.uint16) for p, text in found.items()}
+        return Text(tokens, {part: len(text) for part, text in found.items()}, 256)
+
+    def decoder(self, vocabulary: int = 256, end: int | None = None) -> ByteDecoder:
+        return ByteDecoder(self.depth, self.width, self.heads, self.block, self.init_std)
+
+    def work(self, vocabulary: int) -> Work:
+        weights = sum(p.numel() for p in self.sketch().parameters() if p.dim() > 1)
+        # matrix products alone; causal attention is half of a square
+        attention = 6.0 * self.depth * self.width * self.block
+        return Work(self.block, self.block * (6.0 * weights + attention))
+
+    def mean_loss(
+        self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor
+    ) -> Tensor:
+        return cross_entropy(model(ids), labels)
+
+    def sketch(self) -> nn.Module:
+        with torch.device("meta"):
+            return self.decoder()
+
+    def label(self) -> str:
+        return f"stdlib decoder-d{self.depth}-w{self.width}"
 
 
-RECIPE = Recipe(
+class LanguageTask(Task):
+    """Predict the next token: ``loss = mean of −log p(token | those before it)`` in nats.
+
+    The text of a part is one sequence of tokens, cut into rows; a remainder shorter than a row is
+    left out. ``perplexity`` is exp(loss). ``bits_per_byte`` and ``word_perplexity`` spread the loss
+    over the bytes, or the words and line ends, of the text instead of its tokens, and can be
+    compared between tokenizers. In the rows of ``pretrain`` and ``stdlib`` every token but the
+    first is predicted once; in those of ``causal_lm``, as in the script of transformers that the
+    paper builds on, the first token of a row never is.
+    """
+
+    higher_is_better = False
+
+    def __init__(self, config: Any, data_dir: Path) -> None:
+        self.config = config
+        text = config.read(data_dir)
+        self.own_data, self.end = text.own, text.end
+        self.metric, self.falling = config.metrics[0], config.falling()
+        most = config.measured()
+        self.rows = {
+            part: TokenRows(tokens, config.block, part, most.get(part, 0), config.overlap)
+            for part, tokens in text.tokens.items()
+        }
+        self.splits = {part: Split(rows, as_it_is) for part, rows in self.rows.items()}
+        self._units = {part: text.units[part] / len(of) for part, of in text.tokens.items()}
+        self.work = config.work(text.vocabulary)
+        self.model = config.decoder(text.vocabulary, text.end)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self._mean(model, *self._given(batch))
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        inputs, labels = self._given(batch)
+        count = len(inputs) * (self.rows[batch["part"]].width - 1)
+        lacking = (self.config.eval_batch_size or self.config.batch_size) - len(inputs)
+        if lacking > 0:
+            # another shape would be compiled for, for the sake of one batch
+            inputs = torch.cat([inputs, inputs[:1].expand(lacking, -1)])
+            labels = F.pad(labels, (0, 0, 0, lacking), value=IGNORED)
+        total = self._mean(model, inputs, labels).double() * count
+        return total, count, count * self._units[batch["part"]]
+
+    def score(self, predictions: list[Any]) -> dict[str, float]:
+        totals, counts, units = map(sum, zip(*predictions, strict=True))
+        total = float(totals)
+        found = {
+            "loss": total / counts,
+            "perplexity": _exp(total / counts),
+            "word_perplexity": _exp(total / units),
+            "bits_per_byte": total / math.log(2) / units,
+        }
+        return {name: found[name] for name in self.config.metrics}
+
+    def example(self) -> Any:
+        """The first rows of the validation text."""
+        inputs, _ = self._given(self.first_examples(self.config.examples))
+        return inputs if isinstance(self.model, ByteDecoder) else {"input_ids": inputs}
+
+    def probes(self, model: nn.Module) -> dict[str, Any] | None:
+        rows = getattr(self.config, "probes", 0)
+        if not rows:
+            return None
+        precision = torch.bfloat16 if self.config.precision == "bf16" else None
+        return probe(model, self.rows["valid"], precision, rows)
+
+    def identity(self, split: str, index: int) -> Any:
+        """The tokens themselves; those of ``train`` are never augmented, so they count too."""
+        rows = self.rows[split]
+        ids = rows.ids(rows.__getitems__([index]))
+        if self.config.overlap:
+            return ids
+        # as rows that were recorded have it
+        words = torch.tensor([self._units[split] * (rows.width - 1)], dtype=torch.float32)
+        return None if split == "train" else {"input_ids": ids, "words": words}
+
+    def _given(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """What the model reads, and what follows each of these tokens."""
+        ids = self.rows[batch["part"]].ids(batch)
+        if self.config.overlap:
+            return ids[:, :-1], ids[:, 1:]
+        # the last token of a row has no target: ignoring it is cheaper than slicing
+        return ids, F.pad(ids[:, 1:], (0, 1), value=IGNORED)
+
+    def _mean(self, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.config.mean_loss(self, model, ids, labels)
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+CAUSAL_LM = Recipe(
+    name="causal_lm",
+    title="Language modelling: fine-tune GPT-2, or train one from scratch",
+    config=CausalLMConfig,
+    build=LanguageTask,
+)
+PRETRAIN = Recipe(
     name="pretrain",
     title="Pretraining: a Qwen3-type decoder from scratch on text",
     config=PretrainConfig,
-    build=PretrainTask,
-    extra="text",
+    build=LanguageTask,
+)
+STDLIB = Recipe(
+    name="stdlib",
+    title="Pretraining in small: a byte-level decoder on Python's own source, without any files",
+    config=StdlibConfig,
+    build=LanguageTask,
 )

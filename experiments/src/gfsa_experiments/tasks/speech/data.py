@@ -14,11 +14,11 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from gfsa_experiments.data.own import (
 from gfsa_experiments.data.tables import open_table, read_rows
 from gfsa_experiments.engine.task import OwnData, Split, as_it_is
 
+AN4 = "an4"
 LETTERS = " 'ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """The characters of the transcripts of AN4 and LibriSpeech."""
 SAMPLE_RATE, HOP, _WINDOW, _MELS = 16_000, 160, 400, 80
@@ -55,7 +56,7 @@ class Utterance:
     """A spoken sentence with its transcript."""
 
     part: str
-    """The set it belongs to, for example ``train-clean-100``."""
+    """The set it belongs to, for example ``train-clean-100``; empty if nothing says it."""
     name: str
     speaker: str
     text: str
@@ -76,23 +77,49 @@ def normalised(features: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=2)
-def read_an4(data_dir: Path, holdout: float) -> tuple[Sets, None]:
-    """CMU AN4's utterances as 13 cepstra per frame; ``valid`` are some speakers of ``train``.
-
-    ``an4_mfcc.npz`` holds for ``train`` and ``test`` the concatenated frames ``feat_*``, the counts
-    ``n_frame_*``, ``text_*`` and ``utt_*``.
-    """
-    path = find_file(data_dir, ["an4_mfcc.npz"], source_of("an4"))
-    found = [*_an4_part(path, "train"), *_an4_part(path, "test")]
-    named = {p: [i for i, one in enumerate(found) if one.part == p] for p in ("train", "test")}
-    speakers = [one.speaker for one in found]
-    parts = named
-    if holdout:
-        parts, _ = three_parts(named, str(path), groups=speakers, holdout=holdout)
-    return {part: [found[row] for row in rows] for part, rows in parts.items()}, None
+def read_speech(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnData | None]:
+    """The utterances of each part of AN4 or of a folder; ``valid`` are speakers of ``train``."""
+    if data == AN4:
+        path = find_file(data_dir, ["an4_mfcc.npz"], source_of(AN4))
+        found = [*_an4_part(path, "train"), *_an4_part(path, "test")]
+        unused = 0
+    else:
+        path = find_own(data, data_dir, "a folder with transcripts and audio")
+        found, unused = _recordings(path)
+    named: dict[str, list[int]] = {}
+    for row, utterance in enumerate(found):
+        named.setdefault(_part_in(utterance.part) or "train", []).append(row)
+    speakers = [utterance.speaker for utterance in found]
+    to_split = {speakers[row] for row in named.get("train", ())}
+    groups = speakers if all(speakers) and len(to_split) >= _FEWEST_SPEAKERS else None
+    parts, split_by = three_parts(named, str(path), groups=groups, holdout=holdout)
+    if any(speakers) and not all(speakers):
+        split_by += f"; speakers are not kept apart, {speakers.count('')} utterances name none"
+    if unused:
+        split_by += f"; {unused} recordings without a transcript are not used"
+    sets = {
+        part: [dataclasses.replace(found[row], part=found[row].part or part) for row in rows]
+        for part, rows in parts.items()
+    }
+    if data == AN4:
+        return sets, None
+    pieces = (
+        piece
+        for part, utterances in sets.items()
+        for one in utterances
+        for piece in (part, one.name, one.speaker, one.text, str(one.frames))
+    )
+    sizes = {part: len(utterances) for part, utterances in sets.items()}
+    where = name_of(data), str(path), sizes, split_by
+    return sets, OwnData(*where, unit="utterances", digest=digest_of(pieces))
 
 
 def _an4_part(path: Path, part: str) -> list[Utterance]:
+    """CMU AN4's utterances as 13 cepstra per frame.
+
+    The file holds for ``train`` and ``test`` the concatenated frames ``feat_*``, the counts
+    ``n_frame_*``, ``text_*`` and ``utt_*``.
+    """
     names = [f"{kind}_{part}" for kind in ("feat", "n_frame", "text", "utt")]
     features, frames, texts, ids = read_npz(path, names).values()
     frames = frames.astype(np.int64)
@@ -112,92 +139,45 @@ def _an4_part(path: Path, part: str) -> list[Utterance]:
             # an251-fash-b: number, speaker, microphone
             speaker = name.split("-")[-2] if "-" in name else name
             tensor = normalised(torch.from_numpy(of_one).float())
-            source = partial(_as_it_is, sha256(of_one.tobytes()).digest())
-            given = len(of_one), partial(_as_it_is, tensor), source
+            source = partial(as_it_is, sha256(of_one.tobytes()).digest())
+            given = len(of_one), partial(as_it_is, tensor), source
             found.append(Utterance(part, name, speaker, " ".join(text.split()), *given))
     bad.report(len(found))
-    official = source_of("an4").sizes[PARTS.index(part)]
-    check_count(f"AN4 {part}", len(texts), official, "utterances")
+    check_count(f"AN4 {part}", len(texts), source_of(AN4).sizes[PARTS.index(part)], "utterances")
     return found
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-@dataclass(frozen=True)
-class _Line:
+class _Line(NamedTuple):
     """One line of a table or transcript."""
 
     path: Path
     text: str
     speaker: str
     part: str
-    """``test`` or ``test-clean``; empty if nothing says it."""
 
 
-@lru_cache(maxsize=2)
-def read_own(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnData]:
-    """The utterances of each part; the audio stays on the disk."""
-    root = find_own(data, data_dir, "a folder with transcripts and audio")
-    lines = _lines(root)
-    named: dict[str, list[int]] = {}
-    found: list[Utterance] = []
-    for utterance in _utterances(root, lines):
-        part = part_named(re.split(r"[-_.]", utterance.part)[0]) or "train"
-        named.setdefault(part, []).append(len(found))
-        found.append(utterance)
-    speakers = [utterance.speaker for utterance in found]
-    to_split = {speakers[row] for row in named.get("train", ())}
-    known = all(speakers) and len(to_split) >= _FEWEST_SPEAKERS
-    groups = speakers if known else None
-    parts, split_by = three_parts(named, str(root), groups=groups, holdout=holdout)
-    if any(speakers) and not all(speakers):
-        split_by += f"; speakers are not kept apart, {speakers.count('')} utterances name none"
-    audio = {path.resolve() for path in root.rglob("*") if path.suffix.lower() in _AUDIO}
-    unused = len(audio - {line.path.resolve() for line in lines})
-    if unused:
-        split_by += f"; {unused} recordings without a transcript are not used"
-    sets = {
-        part: [dataclasses.replace(found[row], part=found[row].part or part) for row in rows]
-        for part, rows in parts.items()
-    }
-    own = OwnData(
-        name=name_of(data),
-        source=str(root),
-        splits={part: len(utterances) for part, utterances in sets.items()},
-        split_by=split_by,
-        unit="utterances",
-        digest=digest_of(
-            piece
-            for part, utterances in sets.items()
-            for spoken in utterances
-            for piece in (part, spoken.name, spoken.speaker, spoken.text, str(spoken.frames))
-        ),
-    )
-    return sets, own
-
-
-def _utterances(root: Path, lines: Sequence[_Line]) -> list[Utterance]:
-    """The recordings that can be used."""
+def _recordings(root: Path) -> tuple[list[Utterance], int]:
+    """The recordings that can be used, and how many have no transcript; audio stays on the disk."""
     import soundfile
 
+    lines = _lines(root)
     bad, found = BadRows(root, "utterances", "utterance"), []
-    for line in lines:
+    for path, text, speaker, part in lines:
         try:
-            info = soundfile.info(str(line.path))
+            info = soundfile.info(str(path))
         except (soundfile.LibsndfileError, OSError) as error:
-            bad.add(line.path.name, f"it has no readable audio ({error})")
+            bad.add(path.name, f"it has no readable audio ({error})")
             continue
-        if info.frames * SAMPLE_RATE < _WINDOW * info.samplerate or not line.text:
-            bad.add(line.path.name, "it is shorter than 25 ms, or has no transcript")
+        words = " ".join(text.upper().split())
+        if info.frames * SAMPLE_RATE < _WINDOW * info.samplerate or not words:
+            bad.add(path.name, "it is shorter than 25 ms, or has no transcript")
             continue
         frames = -(-info.frames * SAMPLE_RATE // info.samplerate) // HOP + 1
-        features = partial(_features, line.path)
-        given = line.speaker, line.text, frames, features, line.path.read_bytes
-        found.append(Utterance(line.part, line.path.stem, *given))
+        read = partial(_features, path), path.read_bytes
+        found.append(Utterance(part, path.stem, speaker, words, frames, *read))
     bad.report(len(found))
-    return found
+    audio = {path.resolve() for path in root.rglob("*") if path.suffix.lower() in _AUDIO}
+    return found, len(audio - {line.path.resolve() for line in lines})
 
 
 def _features(path: Path) -> Tensor:
@@ -218,9 +198,7 @@ def _features(path: Path) -> Tensor:
 def _mel_filters() -> Any:
     from torchaudio.transforms import MelSpectrogram
 
-    return MelSpectrogram(
-        SAMPLE_RATE, n_fft=_WINDOW, win_length=_WINDOW, hop_length=HOP, n_mels=_MELS
-    )
+    return MelSpectrogram(SAMPLE_RATE, n_fft=_WINDOW, hop_length=HOP, n_mels=_MELS)
 
 
 def _lines(root: Path) -> list[_Line]:
@@ -231,9 +209,8 @@ def _lines(root: Path) -> list[_Line]:
             f"expected {' or '.join(_TABLES)} (columns path and text) in the folder {root}, or "
             f"*.trans.txt beside the recordings as in LibriSpeech{entries_of(root)}"
         )
-    if tables:
-        return [line for table in tables for line in _of_table(table, root)]
-    return [line for transcript in transcripts for line in _of_transcript(transcript, root)]
+    read, places = (_of_table, tables) if tables else (_of_transcript, transcripts)
+    return [line for place in places for line in read(place, root)]
 
 
 def _of_table(table: Path, root: Path) -> Iterator[_Line]:
@@ -247,24 +224,27 @@ def _of_table(table: Path, root: Path) -> Iterator[_Line]:
             raise ValueError(
                 f"{table}: expected train, valid or test in the column split, got {part!r}"
             )
-        text = " ".join(row["text"].upper().split())
-        yield _Line(table.parent / row["path"], text, row.get("speaker", ""), part)
+        yield _Line(table.parent / row["path"], row["text"], row.get("speaker", ""), part)
 
 
 def _of_transcript(transcript: Path, root: Path) -> Iterator[_Line]:
+    part = _part_of_folders(transcript.parent.relative_to(root))
     for line in filter(str.strip, text_of(transcript).splitlines()):
         name, _, text = line.strip().partition(" ")
         beside = [transcript.parent / f"{name}{ending}" for ending in _AUDIO]
         path = next((path for path in beside if path.is_file()), beside[0])
         # 19-198-0000: speaker, chapter, number
-        speaker = name.split("-")[0] if "-" in name else ""
-        part = _part_of_folders(transcript.parent.relative_to(root))
-        yield _Line(path, " ".join(text.upper().split()), speaker, part)
+        yield _Line(path, text, name.split("-")[0] if "-" in name else "", part)
+
+
+def _part_in(name: str) -> str | None:
+    """``train`` for ``train-clean-100``."""
+    return part_named(re.split(r"[-_.]", name)[0])
 
 
 def _part_of_folders(place: Path) -> str:
     """The folder that is named after a part, such as ``train-clean-100``."""
-    return next((f for f in place.parts if part_named(re.split(r"[-_.]", f)[0])), "")
+    return next(filter(_part_in, place.parts), "")
 
 
 def letters_of(sets: Sets) -> str:
@@ -273,50 +253,41 @@ def letters_of(sets: Sets) -> str:
     return "".join(sorted(used | {" "}))
 
 
+@dataclass(eq=False)
 class SpeechBatches(Dataset[dict[str, Any]]):
     """Batches of ``features (B, T, F)``, ``frames (B,)``, ``tokens (B, L)`` and ``lengths (B,)``.
 
-    T and L are multiples, so that few shapes occur; padding is zeros. ``text`` are the transcripts,
-    ``part`` is the name of the set of each utterance, and ``search`` says whether to decode with a
-    beam.
-
-    Args:
-        utterances: of one or several sets.
-        encode: returns the tokens of a transcript.
-        frames_multiple, tokens_multiple: T and L are multiples of these.
-        search: decode these with a beam.
+    T and L are multiples of two numbers, so that few shapes occur; padding is zeros. ``text`` are
+    the transcripts, ``part`` is the name of the set of each utterance, and ``search`` says whether
+    to decode with a beam.
     """
 
-    def __init__(
-        self,
-        utterances: Sequence[Utterance],
-        encode: Callable[[str], list[int]],
-        frames_multiple: int,
-        tokens_multiple: int,
-        search: bool = False,
-    ) -> None:
-        self.utterances = utterances
-        self._tokens = [torch.tensor(encode(utterance.text)) for utterance in utterances]
-        self._multiples = frames_multiple, tokens_multiple
-        self._search = search
+    utterances: Sequence[Utterance]
+    encode: InitVar[Callable[[str], list[int]]]
+    """Returns the tokens of a transcript."""
+    frames_multiple: int
+    tokens_multiple: int
+    search: bool = False
+
+    def __post_init__(self, encode: Callable[[str], list[int]]) -> None:
+        self._tokens = [torch.tensor(encode(utterance.text)) for utterance in self.utterances]
 
     def __len__(self) -> int:
         return len(self.utterances)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.__getitems__([index])
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
         chosen = [self.utterances[index] for index in indices]
         tokens = [self._tokens[index] for index in indices]
         return {
-            "features": _padded([utterance.features() for utterance in chosen], self._multiples[0]),
+            "features": _padded(
+                [utterance.features() for utterance in chosen], self.frames_multiple
+            ),
             "frames": torch.tensor([utterance.frames for utterance in chosen]),
-            "tokens": _padded(tokens, self._multiples[1]),
+            "tokens": _padded(tokens, self.tokens_multiple),
             "lengths": torch.tensor([len(row) for row in tokens]),
             "text": [utterance.text for utterance in chosen],
             "part": [utterance.part for utterance in chosen],
-            "search": self._search,
+            "search": self.search,
         }
 
     def source(self, index: int) -> Any:
@@ -329,10 +300,9 @@ class SpeechBatches(Dataset[dict[str, Any]]):
 
     def warn_of_unalignable(self, subsampling: int) -> None:
         """CTC needs a frame for each token and another one between two equal tokens."""
-        lengths = torch.tensor([utterance.frames for utterance in self.utterances])
-        frames = -(-lengths // subsampling)
+        frames = [-(-utterance.frames // subsampling) for utterance in self.utterances]
         needed = [len(row) + int((row[1:] == row[:-1]).sum()) for row in self._tokens]
-        short = int((torch.tensor(needed) > frames).sum())
+        short = sum(n > f for n, f in zip(needed, frames, strict=True))
         if short:
             warnings.warn(
                 f"{short} of {len(self)} utterances have fewer than one frame in {subsampling} for "
@@ -346,7 +316,7 @@ def _padded(sequences: list[Tensor], multiple: int) -> Tensor:
     padded = pad_sequence(sequences, batch_first=True)
     missing = -padded.shape[1] % multiple
     rest = padded.new_zeros(padded.shape[0], missing, *padded.shape[2:])
-    return torch.cat([padded, rest], dim=1) if missing else padded
+    return torch.cat([padded, rest], dim=1)
 
 
 BLANK, BEGIN, END = 0, 1, 2
@@ -356,7 +326,7 @@ Tokens = Literal["char", "unigram", "bpe"]
 
 
 class Characters:
-    """Characters as tokens, A–Z, apostrophe and space; its length counts the special ones too."""
+    """Characters as tokens; its length counts the special ones too."""
 
     def __init__(self, letters: str = LETTERS) -> None:
         self._letters = letters
@@ -415,7 +385,6 @@ class Pieces:
 
 
 Vocabulary = Characters | Pieces
-"""Converts transcripts to tokens and back."""
 
 
 @lru_cache(maxsize=2)

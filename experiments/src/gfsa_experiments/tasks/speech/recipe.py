@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,9 @@ from gfsa_experiments.engine.config import (
     ShareBelowOne,
     TrainConfig,
 )
-from gfsa_experiments.engine.task import Recipe, Task
+from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task
 from gfsa_experiments.tasks.speech.data import (
+    AN4,
     BEGIN,
     BLANK,
     END,
@@ -31,13 +33,13 @@ from gfsa_experiments.tasks.speech.data import (
     Vocabulary,
     learn_vocabulary,
     letters_of,
-    read_an4,
-    read_own,
+    read_speech,
 )
 
-Encoder = Literal["transformer", "branchformer"]
+# the paper's layers, heads and width of the MLPs
+_PAPER = {"transformer": (12, 4, 2048), "branchformer": (18, 8, 3072)}
+# frames per token of the encoder
 _SUBSAMPLING = 4
-"""Frames per token of the encoder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ class SpeechConfig(TrainConfig):
     clip: float = 5.0
     group_by_length: bool = True
 
-    data: str = "an4"
+    data: str = AN4
     """CMU's AN4, or recordings of the caller's own (``./an4`` for a folder of that name): a folder
     with transcripts.tsv (or .csv), or in LibriSpeech's layout."""
     holdout: ShareBelowOne = 0.1
@@ -66,7 +68,7 @@ class SpeechConfig(TrainConfig):
     vocabulary: Count = 5000
     """The number of word pieces to learn, unless tokens=char."""
 
-    encoder: Encoder = "transformer"
+    encoder: Literal["transformer", "branchformer"] = "transformer"
     depth: CountOrZero = 0
     """0: the paper's, 12 for the Transformer and 18 for the Branchformer."""
     width: Count = 512
@@ -107,14 +109,15 @@ class SpeechConfig(TrainConfig):
         super().check()
         if self.graphs:
             raise ValueError("CTC's loss reads lengths on the host: leave graphs=false")
-        if self.width % self.head_count or self.width % 2:
+        _, heads, hidden = self.sizes
+        if self.width % heads or self.width % 2:
             raise ValueError(
-                f"width must be even and divisible by heads, got {self.width} and {self.head_count}"
+                f"width must be even and divisible by heads, got {self.width} and {heads}"
             )
-        if self.encoder == "branchformer" and (self.hidden_size % 2 or self.kernel % 2 == 0):
+        if self.encoder == "branchformer" and (hidden % 2 or self.kernel % 2 == 0):
             raise ValueError(
                 "the Branchformer needs an even hidden and an odd kernel, "
-                f"got {self.hidden_size} and {self.kernel}"
+                f"got {hidden} and {self.kernel}"
             )
         if (self.decoder_layers == 0) != (self.ctc_weight == 1):
             raise ValueError(
@@ -143,20 +146,14 @@ class SpeechConfig(TrainConfig):
         return unused
 
     @property
-    def encoder_layers(self) -> int:
-        return self.depth or (12 if self.encoder == "transformer" else 18)
-
-    @property
-    def head_count(self) -> int:
-        return self.heads or (4 if self.encoder == "transformer" else 8)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.hidden or (2048 if self.encoder == "transformer" else 3072)
+    def sizes(self) -> tuple[int, int, int]:
+        """Layers, heads and width of the MLPs of the encoder."""
+        layers, heads, hidden = _PAPER[self.encoder]
+        return self.depth or layers, self.heads or heads, self.hidden or hidden
 
     def label(self) -> str:
-        data = self.data if self.data == "an4" else f"data={name_of(self.data)}"
-        return f"{data} {self.encoder}-d{self.encoder_layers}"
+        data = AN4 if self.data == AN4 else f"data={name_of(self.data)}"
+        return f"{data} {self.encoder}-d{self.sizes[0]}"
 
 
 class Recognition(NamedTuple):
@@ -193,6 +190,7 @@ class Recogniser(nn.Module):
         super().__init__()
         channels = 64
         branches = config.encoder == "branchformer"
+        layers, heads, hidden = config.sizes
         self.front = ConvolutionFrontEnd(
             input_shape=(None, None, features),
             num_blocks=3,
@@ -208,11 +206,11 @@ class Recogniser(nn.Module):
             # the convolutions have a stride of 4 over features too
             input_size=channels * -(-features // 4),
             d_model=config.width,
-            nhead=config.head_count,
-            num_encoder_layers=config.encoder_layers,
+            nhead=heads,
+            num_encoder_layers=layers,
             num_decoder_layers=config.decoder_layers,
-            d_ffn=config.decoder_hidden if branches else config.hidden_size,
-            csgu_linear_units=config.hidden_size,
+            d_ffn=config.decoder_hidden if branches else hidden,
+            csgu_linear_units=hidden,
             kernel_size=config.kernel,
             dropout=config.dropout,
             activation=nn.GELU,
@@ -295,23 +293,18 @@ def augmentations(
     return lambda features: masks(warped(features).transpose(1, 2)).transpose(1, 2)
 
 
+@dataclass(eq=False)
 class SpeechTask(Task):
     """Transcribes features; measured by the word error rate."""
 
-    metric = "wer"
-    higher_is_better = False
+    config: SpeechConfig
+    model: nn.Module
+    vocabulary: Vocabulary
+    splits: dict[str, Split]
+    own_data: OwnData | None = None
 
-    def __init__(
-        self,
-        config: SpeechConfig,
-        model: nn.Module,
-        vocabulary: Vocabulary,
-        batches: dict[str, SpeechBatches],
-    ) -> None:
-        self.config = config
-        self.model = model
-        self.vocabulary = vocabulary
-        self.splits = {name: of_split.split() for name, of_split in batches.items()}
+    metric: ClassVar[str] = "wer"
+    higher_is_better: ClassVar[bool] = False
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
         """SpecAugment."""
@@ -324,7 +317,15 @@ class SpeechTask(Task):
         tokens, lengths = batch["tokens"], batch["lengths"]
         previous = F.pad(tokens, (1, 0), value=BEGIN) if self.config.decoder_layers else None
         output: Recognition = model(batch["features"], batch["frames"], previous)
-        ctc = self._ctc(output, tokens, lengths).mean()
+        ctc = F.ctc_loss(
+            output.ctc.float().log_softmax(-1).transpose(0, 1),
+            tokens,
+            output.lengths,
+            lengths,
+            blank=BLANK,
+            reduction="none",
+            zero_infinity=True,
+        ).mean()
         if output.attention is None:
             return ctc
         target = F.pad(tokens, (0, 1), value=BLANK).scatter(1, lengths[:, None], END)
@@ -337,18 +338,6 @@ class SpeechTask(Task):
         ) / len(tokens)
         weight = self.config.ctc_weight
         return weight * ctc + (1 - weight) * attention
-
-    def _ctc(self, output: Recognition, tokens: Tensor, lengths: Tensor) -> Tensor:
-        log_probs = output.ctc.float().log_softmax(-1)
-        return F.ctc_loss(
-            log_probs.transpose(0, 1),
-            tokens,
-            output.lengths,
-            lengths,
-            blank=BLANK,
-            reduction="none",
-            zero_infinity=True,
-        )
 
     def predict(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
         output: Recognition = model(batch["features"], batch["frames"])
@@ -372,23 +361,21 @@ class SpeechTask(Task):
         from torchmetrics.functional.text import char_error_rate, word_error_rate
 
         way = "beam" if "beam" in predictions[0] else "greedy"
-        texts, parts, decoded, greedy = (
-            [entry for prediction in predictions for entry in prediction[key]]
-            for key in ("text", "part", way, "greedy")
-        )
+        columns = ("part", "text", way, "greedy")
+        told = [zip(*(batch[key] for key in columns), strict=True) for batch in predictions]
+        sets: dict[str, list[Any]] = {}
+        for part, *texts in itertools.chain(*told):
+            sets.setdefault(part, []).append(texts)
         scores: dict[str, float] = {}
-        for name in dict.fromkeys(parts):
-            chosen = [i for i, part in enumerate(parts) if part == name]
-            real = [texts[i] for i in chosen]
-            written = [decoded[i] for i in chosen]
+        for part, rows in sets.items():
+            real, written, greedy = map(list, zip(*rows, strict=True))
             rate = 100 * float(word_error_rate(written, real))
             if scores:
-                scores[f"wer_{name}"] = rate
+                scores[f"wer_{part}"] = rate
                 continue
             scores = {"wer": rate, "cer": 100 * float(char_error_rate(written, real))}
             if way == "beam":
-                best = [greedy[i] for i in chosen]
-                scores["wer_greedy"] = 100 * float(word_error_rate(best, real))
+                scores["wer_greedy"] = 100 * float(word_error_rate(greedy, real))
         return scores
 
     def example(self) -> dict[str, Tensor]:
@@ -406,8 +393,7 @@ class SpeechTask(Task):
 
 def build(config: SpeechConfig, data_dir: Path) -> SpeechTask:
     """Read the data and build the model."""
-    read = read_an4 if config.data == "an4" else partial(read_own, config.data)
-    sets, own = read(Path(data_dir).absolute(), config.holdout)
+    sets, own = read_speech(config.data, Path(data_dir).absolute(), config.holdout)
     texts = tuple(utterance.text for utterance in sets["train"])
     letters = LETTERS if own is None else letters_of(sets)
     vocabulary = learn_vocabulary(texts, config.tokens, config.vocabulary, letters)
@@ -423,9 +409,8 @@ def build(config: SpeechConfig, data_dir: Path) -> SpeechTask:
     }
     batches["train"].warn_of_unalignable(_SUBSAMPLING)
     model = Recogniser(config, sets["train"][0].features().shape[1], len(vocabulary))
-    task = SpeechTask(config, model, vocabulary, batches)
-    task.own_data = own
-    return task
+    splits = {name: of_split.split() for name, of_split in batches.items()}
+    return SpeechTask(config, model, vocabulary, splits, own)
 
 
 RECIPE = Recipe(

@@ -1,0 +1,611 @@
+"""Image classification from scratch with timm's models and DeiT's recipe.
+
+CIFAR lies in memory and is cropped, flipped and erased on the device, a whole batch at a time.
+Images in folders, one folder per class, go through timm's transforms in the worker processes. timm
+mixes pairs of both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from gfsa_experiments.data.files import check_count, not_found, read_npz, source_of
+from gfsa_experiments.data.own import (
+    Labels,
+    digest_of,
+    entries_of,
+    find_own,
+    hold_out,
+    name_of,
+    part_named,
+    refuse_unseen,
+    some,
+    three_parts,
+)
+from gfsa_experiments.engine.batches import SeededItems
+from gfsa_experiments.engine.config import (
+    CountOrZero,
+    NotNegative,
+    Schedule,
+    Share,
+    TrainConfig,
+    as_text,
+)
+from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, TensorRows, as_it_is
+
+# short names of the paper's models; any other name is one of timm's
+MODELS = {
+    "deit_tiny": "deit_tiny_patch16_224",
+    "deit_small": "deit_small_patch16_224",
+    "cait_s24": "cait_s24_224",
+    "swin_small": "swin_small_patch4_window7_224",
+}
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_CIFAR = {
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+}
+# DeiT resizes to 256 and cuts out 224
+_CROP = 224 / 256
+
+Cifar = Literal["cifar10", "cifar100"]
+SIDE = 32
+CLASSES: dict[Cifar, int] = {"cifar10": 10, "cifar100": 100}
+_COUNTS = {"train": 50_000, "test": 10_000}
+_JPEGS = "cifar10_jpeg.npz"
+
+File = tuple[str, int]
+"""The path and the class of an image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig(TrainConfig):
+    """DeiT's settings on ImageNet; sizes of 0 follow the data set, CIFAR's images included."""
+
+    in_label = ("data", "dataset", "model", "depth")
+
+    data: str = ""
+    """A folder of images of the caller's own; empty: ``--data-dir`` itself, with ``folder``."""
+    dataset: Literal["folder", "cifar10", "cifar100"] = "folder"
+    """``folder``: train/, val/ and perhaps test/, with one folder per class, or these alone."""
+    model: str = "deit_small"
+    """deit_tiny, deit_small, cait_s24, swin_small, or the name of a Transformer in timm."""
+    depth: CountOrZero = 0
+    """Layers; 0: the model's own."""
+    image_size: CountOrZero = 0
+    """Side of the model's input; 0: 32 for CIFAR, and timm's default for the model on folders."""
+    patch_size: CountOrZero = 0
+    """0: the model's own; for CIFAR 4 (2 for Swin, whose windows then have 4×4 tokens)."""
+    holdout: Share = 0.1
+    """Share of the training images held out for validation; unused with both val/ and test/."""
+    auto_augment: str = "rand-m9-mstd0.5-inc1"
+    """timm's RandAugment policy, for images in folders; empty for none."""
+    erase: Share = 0.25
+    """Probability of Random Erasing."""
+    mixup: NotNegative = 0.8
+    cutmix: NotNegative = 1.0
+    switch: Share = 0.5
+    """Probability of CutMix rather than Mixup."""
+    smoothing: Share = 0.1
+    drop_path: Share = 0.1
+    dropout: Share = 0.0
+    """After attention and inside the MLPs."""
+
+    epochs: float = 300
+    batch_size: int = 1024
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    schedule: Schedule = "cosine"
+    warmup: float = 5 / 300
+    min_lr: float = 0.01
+    clip: float = 0.0
+    ema: float = 0.99996
+    drop_last: bool = True
+    workers: int = 8
+
+    def check(self) -> None:
+        super().check()
+        if self.is_cifar and self.image_size not in (0, SIDE):
+            raise ValueError(f"images of CIFAR have image_size={SIDE}, got {self.image_size}")
+        if self.depth and self._is_swin:
+            raise ValueError("Swin has stages of 2, 2, 18 and 2 layers: depth cannot be set")
+        if not 0 < self.holdout < 1 and self.is_cifar:
+            raise ValueError(
+                f"{self.dataset} has no validation part: holdout must lie between 0 and 1, "
+                f"got {self.holdout}"
+            )
+
+    def label(self) -> str:
+        folder = f"folder={name_of(self.data)}" if self.data else "folder"
+        data = self.dataset if self.is_cifar else folder
+        return f"{data} {self.model}" + (f"-d{self.depth}" if self.depth else "")
+
+    def unused(self) -> dict[str, str]:
+        unused = super().unused()
+        unused["group_by_length"] = "every image has the same size"
+        if self.is_cifar:
+            unused["data"] = f"dataset={self.dataset} is ours; dataset=folder reads your own"
+            unused["auto_augment"] = "images in folders alone take timm's policies"
+        if not (self.mixup and self.cutmix):
+            unused["switch"] = "it chooses between mixup and cutmix, one of which is 0"
+        return unused
+
+    def sketch(self) -> nn.Module | None:
+        if find_spec("timm") is None:
+            return None
+        try:
+            return _checked_model(self, "meta")
+        except ValueError:
+            # some models cannot be built on meta; those that cannot be built at all raise again
+            return _checked_model(self, "cpu")
+
+    @property
+    def size(self) -> int:
+        return SIDE if self.is_cifar else self.image_size or _own_size(self.timm_name)
+
+    @property
+    def timm_name(self) -> str:
+        return MODELS.get(self.model, self.model)
+
+    @property
+    def is_cifar(self) -> bool:
+        return self.dataset != "folder"
+
+    @property
+    def _is_swin(self) -> bool:
+        return self.model.startswith("swin")
+
+    def model_arguments(self) -> dict[str, Any]:
+        """The keyword arguments for ``timm.create_model``."""
+        # Swin's own default is above 0
+        arguments: dict[str, Any] = {"drop_path_rate": self.drop_path}
+        # arguments that change nothing are left out: not every model accepts them
+        if self.size != _own_size(self.timm_name):
+            arguments["img_size"] = self.size
+        if self.dropout:
+            arguments["proj_drop_rate"] = self.dropout
+        if self.depth:
+            arguments["depth"] = self.depth
+        if self.patch_size:
+            arguments["patch_size"] = self.patch_size
+        elif self.is_cifar:
+            arguments["patch_size"] = 2 if self._is_swin else 4
+        if self._is_swin and self.is_cifar:
+            arguments["window_size"] = 4
+        return arguments
+
+
+@dataclass(frozen=True)
+class Images:
+    """Small images that fit into memory: ``pixels (N, 32, 32, 3)`` uint8, ``labels (N,)``."""
+
+    pixels: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@lru_cache(maxsize=4)
+def read_cifar(data_dir: Path, name: Cifar) -> dict[str, Images]:
+    """``train`` and ``test``, from JPEGs in one npz file, or the python version by torchvision."""
+    source = source_of(name)
+    for folder in (data_dir / inside for inside in source.folders):
+        if name == "cifar10" and (folder / _JPEGS).is_file():
+            return _read_jpegs(folder / _JPEGS)
+        if (folder / ("cifar-10-batches-py" if name == "cifar10" else "cifar-100-python")).is_dir():
+            return _from_torchvision(folder, name)
+    raise not_found(data_dir, source.files, source)
+
+
+def _from_torchvision(folder: Path, name: Cifar) -> dict[str, Images]:
+    """torchvision checks the files' digests before it unpickles them."""
+    from torchvision import datasets
+
+    make = datasets.CIFAR10 if name == "cifar10" else datasets.CIFAR100
+    try:
+        found = {part: make(str(folder), train=part == "train") for part in _COUNTS}
+    except RuntimeError as error:
+        raise ValueError(f"{folder} has a damaged {name} ({error}); get it again") from error
+    return {p: Images(torch.from_numpy(d.data), torch.tensor(d.targets)) for p, d in found.items()}
+
+
+def _read_jpegs(path: Path) -> dict[str, Images]:
+    """Concatenated JPEG scans with offsets, one header for all, and labels."""
+    from torchvision.io import decode_jpeg
+
+    names = ["header", *(f"{kind}_{part}" for kind in ("data", "offset", "y") for part in _COUNTS)]
+    arrays = read_npz(path, names)
+    header, parts = arrays["header"].tobytes(), {}
+    for part, official in _COUNTS.items():
+        scans, offsets, labels = (arrays[f"{kind}_{part}"] for kind in ("data", "offset", "y"))
+        ends = itertools.pairwise(offsets.tolist())
+        files = [bytearray(header + scans[a:b].tobytes() + b"\xff\xd9") for a, b in ends]
+        try:
+            images = [decode_jpeg(torch.frombuffer(file, dtype=torch.uint8)) for file in files]
+            pixels = torch.stack(images).permute(0, 2, 3, 1).contiguous()
+        except RuntimeError as error:
+            raise ValueError(f"{path} is damaged ({error}); get it again") from error
+        if pixels.shape != (len(labels), SIDE, SIDE, 3) or labels.max(initial=0) > 9:
+            raise ValueError(f"{path} is damaged: {pixels.shape} pixels of {len(labels)} labels")
+        check_count(path, len(labels), official)
+        parts[part] = Images(pixels, torch.from_numpy(labels.astype(np.int64)))
+    return parts
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """The files of each part, the classes by name, and how the parts were made."""
+
+    parts: dict[str, list[File]]
+    classes: list[str]
+    split_by: str
+
+
+@lru_cache(maxsize=4)
+def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
+    """The images in ``train/CLASS``, ``val/CLASS`` and ``test/CLASS``, or in ``CLASS`` alone.
+
+    Parts that are not named are split off: 10 % of all images for test, ``holdout`` for valid; with
+    ``val`` and no ``test`` it is ``val`` that is reported.
+    """
+    inside = sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    folders = {part: folder for folder in inside if (part := part_named(folder.name))}
+    if len(folders) < sum(part_named(folder.name) is not None for folder in inside):
+        raise ValueError(f"{root} has two folders for one part; leave one of train, val and test")
+    if folders and ("train" not in folders or len(folders) == 1):
+        raise _not_images(root)
+    classes, files = _images_in(folders.get("train", root))
+    named = {"train": range(len(files))}
+    for part in folders.keys() - {"train"}:
+        found = _images_in(folders[part], classes)[1]
+        named[part] = range(len(files), len(files) + len(found))
+        files = files + found
+    labels = [label for _, label in files]
+    rows, split_by = three_parts(named, str(root), labels, holdout=holdout)
+    refuse_unseen(Labels(tuple(classes), [float(n) for n in labels], ""), rows, str(root))
+    parts = {part: [files[row] for row in chosen] for part, chosen in rows.items()}
+    return ImageFiles(parts, classes, split_by)
+
+
+def _images_in(folder: Path, wanted: list[str] | None = None) -> tuple[list[str], list[File]]:
+    """The classes and images of a folder, by torchvision; classes that train lacks are refused."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+    inside = folder.iterdir() if folder.is_dir() else ()
+    there = sorted(p.name for p in inside if p.is_dir() and not p.name.startswith("."))
+    classes = there if wanted is None else wanted
+    if len(classes) < 2 or set(there) - set(classes):
+        raise _not_images(folder, wanted)
+    numbers = {name: number for number, name in enumerate(classes)}
+    try:
+        empty = wanted is not None
+        files: list[File] = make_dataset(str(folder), numbers, IMG_EXTENSIONS, allow_empty=empty)
+    except FileNotFoundError as error:
+        # it names the classes without an image
+        raise ValueError(f"{folder}: {error}{entries_of(folder)}") from error
+    if not files:
+        raise _not_images(folder, wanted)
+    return classes, files
+
+
+def _not_images(root: Path, wanted: list[str] | None = None) -> FileNotFoundError:
+    same = f" (those of train: {', '.join(wanted[:5])})" if wanted else ""
+    return FileNotFoundError(
+        f"expected the folders train and val, each with one folder of images per class{same}, or "
+        f"one folder of images per class alone, which are split for you, in {root}; ImageNet is at "
+        f"{source_of('folder').where}{entries_of(root)}"
+    )
+
+
+@dataclass(eq=False)
+class FolderImages(Dataset[Any]):
+    """Pairs of a transformed RGB image and its label, read on demand."""
+
+    files: Sequence[File]
+    transform: Any
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        from PIL import Image
+
+        path, label = self.files[index]
+        try:
+            with open(path, "rb") as file, Image.open(file) as image:
+                if image.mode.startswith("I"):
+                    # of 16 bits the upper 8: Pillow would clip them, everything above 255 white
+                    image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+                return self.transform(image.convert("RGB")), label
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise ValueError(
+                f"{path} is no readable image: {error}; replace or delete it"
+            ) from error
+
+
+def stack(items: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
+    """A batch of transformed images."""
+    images, labels = zip(*items, strict=True)
+    return {"images": torch.stack(images), "labels": torch.tensor(labels)}
+
+
+class Normalise:
+    """Pixels ``(B, H, W, 3)``, uint8, to a model's input ``(B, 3, H, W)``, float."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        # (x/255 − mean)/std = x·scale + shift
+        self._scale = 1 / (255 * torch.tensor(std).view(3, 1, 1))
+        self._shift = -(torch.tensor(mean) / torch.tensor(std)).view(3, 1, 1)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        self._scale, self._shift = self._scale.to(pixels.device), self._shift.to(pixels.device)
+        images = pixels.permute(0, 3, 1, 2).float()
+        return torch.addcmul(self._shift, images, self._scale).contiguous()
+
+
+@dataclass
+class Augmentation:
+    """Random crops, flips, erased boxes, mixed pairs and smoothed labels, for a whole batch.
+
+    Without ``normalise`` the workers have made the model's input, and have cropped, flipped and
+    erased with timm's transforms.
+    """
+
+    num_classes: int
+    normalise: Normalise | None = None
+    padding: int = 4
+    """Black pixels around an image before a random crop of its size."""
+    erase: float = 0.0
+    """Probability that a box of an image becomes noise."""
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    """Parameters of the Beta distribution of the mixing weight; 0: off."""
+    switch: float = 0.5
+    """Probability of CutMix if both are on."""
+    smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        from timm.data import Mixup
+
+        labels = {"label_smoothing": self.smoothing, "num_classes": self.num_classes}
+        self._mix = Mixup(self.mixup, self.cutmix, switch_prob=self.switch, **labels)
+
+    def inputs(self, images: Tensor) -> Tensor:
+        """Images without augmentation, for evaluation."""
+        return images if self.normalise is None else self.normalise(images)
+
+    def training(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``images`` and ``labels`` to augmented ``images`` and soft ``targets``."""
+        from timm.data.mixup import mixup_target
+        from timm.data.random_erasing import RandomErasing
+
+        images, labels = batch["images"], batch["labels"]
+        if self.normalise is not None:
+            images = self.normalise(crop_and_flip(images, self.padding))
+        with _seeded_by_torch():
+            if self.normalise is not None and self.erase:
+                images = RandomErasing(self.erase, mode="pixel", device=images.device)(images)
+            if not (self.mixup or self.cutmix):
+                targets = mixup_target(labels, self.num_classes, 1.0, self.smoothing)
+                return {"images": images, "targets": targets}
+            if len(images) % 2:
+                raise ValueError(
+                    f"Mixup mixes pairs, the batch has {len(images)} images: "
+                    "set an even batch_size and drop_last=true"
+                )
+            # timm works in place
+            images, targets = self._mix(images.clone(), labels)
+        return {"images": images, "targets": targets}
+
+
+@contextmanager
+def _seeded_by_torch() -> Iterator[None]:
+    """timm draws from Python and numpy: seeded from torch's generator, which checkpoints store."""
+    states = random.getstate(), np.random.get_state()
+    seed = int(torch.randint(2**31, ()))
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def crop_and_flip(pixels: Tensor, padding: int) -> Tensor:
+    """Each image of ``(B, H, W, 3)`` shifted by up to ``padding`` pixels, filled with black, and
+    randomly mirrored."""
+    count, height, width, _ = pixels.shape
+    device = pixels.device
+    padded = F.pad(pixels, (0, 0, padding, padding, padding, padding))
+    corners = torch.randint(2 * padding + 1, (2, count, 1), device=device)
+    mirrored = torch.rand(count, 1, device=device) < 0.5
+    across = torch.arange(width, device=device)
+    rows = corners[0] + torch.arange(height, device=device)
+    columns = corners[1] + torch.where(mirrored, width - 1 - across, across)
+    image = torch.arange(count, device=device)[:, None, None]
+    return padded[image, rows[:, :, None], columns[:, None, :]]
+
+
+@dataclass(eq=False)
+class ImageTask(Task):
+    """Cross-entropy with soft targets; accuracy in percent."""
+
+    model: nn.Module
+    splits: dict[str, Split]
+    num_classes: int
+    pipeline: Augmentation
+    own_data: OwnData | None = None
+
+    metric: ClassVar[str] = "accuracy"
+
+    def prepare(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.pipeline.training(batch)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        log_probs = F.log_softmax(model(batch["images"]), dim=-1)
+        return torch.sum(-batch["targets"] * log_probs, dim=-1).mean()
+
+    def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        logits = model(self.pipeline.inputs(batch["images"])).float()
+        labels = batch["labels"]
+        best = logits.topk(min(5, self.num_classes)).indices == labels[:, None]
+        loss = nn.functional.cross_entropy(logits, labels, reduction="none")
+        return {"top1": best[:, 0], "top5": best.any(1), "loss": loss}
+
+    def score(self, predictions: list[dict[str, Tensor]]) -> dict[str, float]:
+        def mean(name: str) -> float:
+            return torch.cat([batch[name] for batch in predictions]).double().mean().item()
+
+        scores = {"accuracy": 100 * mean("top1"), "loss": mean("loss")}
+        if self.num_classes > 10:
+            scores["top5"] = 100 * mean("top5")
+        return scores
+
+    def example(self) -> Tensor:
+        """Some validation images (test images, if there are none), as the model takes them."""
+        return self.pipeline.inputs(self.first_examples(32)["images"])
+
+    def identity(self, split: str, index: int) -> Any:
+        """The image as it was read, before any transform."""
+        dataset: Any = self.splits[split].dataset
+        if isinstance(dataset, TensorRows):
+            return dataset.columns["images"][index], int(dataset.columns["labels"][index])
+        files = dataset.dataset.files if isinstance(dataset, SeededItems) else dataset.files
+        path, label = files[index]
+        # the decoded pixels depend on the machine's libraries
+        return Path(path).read_bytes(), label
+
+
+def build(config: ImageConfig, data_dir: Path) -> ImageTask:
+    """Read the images and build the model."""
+    splits, own, normalise = {}, None, None
+    if config.is_cifar:
+        both = read_cifar(Path(data_dir), config.dataset)  # type: ignore[arg-type]
+        count, normalise = CLASSES[config.dataset], Normalise(*_CIFAR[config.dataset])  # type: ignore[index]
+        train, valid = hold_out(len(both["train"]), config.holdout)
+        for part, rows in (("train", train), ("valid", valid), ("test", range(len(both["test"])))):
+            images, at = both["test" if part == "test" else "train"], torch.as_tensor(rows)
+            columns = {"images": images.pixels[at], "labels": images.labels[at]}
+            splits[part] = Split(TensorRows(**columns), as_it_is)
+    else:
+        root = find_own(config.data, data_dir, "a folder of images") if config.data else data_dir
+        files = list_images(Path(root).absolute(), config.holdout)
+        count, own = len(files.classes), _own_data(config, files, str(root))
+        for part, listed in files.parts.items():
+            read: Any = FolderImages(listed, _transform(config, training=part == "train"))
+            splits[part] = Split(SeededItems(read, config.seed) if part == "train" else read, stack)
+    model = make_model(config, count)
+    mixing = {name: getattr(config, name) for name in ("erase", "mixup", "cutmix", "switch")}
+    pipeline = Augmentation(count, normalise, **mixing, smoothing=config.smoothing)
+    return ImageTask(model, splits, count, pipeline, own)
+
+
+# settings by the names of timm's arguments
+_SETTING = {"img_size": "image_size", "drop_path_rate": "drop_path", "proj_drop_rate": "dropout"}
+
+
+def make_model(config: ImageConfig, num_classes: int) -> nn.Module:
+    """timm's model with fresh weights."""
+    import timm
+
+    name, arguments = config.timm_name, config.model_arguments()
+    if not timm.is_model(name):
+        known = ", ".join(MODELS)
+        raise ValueError(f"timm has no model {name!r}; short names here: {known}")
+    try:
+        model: nn.Module = timm.create_model(name, num_classes=num_classes, **arguments)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        given = as_text({_SETTING.get(key, key): value for key, value in arguments.items()})
+        small = f" (sizes that are not set follow {config.dataset})"
+        raise ValueError(
+            f"timm cannot build {name} with {given}{small if config.dataset != 'folder' else ''}: "
+            f"{error}; change these settings, or use a model that accepts them"
+        ) from error
+    return model
+
+
+def _own_size(name: str) -> int:
+    """Side of the images that one of timm's models is designed for."""
+    if find_spec("timm") is None:
+        return 224
+    from timm.models import get_pretrained_cfg
+
+    found = get_pretrained_cfg(name)
+    return 224 if found is None else int(found.input_size[-1])
+
+
+def _checked_model(config: ImageConfig, device: str) -> nn.Module:
+    """The model on a device, checked on one image; torch's generator is left unchanged."""
+    with torch.random.fork_rng(devices=[]), torch.device(device), torch.no_grad():
+        model = make_model(config, num_classes=2).eval()
+        try:
+            model(torch.zeros(1, 3, config.size, config.size))
+        except Exception as error:
+            raise ValueError(
+                f"{config.timm_name} cannot take images of image_size={config.size} ({error}); "
+                f"its own is {_own_size(config.timm_name)}"
+            ) from error
+    return model
+
+
+def _own_data(config: ImageConfig, files: ImageFiles, root: str) -> OwnData:
+    # which files are in which part and class: one may have moved to another
+    pieces = (
+        piece
+        for part, listed in files.parts.items()
+        for path, label in listed
+        for piece in (part, files.classes[label], os.fsencode(os.path.basename(path)))
+    )
+    return OwnData(
+        name=name_of(config.data or root),
+        source=config.data or root,
+        splits={part: len(listed) for part, listed in files.parts.items()},
+        split_by=files.split_by,
+        labels=f"classification, {len(files.classes)} classes: {some(files.classes)}",
+        unit="images",
+        digest=digest_of(pieces) if config.data else "",
+    )
+
+
+def _transform(config: ImageConfig, training: bool) -> Any:
+    """timm's transform from an image to a normalised tensor."""
+    from timm.data import create_transform
+
+    mean, std = _IMAGENET
+    shared = {"input_size": config.size, "interpolation": "bicubic", "mean": mean, "std": std}
+    if not training:
+        return create_transform(**shared, crop_pct=_CROP)
+    return create_transform(
+        **shared,
+        is_training=True,
+        color_jitter=0.0 if config.auto_augment else 0.3,
+        auto_augment=config.auto_augment or None,
+        re_prob=config.erase,
+        re_mode="pixel",
+    )
+
+
+RECIPE = Recipe(
+    name="image",
+    title="Image classification from scratch: DeiT, CaiT, Swin",
+    config=ImageConfig,
+    build=build,
+    extra="image",
+)

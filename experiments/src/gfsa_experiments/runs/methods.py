@@ -63,10 +63,11 @@ class Method:
 Apply = Callable[[nn.Module, MethodConfig], int]
 
 
-def _gfsa(**changes: Any) -> Apply:
-    """GFSA of the options, of which ``changes`` are set."""
+def _gfsa(layers: Literal["even"] | None = None, **changes: Any) -> Apply:
+    """GFSA of the options, of which ``layers`` and ``changes`` are set."""
 
     def apply(model: nn.Module, config: MethodConfig) -> int:
+        config = replace(config, layers=layers or config.layers)
         names = ("K", "learn", "w0", "power", "lr_multiplier")
         arguments = {name: getattr(config, name) for name in names} | changes
         return _plug(model, config, lambda heads: gfsa.GFSA(heads, **arguments))
@@ -118,6 +119,7 @@ def _baseline(name: str, strength: str = "") -> Apply:
 
 _LEARNED = ("layers", "filter_lr", "lr_multiplier", "share", "first_values")
 _PUBLISHED = ("K", "w0", "power", *_LEARNED)
+_OF_EVEN = ("learn", *(name for name in _PUBLISHED if name != "layers"))
 _SCALES, _STRENGTH = ("layers", "filter_lr"), ("strength", "layers")
 _TERMS = ("w0", *_LEARNED)
 METHODS = {
@@ -125,6 +127,7 @@ METHODS = {
     for method in (
         Method("plain", "the model as it is", lambda model, config: 0),
         Method("gfsa", "w0·I + w1·A + wK·A^K", _gfsa(), ("learn", *_PUBLISHED)),
+        Method("gfsa-even", "the same in every second layer", _gfsa("even"), _OF_EVEN),
         Method("gfsa-published", "wK alone is learned", _gfsa(learn=("wK",)), _PUBLISHED),
         Method("degree1", "w0·I + w1·A", _gfsa(K=None, learn=("w0", "w1")), _TERMS),
         Method("exclusive", "A·v without the part along the token's own v", _exclusive, _TERMS),

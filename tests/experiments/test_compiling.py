@@ -18,8 +18,8 @@ from gfsa_experiments.engine.compiling import compile_blocks, compile_model, for
 from gfsa_experiments.models.attention import Attention, Encoder
 from gfsa_experiments.runs.methods import MethodConfig, find_method
 from gfsa_experiments.runs.row import Row
-from gfsa_experiments.runs.run import Run, carry_out
-from support.toy_recipe import ToyConfig
+from gfsa_experiments.runs.run import carry_out
+from support.toy_recipe import toy_run
 
 # traced and differentiated as ever; code for the CPU would take half a minute to make
 COMPILE = functools.partial(torch.compile, backend="aot_eager")
@@ -134,18 +134,7 @@ def test_a_compiled_run_learns_the_same(
     monkeypatch.setattr(torch, "compile", COMPILE)
 
     def row(name: str, **settings: Any) -> Row:
-        config = ToyConfig(lens=True, **settings)
-        options = MethodConfig(filter_lr=0.1)
-        return carry_out(
-            Run(
-                recipe="support.toy_recipe",
-                config=config,
-                method="gfsa",
-                options=options,
-                out=tmp_path / name,
-                device="cpu",
-            )
-        )
+        return carry_out(toy_run(tmp_path / name, lens=True, **settings))
 
     plain = row("plain")
     assert not counters["stats"]["unique_graphs"]

@@ -121,9 +121,3 @@ def test_quick_demo_compares_at_equal_steps_and_at_equal_time(tmp_path):
     # plain trains for as long as the filtered model took, to a step
     ratio = float(cost.split("took ")[1].split(" ")[0])
     assert ends["plain for the same time"] == pytest.approx(20 * ratio, abs=1)
-
-
-def test_a_part_that_is_not_reported_is_refused():
-    shown = runner.invoke(build(), ["demo", "--on", "train"])
-    assert shown.exit_code == 2
-    assert "test or valid" in shown.output

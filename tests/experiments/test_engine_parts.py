@@ -137,35 +137,20 @@ def test_a_signature_tells_shapes_types_and_the_rest() -> None:
         assert signature_of(first | {name: other}) != signature_of(first)
 
 
-def saved(per_epoch: int, total: int, evaluated_every: int, **settings: Any) -> list[int]:
-    """The steps after which a run saves."""
-    config, found = TrainConfig(**settings), [0]
-    for number in range(1, total + 1):
-        evaluates = number % evaluated_every == 0
-        if checkpoint_is_due(config, number, per_epoch, total, found[-1], evaluates):
-            found.append(number)
-    return found[1:]
-
-
 @pytest.mark.parametrize(
-    ("of_run", "steps"),
+    ("settings", "steps"),
     [
-        # ten evaluations of one epoch: each
-        ({"per_epoch": 50, "total": 50, "evaluated_every": 5}, list(range(5, 51, 5))),
-        # an evaluation at each step: ten
-        ({"per_epoch": 50, "total": 50, "evaluated_every": 1}, list(range(5, 51, 5))),
-        # part of an epoch
-        ({"per_epoch": 500, "total": 20, "evaluated_every": 2}, list(range(2, 21, 2))),
-        # an evaluation at the end of each epoch, as before
-        ({"per_epoch": 6, "total": 18, "evaluated_every": 6}, [6, 12, 18]),
-        ({"per_epoch": 6, "total": 18, "evaluated_every": 48}, [6, 12, 18]),
+        # at evaluations and at the end of each epoch
+        ({}, [4, 6, 8, 12, 16, 18]),
         # as set, and nothing beside it
-        ({"per_epoch": 9, "total": 9, "evaluated_every": 1, "checkpoint_every": 4}, [4, 8, 9]),
-        ({"per_epoch": 9, "total": 9, "evaluated_every": 1, "checkpoints": False}, []),
+        ({"checkpoint_every": 7}, [7, 14, 18]),
+        ({"checkpoints": False}, []),
     ],
 )
-def test_when(of_run: dict[str, Any], steps: list[int]) -> None:
-    assert saved(**of_run) == steps
+def test_when_checkpoints_are_written(settings: dict[str, Any], steps: list[int]) -> None:
+    config = TrainConfig(**settings)
+    due = [step for step in range(1, 19) if checkpoint_is_due(config, step, 6, 18, step % 4 == 0)]
+    assert due == steps
 
 
 def test_graphs_are_refused_on_a_cpu() -> None:
@@ -277,15 +262,6 @@ def test_every_parameter_is_in_one_group_and_only_weights_are_decayed() -> None:
     assert found[id(model.filter)]["lr"] == pytest.approx(5e-3)
 
 
-def test_gains_may_have_a_rate_of_their_own() -> None:
-    model = _Model()
-    config = TrainConfig(lr=1e-3, gain_lr=0.1)
-    optimiser = build_optimiser(model, [model.filter], config, filter_lr=None)
-    found = {id(p): group["lr"] for group in optimiser.param_groups for p in group["params"]}
-    assert found[id(model.linear.bias)] == 0.1
-    assert found[id(model.linear.weight)] == found[id(model.filter)] == 1e-3
-
-
 @pytest.mark.parametrize("gain_lr", [None, 0.1])
 @pytest.mark.parametrize("method", ["plain", "degree1", "gfsa", "twicing"])
 def test_groups_are_those_that_users_get(method: str, gain_lr: float | None) -> None:
@@ -334,15 +310,3 @@ def test_filters_alone_may_learn() -> None:
     model.filter.requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
         build_optimiser(model, [model.filter], TrainConfig(), filter_lr=None)
-
-
-def test_wsd_stays_and_falls_at_the_end() -> None:
-    wsd = TrainConfig(schedule="wsd", warmup=0.1, decay=0.2, min_lr=0.1)
-    wsd.check()
-    assert [share_of_peak(wsd, s, 100) for s in (0, 9, 10, 79, 80)] == [0.1, 1.0, 1.0, 1.0, 1.0]
-    assert share_of_peak(wsd, 90, 100) == pytest.approx(0.55)
-    assert share_of_peak(wsd, 99, 100) == pytest.approx(0.145)
-    assert "decay" not in wsd.unused()
-    assert "decay" in TrainConfig(schedule="cosine").unused()
-    with pytest.raises(ValueError, match="decay must lie"):
-        TrainConfig(schedule="wsd", decay=0.0).check()

@@ -18,8 +18,7 @@ from gfsa.operators import blocked
 from gfsa.operators.visibility import refusal_of_spans
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model
 from gfsa_experiments.runs.row import Row
-from gfsa_experiments.runs.run import DivergedError, carry_out
-from gfsa_experiments.runs.run_folder import read_row
+from gfsa_experiments.runs.run import DivergedError, carry_out, read_row
 from gfsa_experiments.tasks.pretrain import data as packing
 from gfsa_experiments.tasks.pretrain import recipe
 from gfsa_experiments.tasks.pretrain.recipe import LanguageTask

@@ -12,31 +12,19 @@ import torch
 
 from gfsa_experiments.engine import trainer
 from gfsa_experiments.engine.task import Split, as_it_is, sealed
-from gfsa_experiments.runs.methods import MethodConfig
-from gfsa_experiments.runs.run import Run, carry_out
+from gfsa_experiments.runs.run import carry_out
 from gfsa_experiments.tasks.pretrain.recipe import LanguageTask
 from support import toy_recipe
 from support.tiny_pretraining import a_run, write_corpus
-from support.toy_recipe import ToyConfig, ToyData, ToyTask
+from support.toy_recipe import ToyConfig, ToyData, ToyTask, toy_run
+
+EVALUATED = {"epochs": 3, "eval_every": 0.5, "tensorboard": False}
+CHOOSING = [
+    EVALUATED | own for own in ({}, {"best": True}, {"patience": 1}, {"best": True, "ema": 0.5})
+]
 
 
-def toy_run(out: Path, **settings: Any) -> Run:
-    config = ToyConfig(epochs=3, eval_every=0.5, tensorboard=False, **settings)
-    options = MethodConfig(filter_lr=0.1)
-    return Run(
-        recipe="support.toy_recipe",
-        config=config,
-        method="gfsa",
-        options=options,
-        out=out,
-        device="cpu",
-    )
-
-
-CHOOSING = [{}, {"best": True}, {"patience": 1}, {"best": True, "ema": 0.5}]
-
-
-@pytest.mark.parametrize("settings", CHOOSING, ids=str)
+@pytest.mark.parametrize("settings", CHOOSING)
 def test_the_test_split_is_evaluated_once_and_last(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,7 +42,7 @@ def test_the_test_split_is_evaluated_once_and_last(
     assert len(seen) > 2
 
 
-@pytest.mark.parametrize("settings", CHOOSING, ids=str)
+@pytest.mark.parametrize("settings", CHOOSING)
 def test_another_test_set_changes_the_reported_number_alone(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +99,7 @@ def test_a_task_that_reads_its_test_split_early_is_stopped(
     monkeypatch.setattr(ReadsEarly, "way", way)
     recipe = dataclasses.replace(toy_recipe.RECIPE, build=lambda config, _: ReadsEarly(config))
     monkeypatch.setattr(toy_recipe, "RECIPE", recipe)
-    run = toy_run(tmp_path)
+    run = toy_run(tmp_path, **EVALUATED)
     with pytest.raises(RuntimeError, match="test split was read before the last step"):
         carry_out(run)
     assert not (run.folder / "row.json").exists()

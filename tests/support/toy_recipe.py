@@ -14,6 +14,8 @@ from torch.utils.data import Dataset
 
 from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
+from gfsa_experiments.runs.methods import MethodConfig
+from gfsa_experiments.runs.run import Run
 
 FILE = "first_seed.txt"
 
@@ -106,3 +108,16 @@ def write_toy(data_dir: Path, first_seed: int) -> Path:
 
 
 RECIPE = Recipe("toy", "a toy", ToyConfig, build)
+
+
+def toy_run(out: Path, method: str = "gfsa", resume: bool = False, **settings: Any) -> Run:
+    options = MethodConfig(filter_lr=0.1 if method == "gfsa" else None)
+    return Run(
+        recipe="support.toy_recipe",
+        config=ToyConfig(**settings),
+        method=method,
+        options=options,
+        out=out,
+        device="cpu",
+        resume=resume,
+    )

@@ -114,7 +114,7 @@ def run_suite(
     from gfsa_benchmarks.decode import memory_of_caches
     from gfsa_benchmarks.measure import COLUMNS, append, measure
     from gfsa_benchmarks.suites import SUITES
-    from gfsa_experiments.runs.csv_table import check_table
+    from gfsa_experiments.runs.row import check_table
 
     if name not in SUITES:
         raise ValueError(f"expected a suite of {', '.join(SUITES)}, got {name!r}")

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 import gfsa
 from gfsa.environment import commit, device_name, version_of
 from gfsa_benchmarks.case import MIB, Case, Setting
-from gfsa_experiments.runs.csv_table import append_lines
+from gfsa_experiments.runs.row import append_lines
 
 Work = Callable[[], object]
 

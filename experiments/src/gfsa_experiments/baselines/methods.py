@@ -255,6 +255,33 @@ class NeuTRENO(BaselineFilter):
         return {**super().config(), "alpha": self.alpha}
 
 
+class ResFormer(GraphFilter):
+    r"""ResFormer (Zhou et al., 2024) with its fixed half-and-half of the first layer's values.
+
+    .. math:: y = A\,(v + v^0) / 2
+
+    In the first layer :math:`y = A v`. It is not ordinary attention at initialisation, and nothing
+    is learned. ``gfsa.plug(model, filter=ResFormer, depth=True)``.
+    """
+
+    # its values are not v: coefficients alone do not describe it
+    is_polynomial = False
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__(num_heads, torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu"))
+
+    def add_depth(self) -> Self:
+        self.has_depth = True
+        return self
+
+    def depth(self) -> Tensor | None:
+        return self.base.new_ones(len(self.base)) if self.has_depth else None
+
+    def mix_values(self, v: Tensor) -> Tensor:
+        mixed = super().mix_values(v)
+        return mixed / 2 if self.has_depth else mixed
+
+
 Form = Literal["bert", "vit"]
 
 

@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -25,14 +24,14 @@ _FIRST_SEED = 100
 # plain's best on the validation part, for all variants: so short a run needs a long warm-up
 _RATES: dict[str, Any] = {"lr": 4e-3, "warmup": 0.6}
 
+Found = list[tuple["Row", list[tuple[int, float]]]]
+"""The row of each run, whose method is the variant, and its validation curve."""
+
 
 def demo(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 500,
     out: Annotated[Path, typer.Option(help="Where picture and numbers go.")] = Path("gfsa-demo"),
-    on: Annotated[
-        str, typer.Option(help="test, or valid: the part to choose settings on.")
-    ] = "test",
     quick: Annotated[
         bool, typer.Option("--quick", help="A few seconds, to see that it runs; shows nothing.")
     ] = False,
@@ -41,8 +40,6 @@ def demo(
 
     Example: gfsa demo --seeds 8 --out my-demo
     """
-    if on not in ("test", "valid"):
-        raise typer.BadParameter(f"--on is test or valid, got {on!r}")
     try:
         import matplotlib  # noqa: F401
         from rich.console import Console
@@ -66,7 +63,7 @@ def demo(
         f"{seeds} seeds each: plain, plug(model, filter=gfsa.Exclusive, depth=True), and plain for "
         "the same time."
     )
-    found = train_all(seeds if not quick else 2, 20 if quick else steps, on, quick)
+    found = train_all(seeds if not quick else 2, 20 if quick else steps, quick)
     sentences = findings(found)
     for sentence in sentences:
         console.print(sentence)
@@ -83,12 +80,7 @@ def demo(
     )
 
 
-Found = list[tuple["Row", list[tuple[int, float]]]]
-"""The row of each run, whose method is the variant and whose test is the metric on the part that is
-reported, and its validation curve."""
-
-
-def train_all(seeds: int, steps: int, on: str, quick: bool = False) -> Found:
+def train_all(seeds: int, steps: int, quick: bool = False) -> Found:
     """Every variant under every seed, several runs at a time.
 
     Plain trains again for as many steps as fit into the time that a filtered run took here.
@@ -101,40 +93,12 @@ def train_all(seeds: int, steps: int, on: str, quick: bool = False) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         every = range(_FIRST_SEED, _FIRST_SEED + seeds)
         # seed by seed, so that a busy machine slows the variants alike
-        first = [(name, seed, steps) for seed in every for name in (PLAIN, FILTERED)]
-        found = _carry_out(first, Path(folder), jobs, on, quick)
-        longer = max(1, round(steps * time_ratio([row for row, _ in found])))
-        again = [(LONGER, seed, longer) for seed in every]
-        return found + _carry_out(again, Path(folder), jobs, on, quick)
-
-
-def _carry_out(
-    planned: Sequence[tuple[str, int, int]], folder: Path, jobs: int, on: str, quick: bool
-) -> Found:
-    from rich.progress import Progress
-
-    from gfsa_experiments.runs.run_many import carry_out_all
-
-    runs = {plan: _run(*plan, folder, jobs, quick) for plan in planned}
-    with Progress(transient=True) as progress:
-        bar = progress.add_task(f"{len(runs)} training runs", total=len(runs))
-        rows = {}
-        for finished in carry_out_all(list(runs.values()), jobs):
-            if finished.row is None or finished.error:
-                raise RuntimeError(f"a run of the demo failed: {finished.error}")
-            rows[finished.run.folder] = finished.row
-            progress.advance(bar)
-    found: Found = []
-    for (name, _, _), run in runs.items():
-        row = rows[run.folder]
-        with (run.folder / "curve.csv").open(newline="") as file:
-            curve = [
-                (int(line["step"]), float(line["valid bits_per_byte"]))
-                for line in csv.DictReader(file)
-            ]
-        score = row.valid if on == "valid" and row.valid is not None else row.test
-        found.append((replace(row, method=name, options="", settings="", test=score), curve))
-    return found
+        plans = [(name, seed, steps) for seed in every for name in (PLAIN, FILTERED)]
+        found = _carry_out({plan: _run(*plan, Path(folder), jobs, quick) for plan in plans}, jobs)
+        longer = max(1, round(steps * time_ratio(found)))
+        plans = [(LONGER, seed, longer) for seed in every]
+        runs = {plan: _run(*plan, Path(folder), jobs, quick) for plan in plans}
+        return found + _carry_out(runs, jobs)
 
 
 def _run(name: str, seed: int, steps: int, folder: Path, jobs: int, quick: bool) -> Run:
@@ -160,9 +124,29 @@ def _run(name: str, seed: int, steps: int, folder: Path, jobs: int, quick: bool)
     )
 
 
-def time_ratio(rows: Sequence[Row]) -> float:
+def _carry_out(runs: dict[tuple[str, int, int], Run], jobs: int) -> Found:
+    from rich.progress import track
+
+    from gfsa_experiments.runs.run_many import carry_out_all
+
+    rows = {}
+    ended = carry_out_all(list(runs.values()), jobs)
+    for run, row, error in track(ended, f"{len(runs)} training runs", len(runs), transient=True):
+        if row is None or error:
+            raise RuntimeError(f"a run of the demo failed: {error}")
+        rows[run.folder] = row
+    found: Found = []
+    for (name, _, _), run in runs.items():
+        with (run.folder / "curve.csv").open(newline="") as file:
+            lines = list(csv.DictReader(file))
+        curve = [(int(line["step"]), float(line["valid bits_per_byte"])) for line in lines]
+        found.append((replace(rows[run.folder], method=name, options="", settings=""), curve))
+    return found
+
+
+def time_ratio(found: Found) -> float:
     """The time of a filtered step relative to a plain one under the same seed, the median."""
-    times = {(row.method, row.seed): row.seconds_per_step for row in rows}
+    times = {(row.method, row.seed): row.seconds_per_step for row, _ in found}
     seeds = [seed for name, seed in times if name == FILTERED]
     return median(times[FILTERED, seed] / times[PLAIN, seed] for seed in seeds)
 
@@ -171,11 +155,11 @@ def difference(found: Found, name: str, reference: str) -> PairedDifference:
     """``name − reference`` over the seeds."""
     from gfsa_experiments.results.statistics import paired_difference
 
-    scores = {
-        own: {row.seed: row.test for row, _ in found if row.method == own}
-        for own in (name, reference)
-    }
-    change = paired_difference(scores[reference], scores[name], higher_is_better=False)
+    own, other = (
+        {row.seed: row.test for row, _ in found if row.method == which}
+        for which in (name, reference)
+    )
+    change = paired_difference(other, own, higher_is_better=False)
     assert change is not None
     return change
 
@@ -194,16 +178,15 @@ def findings(found: Found) -> list[str]:
             f"{at}, {FILTERED} ends {verdict}: {change.mean:+.3f} bits per byte{ends}, "
             f"lower under {change.seeds_better} of {len(change.seeds)} seeds."
         )
-    ratio = time_ratio([row for row, _ in found])
-    return [*said, f"A filtered step took {ratio:.2f} times a plain one here."]
+    return [*said, f"A filtered step took {time_ratio(found):.2f} times a plain one here."]
 
 
 def draw(found: Found, path: Path) -> None:
     """The validation curve of each variant, and the paired differences to plain."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     from gfsa.lens.colours import COLOURS, MARKERS, series_of
+    from gfsa_experiments.results.figures import save
 
     names = [PLAIN, LONGER, FILTERED]
     looks = {
@@ -232,6 +215,4 @@ def draw(found: Found, path: Path) -> None:
         axis.grid(color="#dddddd", linewidth=0.6)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-    # text stays text, and the same runs give the same file
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gfsa"}):
-        figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save(figure, path, dpi=200)

@@ -81,9 +81,9 @@ def train(
     if show:
         _print_recipes_and_methods(console)
         return
-    from gfsa_experiments.commands.carry_out import carry_out
     from gfsa_experiments.engine.whole_files import refuse_inside_file
-    from gfsa_experiments.runs.row import check_rows_fit, read_rows_if_any
+    from gfsa_experiments.runs.row import check_table, read_rows_if_any
+    from gfsa_experiments.runs.run_many import print_line, record_all
     from gfsa_experiments.runs.sweep import Request
 
     if recipe and plan is not None:
@@ -92,8 +92,16 @@ def train(
         )
     if not recipe and plan is None:
         raise typer.BadParameter("name a recipe (gfsa train --list shows them), or give a --plan")
-    if plan is not None:
-        _refuse_sweep_with_plan(context)
+    given = [_SWEEP[name] for name in _given(context) if name in _SWEEP]
+    if plan is not None and given:
+        raise typer.BadParameter(
+            f"{', '.join(given)} would have no effect with --plan, whose lines have their own; "
+            "write it into the plan (a line that begins with common is for all lines below it)"
+        )
+    if jobs > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise typer.BadParameter(
+            "--jobs needs a single process, but accelerate launch has started several"
+        )
     places: dict[str, Any] = {
         "data_dir": data_dir,
         "out": out,
@@ -103,20 +111,18 @@ def train(
         "results": results,
     }
     try:
-        # rows are checked below
-        refuse_inside_file(out / "run")
+        refuse_inside_file(out / "run.json")
         if plan is not None:
-            runs = runs_of_plan(plan, **places)
             # if time runs out, every method has the same seeds
-            runs.sort(key=lambda run: run.config.seed)
+            runs = sorted(runs_of_plan(plan, **places), key=lambda run: run.config.seed)
         else:
             request = Request.from_arguments(recipe, method, K, seeds, setting, each)
             runs = request.runs(**places)
         recorded: set[tuple[object, ...]] = set()
-        for name in {run.key().recipe for run in runs}:
-            check_rows_fit(results / f"{name}.csv")
+        for table in {results / f"{run.key().recipe}.csv" for run in runs}:
+            check_table(table)
             # a damaged table is found now, not when the first row is appended
-            recorded |= {row.key for row in read_rows_if_any(results / f"{name}.csv")}
+            recorded |= {row.key for row in read_rows_if_any(table)}
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if missing:
@@ -126,36 +132,27 @@ def train(
             return
         console.print(f"{results} has {every - len(runs)} of {every} runs, which are left out")
     _print_config(console, runs)
-    _print_advice(console, runs)
-    failed = carry_out(console, runs, jobs, results, write=rank == 0)
+    # what to think about before the runs are compared, each sentence once
+    for sentence in dict.fromkeys(run.config.advice(run.options.filter_lr) for run in runs):
+        if sentence:
+            print_line(console, sentence, style="yellow")
+    try:
+        failed = record_all(console, runs, jobs, results, write=rank == 0)
+    except KeyboardInterrupt:
+        print_line(console, "interrupted; the same command with --resume goes on", "yellow")
+        raise
     if failed:
         raise typer.Exit(1)
 
 
 def runs_of_plan(path: Path, **places: Any) -> list[Run]:
-    """The runs of every line of a plan, each once; an error names its line."""
-    from gfsa_experiments.runs.sweep import one_per_folder
-
-    runs: list[Run] = []
-    for number, request in _read_plan(path):
-        try:
-            runs += request.runs(**places)
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
-    try:
-        return one_per_folder(runs)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _read_plan(path: Path) -> list[tuple[int, Request]]:
-    """The line numbers and requests of a file with arguments of ``gfsa train`` on each line.
+    """The runs of a file with arguments of ``gfsa train`` on each line; an error names its line.
 
     ``#`` begins a comment. A line ``common`` with arguments adds these to every line below it, up
     to the next ``common``.
     """
-    requests = []
-    common: list[str] = []
+    from gfsa_experiments.runs.sweep import one_per_folder
+
     try:
         # some editors write a byte order mark
         text = path.read_text(encoding="utf-8-sig")
@@ -164,21 +161,26 @@ def _read_plan(path: Path) -> list[tuple[int, Request]]:
             f"--plan {path} is no text in UTF-8 ({error.reason}, byte {error.start}); expected "
             "arguments of gfsa train on each line"
         ) from error
+    runs: list[Run] = []
+    common: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             words = shlex.split(line, comments=True)
             if words[:1] == ["common"]:
                 common = words[1:]
             elif words:
-                requests.append((number, _parse_line([words[0], *common, *words[1:]])))
+                runs += _request_of([words[0], *common, *words[1:]]).runs(**places)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from error
-    if not requests:
+    if not runs:
         raise ValueError(f"{path} has no runs in it")
-    return requests
+    try:
+        return one_per_folder(runs)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
-def _parse_line(words: list[str]) -> Request:
+def _request_of(words: list[str]) -> Request:
     """A line of a plan, parsed by the command itself."""
     from gfsa_experiments.runs.sweep import Request
 
@@ -204,49 +206,29 @@ def _given(context: Any) -> list[str]:
     return [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
-def _refuse_sweep_with_plan(context: typer.Context) -> None:
-    given = [_SWEEP[name] for name in _given(context) if name in _SWEEP]
-    if given:
-        raise typer.BadParameter(
-            f"{', '.join(given)} would have no effect with --plan, whose lines have their own; "
-            "write it into the plan (a line that begins with common is for all lines below it)"
-        )
-
-
 def _print_config(console: Console, runs: list[Run]) -> None:
     """The settings of the first run that have an effect, and the options of each method."""
-    import dataclasses
-
     from rich.table import Table
 
     from gfsa_experiments.runs.methods import find_method
 
     table = Table(title=f"{runs[0]} (settings of the first run)", show_header=False)
     unused = runs[0].config.unused()
-    for name, value in dataclasses.asdict(runs[0].config).items():
+    for name, value in vars(runs[0].config).items():
         if name not in unused:
             table.add_row(name, str(value))
-    first_of_method = {run.method: run for run in reversed(runs)}
-    for method in dict.fromkeys(run.method for run in runs):
-        options = first_of_method[method].options
-        for name in find_method(method).used_options(options):
-            table.add_row(f"{name} of {method}", str(getattr(options, name)))
+    methods: dict[str, Run] = {}
+    for run in runs:
+        methods.setdefault(run.method, run)
+    for method, run in methods.items():
+        for name in find_method(method).used_options(run.options):
+            table.add_row(f"{name} of {method}", str(getattr(run.options, name)))
     console.print(table)
 
 
-def _print_advice(console: Console, runs: list[Run]) -> None:
-    """What to think about before the runs are compared, each sentence once."""
-
-    from gfsa_experiments.commands.carry_out import print_line
-
-    said = dict.fromkeys(run.config.advice(run.options.filter_lr) for run in runs)
-    for sentence in filter(None, said):
-        print_line(console, sentence, style="yellow")
-
-
 def _print_recipes_and_methods(console: Console) -> None:
-    from gfsa_experiments.commands.carry_out import print_line
     from gfsa_experiments.runs.methods import METHODS
+    from gfsa_experiments.runs.run_many import print_line
     from gfsa_experiments.tasks import RECIPES, find_recipe
 
     print_line(console, "Recipes (docs/recipes has a page for each):")

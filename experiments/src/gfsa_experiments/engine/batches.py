@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,38 +24,29 @@ from gfsa_experiments.engine.task import Split, Task
 _POOL = 50
 
 
+@dataclass(eq=False)
 class EpochBatches(Sampler[list[int]]):
-    """The indices of each batch of one epoch, for one of several processes.
+    """The indices of each batch of one epoch, for one of several processes."""
 
-    Args:
-        count: number of examples.
-        batch_size: examples per optimiser step.
-        seed, epoch: determine the order.
-        lengths: sizes of the examples, to group examples of similar size.
-        pieces: batches per optimiser step (accumulation × processes).
-        own_pieces: the pieces of this process.
-        start: optimiser steps of this epoch that are done.
-        drop_last: leave out the last, smaller batch; also done if there are several pieces.
-    """
+    count: int
+    """Number of examples."""
+    batch_size: int
+    """Examples per optimiser step."""
+    seed: int
+    epoch: int
+    lengths: Sequence[int] | None = None
+    """Sizes of the examples, to group examples of similar size."""
+    pieces: int = 1
+    """Batches per optimiser step (accumulation × processes)."""
+    own_pieces: Sequence[int] = (0,)
+    """Those of this process."""
+    start: int = 0
+    """Optimiser steps of this epoch that are done."""
+    drop_last: bool = False
+    """Leave out the last, smaller batch; also done if there are several pieces."""
 
-    def __init__(
-        self,
-        count: int,
-        batch_size: int,
-        seed: int,
-        epoch: int,
-        lengths: Sequence[int] | None = None,
-        pieces: int = 1,
-        own_pieces: Sequence[int] = (0,),
-        start: int = 0,
-        drop_last: bool = False,
-    ) -> None:
-        self.count, self.batch_size = count, batch_size
-        self.seed, self.epoch = seed, epoch
-        self.lengths = lengths
-        self.pieces, self.own_pieces = pieces, tuple(own_pieces)
-        self.start = start
-        self.drop_last = drop_last or pieces > 1
+    def __post_init__(self) -> None:
+        self.drop_last = self.drop_last or self.pieces > 1
 
     def steps(self) -> int:
         """Optimiser steps in a whole epoch."""
@@ -115,48 +107,26 @@ def in_order(count: int, batch_size: int, first: int = 0, step: int = 1) -> list
     return [list(range(start, min(start + batch_size, count))) for start in starts]
 
 
-def training_loader(
-    split: Split, batches: EpochBatches, workers: int = 0, pin: bool = False
+def loader_of(
+    split: Split, batches: Any, workers: int = 0, pin: bool = False, seed: int = 0
 ) -> DataLoader[Any]:
-    """Batches of one epoch; iterating does not change the global random state."""
-    if hasattr(split.dataset, "epoch"):
-        split.dataset.epoch = batches.epoch
-    return _loader(split, batches, batches.seed, workers, pin)
-
-
-def evaluation_loader(
-    split: Split, batches: list[list[int]], workers: int = 0, pin: bool = False
-) -> DataLoader[Any]:
-    """Batches of a split in a given order."""
-    return _loader(split, batches, 0, workers, pin)
-
-
-def _loader(split: Split, batches: Any, seed: int, workers: int, pin: bool) -> DataLoader[Any]:
+    """Batches of a split in a given order; iterating does not change the global random state."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return DataLoader(
         split.dataset,
         batch_sampler=batches,
         collate_fn=split.collate,
-        num_workers=_at_most_cores(workers),
+        # at most one per core; items do not depend on the number of workers
+        num_workers=min(workers, cores),
         pin_memory=pin,
         # from this generator the loader draws the base seed of its workers
         generator=torch.Generator().manual_seed(seed),
     )
 
 
-def _at_most_cores(workers: int) -> int:
-    """``workers``, at most one per core; items do not depend on the number of workers."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(workers, cores or 1)
-
-
 class StepBatches:
-    """The training batches of this process, on its device.
-
-    Args:
-        task: has the examples, and how a batch is augmented.
-        config: how many examples a step has, and their order.
-        accelerator: the devices that share a step.
-    """
+    """The training batches of this process, on its device, augmented by the task."""
 
     def __init__(self, task: Task, config: TrainConfig, accelerator: Accelerator) -> None:
         self.task, self.config, self.accelerator = task, config, accelerator
@@ -170,9 +140,12 @@ class StepBatches:
     def steps(self, done: int, total: int) -> Iterator[list[Any]]:
         """The batches of each step from ``done`` to ``total``, one for each accumulation."""
         pin = self.accelerator.device.type == "cuda"
+        split, seed = self.task.splits["train"], self.config.seed
         while done < total:
             order = self._of_epoch(*divmod(done, self.steps_per_epoch))
-            loader = training_loader(self.task.splits["train"], order, self.config.workers, pin)
+            if hasattr(split.dataset, "epoch"):
+                split.dataset.epoch = order.epoch
+            loader = loader_of(split, order, self.config.workers, pin, seed)
             pieces: list[Any] = []
             for batch in loader:
                 moved = to_device(batch, self.accelerator.device)

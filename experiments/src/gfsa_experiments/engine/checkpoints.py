@@ -79,38 +79,20 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((p for p in folder.glob("step-*") if (p / "loop-0.pt").exists()), reverse=True)
 
 
-def newest_step(folder: Path) -> int:
-    """The steps that the newest checkpoint in ``folder`` has done; 0 if there is none."""
-    found = checkpoints(folder)
-    return int(found[0].name.removeprefix("step-")) if found else 0
-
-
-# checkpoints of an epoch, or of a run that is shorter, that are written at evaluations
-_WITHIN_EPOCH = 10
 # if the newest is damaged, the run goes on from the one before
 _KEPT = 2
 
 
 def checkpoint_is_due(
-    config: TrainConfig, step: int, per_epoch: int, total: int, last: int, evaluates: bool
+    config: TrainConfig, step: int, per_epoch: int, total: int, evaluates: bool
 ) -> bool:
-    """At the end of each epoch, and within it at evaluations; or every so many steps, as set.
+    """At evaluations and at the end of each epoch; or every so many steps, as set.
 
-    A run of one epoch would have nothing to resume from otherwise. At an evaluation the loss is
-    read anyway, so a checkpoint there leaves the log as it is without one.
-
-    Args:
-        step: steps done.
-        per_epoch, total: steps of an epoch and of the run.
-        last: the step of the last checkpoint; where the run began, if it has none.
-        evaluates: whether ``valid`` is evaluated after this step.
+    At an evaluation the loss is read anyway, so a checkpoint there leaves the log as it is without.
     """
-    if not config.checkpoints:
-        return False
-    if step % (config.checkpoint_every or per_epoch) == 0 or step == total:
-        return True
-    apart = min(per_epoch, total) / _WITHIN_EPOCH
-    return evaluates and not config.checkpoint_every and step - last >= apart
+    every = config.checkpoint_every
+    regular = step % (every or per_epoch) == 0 or step == total
+    return config.checkpoints and (regular or (evaluates and not every))
 
 
 @dataclass
@@ -137,8 +119,7 @@ class LoopState:
     def judge(self, score: float, higher_is_better: bool, patience: int) -> bool:
         """Note the score of a validation; returns whether it is the best so far.
 
-        Args:
-            patience: training stops after so many scores in a row that are no better; 0 for never.
+        Training stops after ``patience`` scores in a row that are no better; 0 for never.
         """
         sign = 1 if higher_is_better else -1
         better = self.best_score is None or sign * (score - self.best_score) > 0
@@ -151,14 +132,7 @@ class LoopState:
 
 
 class LoopCheckpoints:
-    """Saves the training loop of one run, and continues from what was saved.
-
-    Args:
-        folder: of the run.
-        accelerator: knows the model and the optimiser.
-        optimiser: whose rates are moved to the device.
-        log: of the run.
-    """
+    """Saves the training loop of one run, and continues from what was saved."""
 
     def __init__(self, folder: Path, accelerator: Accelerator, optimiser: Any, log: RunLog) -> None:
         self.run, self.folder = folder, folder / "checkpoints"
@@ -195,7 +169,7 @@ class LoopCheckpoints:
             for old in checkpoints(self.folder)[_KEPT:]:
                 shutil.rmtree(old)
         accelerator.wait_for_everyone()
-        self.log.write_metrics()
+        self.log.write()
 
     def resume(self, state: LoopState) -> LoopState:
         """Continue from the newest checkpoint that can be read; from ``state`` without any."""

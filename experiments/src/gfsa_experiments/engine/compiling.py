@@ -46,21 +46,12 @@ def _compile(modules: Iterable[nn.Module], options: dict[str, Any]) -> None:
     # theirs would be compiled as dynamic: each run starts from an empty cache
     dynamo.reset()
     for module in modules:
-        module._compiled_call_impl = torch.compile(_call_of(module), **options)
+        # the compiler skips frames of torch.nn's own files, and therefore silently a module of a
+        # class defined there, unless a function of another file calls it
+        def call(*args: Any, own: nn.Module = module, **kwargs: Any) -> Any:
+            return own._call_impl(*args, **kwargs)
 
-
-def _call_of(module: nn.Module) -> Any:
-    """The call that ``module.compile()`` compiles, inside a function of this package.
-
-    The compiler skips frames of ``torch.nn``'s own files, and therefore silently skips a module of
-    a class defined there (``TransformerEncoderLayer``, ``Sequential``) unless another function
-    calls it.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
-
-    return call
+        module._compiled_call_impl = torch.compile(call, **options)
 
 
 def _stacks(module: nn.Module) -> list[list[nn.Module]]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-Schedule = Literal["linear", "cosine", "constant", "wsd"]
+Schedule = Literal["linear", "cosine", "constant"]
 Compile = Literal["no", "model", "blocks", "auto"]
 
 AnyConfig = TypeVar("AnyConfig")
@@ -36,11 +36,7 @@ AnyConfig = TypeVar("AnyConfig")
 
 @dataclass(frozen=True)
 class Bounds:
-    """The finite numbers from ``lower`` to ``upper`` that a setting may have.
-
-    A field states its bounds in its type, ``Annotated[float, Bounds(0, 1)]``;
-    :func:`check_bounds` enforces them.
-    """
+    """The finite numbers from ``lower`` to ``upper``, as ``Annotated[float, Bounds(0, 1)]``."""
 
     lower: float
     upper: float = math.inf
@@ -74,25 +70,32 @@ Fraction = Annotated[float, Bounds(0, 1, lower_open=True)]
 Epochs = Annotated[float, Bounds(0, 1e9, lower_open=True)]
 
 
-# a plan of hundreds of runs asks for the hints of a few classes thousands of times
+# a plan of hundreds of runs asks for the bounds of a few classes thousands of times
 @functools.cache
-def _hints_of(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
+def _bounds_in(kind: type) -> list[tuple[str, Bounds]]:
+    """The bounds in the types of a class's fields, also in unions with None.
+
+    Those of base classes count too: a subclass that gives a field another default may repeat its
+    plain type.
+    """
+    found = []
+    for base in filter(dataclasses.is_dataclass, kind.__mro__):
+        for name, hint in get_type_hints(base, include_extras=True).items():
+            is_union = get_origin(hint) in (typing.Union, types.UnionType)
+            for option in get_args(hint) if is_union else (hint,):
+                bounds = getattr(option, "__metadata__", ())
+                found += [(name, item) for item in bounds if isinstance(item, Bounds)]
+    return found
 
 
 def check_bounds(config: Any) -> None:
-    """Raise ValueError if a field of a config is outside the bounds in its type; None is inside.
-
-    The bounds of base classes count too: a subclass that gives a field another default may repeat
-    its plain type.
-    """
-    for kind in filter(dataclasses.is_dataclass, type(config).__mro__):
-        for name, hint in _hints_of(kind).items():
-            value = getattr(config, name)
-            for bounds in _bounds_of(hint):
-                refusal = bounds.refusal(value) if value is not None else None
-                if refusal is not None:
-                    raise ValueError(f"{name} {refusal}, got {value}")
+    """Raise ValueError if a field of a config is outside the bounds in its type; None is inside."""
+    kind: type = type(config)
+    for name, bounds in _bounds_in(kind):
+        value = getattr(config, name)
+        refusal = bounds.refusal(value) if value is not None else None
+        if refusal is not None:
+            raise ValueError(f"{name} {refusal}, got {value}")
 
 
 def check_multiple(config: Any, whole: str, part: str) -> None:
@@ -100,13 +103,6 @@ def check_multiple(config: Any, whole: str, part: str) -> None:
     total, size = getattr(config, whole), getattr(config, part)
     if total % size:
         raise ValueError(f"{whole} {total} must be a multiple of {part} {size}")
-
-
-def _bounds_of(hint: Any) -> list[Bounds]:
-    """The bounds in ``Annotated[float, Bounds(…)]``, also in a union with None."""
-    options = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    found = [item for option in options for item in getattr(option, "__metadata__", ())]
-    return [item for item in found if isinstance(item, Bounds)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +133,6 @@ class TrainConfig:
     weight_decay: NotNegative = 0.0
     beta2: ShareBelowOne = 0.999
     schedule: Schedule = "linear"
-    """``wsd``: warm-up, constant, then a linear decay over the last ``decay`` of the steps."""
-    decay: Fraction = 0.2
-    """Share of all steps over which ``wsd`` decays."""
     warmup: ShareBelowOne = 0.0
     """Share of all steps over which the learning rate rises."""
     min_lr: NotNegative = 0.0
@@ -174,8 +167,7 @@ class TrainConfig:
     """Refuse operations that differ from run to run on a GPU."""
     tensorboard: bool = True
     checkpoint_every: CountOrZero = 0
-    """Steps between checkpoints; 0: at the end of each epoch, and within it at evaluations that are
-    a tenth of it apart."""
+    """Steps between checkpoints; 0: at evaluations and at the end of each epoch."""
     checkpoints: bool = True
     """Write checkpoints; without them an interrupted run starts again from step 0."""
     lens: bool = False
@@ -200,25 +192,17 @@ class TrainConfig:
         return self.max_steps or math.ceil(fractions.Fraction(str(self.epochs)) * per_epoch)
 
     def steps_between_evaluations(self, per_epoch: int, total: int) -> int:
-        """Optimiser steps from one evaluation of ``valid`` to the next.
-
-        Args:
-            per_epoch: steps of an epoch.
-            total: steps of the whole run.
-        """
+        """Optimiser steps from one evaluation of ``valid`` to the next."""
         return max(1, round(self.eval_every * per_epoch))
 
     def unused(self) -> dict[str, str]:
         """Settings that have no effect given the others: name → why, and what would use it.
 
-        A user who sets one of them expects an effect that does not happen, and the row would look
-        like that of a different experiment: ``gfsa train`` refuses it. Subclasses add their own.
+        ``gfsa train`` refuses them. Subclasses add their own.
         """
         unused: dict[str, str] = {}
         if self.schedule == "constant":
-            unused["min_lr"] = "schedule=constant never decays; linear, cosine and wsd do"
-        if self.schedule != "wsd":
-            unused["decay"] = f"schedule={self.schedule} has no such phase; wsd has"
+            unused["min_lr"] = "schedule=constant never decays; linear and cosine do"
         if self.patience:
             unused["best"] = f"patience={self.patience} reports the best weights by itself"
         if self.accumulate > 1:
@@ -226,20 +210,13 @@ class TrainConfig:
         return unused
 
     def advice(self, filter_lr: float | None) -> str:
-        """A sentence to whoever starts a run with these settings; empty for none.
-
-        Args:
-            filter_lr: the rate of what the method adds; None: the model's, or it adds nothing.
-        """
+        """A sentence to whoever starts a run with these settings, whose method has this rate."""
         return ""
 
     def sketch(self) -> nn.Module | None:
-        """The model on the device ``meta``, without weights, to try a method on.
+        """The model on the device ``meta``, to try a method on; None if it depends on the data.
 
-        None if the model depends on the data, or on a package that is not installed.
-
-        Raises:
-            ValueError: if there is no such model.
+        Raises ValueError if there is no such model.
         """
         return None
 
@@ -273,24 +250,23 @@ def settings_of(config: TrainConfig) -> str:
     return as_text({k: v for k, v in changed.items() if not _label_shows(config, k, v)})
 
 
+# an absolute path, also one of Windows, or one from the home folder or the folder above
+_OUTSIDE = re.compile(r"[/\\~]|[A-Za-z]:[/\\]|\.\.([/\\]|$)")
+
+
 def without_folders(values: dict[str, Any]) -> dict[str, Any]:
     """The settings as a row has them: of a path outside of the working folder, its last part.
 
     A row is published and compared with rows of other machines: ``/home/me/my.csv`` is ``my.csv``
     there. Which ``my.csv`` it was, the fingerprint of the data says.
     """
-    return {name: _last_part(value) for name, value in values.items()}
-
-
-# an absolute path, also one of Windows, or one from the home folder or the folder above
-_OUTSIDE = re.compile(r"[/\\~]|[A-Za-z]:[/\\]|\.\.([/\\]|$)")
-
-
-def _last_part(value: Any) -> Any:
-    if not isinstance(value, str) or not _OUTSIDE.match(value):
-        return value
-    # not Path.expanduser, which raises for a user that the machine does not know
-    return os.path.basename(os.path.abspath(os.path.expanduser(value))) or value
+    return {
+        # not Path.expanduser, which raises for a user that the machine does not know
+        name: os.path.basename(os.path.abspath(os.path.expanduser(value))) or value
+        if isinstance(value, str) and _OUTSIDE.match(value)
+        else value
+        for name, value in values.items()
+    }
 
 
 def _label_shows(config: TrainConfig, name: str, value: Any) -> bool:
@@ -301,12 +277,8 @@ def _label_shows(config: TrainConfig, name: str, value: Any) -> bool:
 
 def changed_settings(config: TrainConfig) -> dict[str, Any]:
     """The settings that differ from the recipe's defaults, without the harmless ones."""
-    defaults = config.usual()
-    return {
-        name: getattr(config, name)
-        for name in field_names(config)
-        if name not in HARMLESS and getattr(config, name) != getattr(defaults, name)
-    }
+    usual = vars(config.usual())
+    return {k: v for k, v in vars(config).items() if k not in HARMLESS and v != usual[k]}
 
 
 def as_text(values: dict[str, Any]) -> str:

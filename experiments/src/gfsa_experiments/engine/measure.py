@@ -7,9 +7,8 @@ import gc
 import io
 import json
 import time
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,22 +40,6 @@ class Work:
     """Forward and backward, of the model without any method: what a method adds is no progress."""
 
 
-def speed(work: Work, examples_per_second: float, peak: float | None) -> dict[str, float]:
-    """``tokens_per_second``, and ``mfu`` (model FLOPs utilisation) where the peak is known.
-
-    .. math:: mfu = \\frac{flops \\cdot examples\\ a\\ second}{peak}
-
-    Args:
-        work: of one example.
-        examples_per_second: over all processes.
-        peak: operations a second of all processes' GPUs together; None if unknown.
-    """
-    found: dict[str, float] = {"tokens_per_second": round(work.tokens * examples_per_second)}
-    if peak is None:
-        return found
-    return found | {"mfu": round(work.flops * examples_per_second / peak, 4)}
-
-
 def peak_flops(device: torch.device) -> float | None:
     """The most bf16 operations a second that a GPU's maker states; None if it is not listed."""
     if device.type != "cuda":
@@ -65,54 +48,16 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak * 1e12 for part, peak in _PEAK.items() if part in name), None)
 
 
-def warn_of_unknown_peak(device: torch.device) -> None:
-    """Say why rows and logs have no MFU on this GPU; Python shows it once."""
-    if device.type == "cuda" and peak_flops(device) is None:
-        warnings.warn(
-            f"no MFU is reported: the peak of {torch.cuda.get_device_name(device)} is not known, "
-            f"only of {', '.join(_PEAK)}",
-            stacklevel=2,
-        )
-
-
-def speed_text(found: dict[str, float]) -> str:
-    """``, 812,000 tokens/s, MFU 25 %``"""
-    if not found:
-        return ""
-    share = f", MFU {found['mfu']:.0%}" if "mfu" in found else ""
-    return f", {found['tokens_per_second']:,.0f} tokens/s{share}"
-
-
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """The steps since the last report, and a validation if there was one."""
 
     step: int
     """Steps done."""
     total: int
     """Steps of the run."""
-    loss: float
-    """The mean of the steps."""
-    tokens: int | None = None
-    """Trained on so far; None if the task does not count them."""
-    metric: str = ""
-    valid: float | None = None
-    """The task's ``metric`` on ``valid``; None if it was not evaluated."""
-    speed: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def status(self) -> str:
-        """``loss 2.61, 812,000 tokens/s, MFU 25%``"""
-        return f"loss {self.loss:.3g}{speed_text(self.speed)}"
-
-    @property
-    def line(self) -> str:
-        """The same with how far the run is and the validation, for a log."""
-        said = [f"step {self.step:,} of {self.total:,}"]
-        said += [f"{self.tokens:,} tokens"] if self.tokens is not None else []
-        said += [f"loss {self.loss:.4g}"]
-        said += [f"valid {self.metric} {self.valid:.4g}"] if self.valid is not None else []
-        return ", ".join(said) + speed_text(self.speed)
+    text: str
+    """``12,000 tokens, loss 2.61, valid loss 2.59, 812,000 tokens/s, MFU 25%``"""
+    evaluated: bool
 
 
 Progress = Callable[[Report], None]
@@ -137,11 +82,8 @@ class Pace(NamedTuple):
 class StepMeter:
     """The mean loss and the time of training steps, from one reading to the next.
 
-    Losses are summed on the device, so that the host waits for it at a reading only.
-
-    Args:
-        device: where the losses are.
-        untimed: how many of the first steps are not timed, because they compile.
+    Losses are summed on the device, so that the host waits for it at a reading only. The first
+    ``untimed`` steps are not timed, because they compile.
     """
 
     def __init__(self, device: torch.device, untimed: int = 0) -> None:
@@ -185,7 +127,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._measures = device.type == "cuda"
-        self._most = 0
+        self.mib: float | None = None
 
     def start(self) -> None:
         """Forget what the GPU's memory was used for before."""
@@ -195,11 +137,8 @@ class PeakMemory:
     def stop(self) -> None:
         """Count the memory that was used since the start."""
         if self._measures:
-            self._most = max(self._most, torch.cuda.max_memory_allocated())
-
-    @property
-    def mib(self) -> float | None:
-        return round(self._most / 2**20, 1) if self._most else None
+            used = round(torch.cuda.max_memory_allocated() / 2**20, 1)
+            self.mib = max(self.mib or 0.0, used)
 
 
 COEFFICIENTS = "coefficients.csv"
@@ -208,11 +147,8 @@ COEFFICIENTS = "coefficients.csv"
 class RunLog:
     """The history of a run, ``metrics.jsonl`` in its folder, and a log for TensorBoard.
 
-    The history has no times in it, so that two runs of one seed have the same history.
-
-    Args:
-        folder: of the run.
-        writes: whether this process writes files.
+    The history has no times in it, so that two runs of one seed have the same history. Only the
+    process that ``writes`` writes files.
     """
 
     def __init__(self, folder: Path, writes: bool) -> None:
@@ -238,15 +174,13 @@ class RunLog:
         if self._tensorboard is not None:
             self._tensorboard.close()
 
-    def write_metrics(self) -> None:
-        """Write ``metrics.jsonl``: the metrics over time, one JSON object per line."""
-        if self.writes:
-            lines = [json.dumps(line) + "\n" for line in self.history]
-            write_text(self.folder / "metrics.jsonl", "".join(lines))
-
-    def write_curve(self, curve: list[dict[str, float]]) -> None:
-        """Write ``curve.csv``: a line per validation with step, tokens, seconds and metric."""
-        if self.writes and curve:
+    def write(self, curve: list[dict[str, float]] | None = None) -> None:
+        """Write ``metrics.jsonl``, a JSON object per line, and the ``curve`` of validations."""
+        if not self.writes:
+            return
+        lines = [json.dumps(line) + "\n" for line in self.history]
+        write_text(self.folder / "metrics.jsonl", "".join(lines))
+        if curve:
             text = io.StringIO()
             writer = csv.DictWriter(text, list(curve[0]), lineterminator="\n")
             writer.writeheader()
@@ -254,7 +188,7 @@ class RunLog:
             write_text(self.folder / "curve.csv", text.getvalue())
 
     def write_coefficients(self, trajectory: Trajectory) -> None:
-        """Write ``coefficients.csv``: those of every filter that learns, at every validation."""
+        """Write those of every filter that learns, at every validation."""
         if self.writes and trajectory.layers:
             write_text(self.folder / COEFFICIENTS, trajectory.to_text())
 
@@ -273,14 +207,9 @@ class Movement:
         """Mean |coefficient − its start| over the learned numbers of all filters."""
         if not self._start:
             return None
-        steps = [
-            ((_whole(f.theta) - self._start[name]) * f.lr_multiplier).abs().flatten()
-            for name, f in self._filters.items()
-        ]
+        steps = []
+        for name, f in self._filters.items():
+            # where numbers are sharded, every process has to ask for them
+            theta = f.theta.full_tensor() if hasattr(f.theta, "full_tensor") else f.theta
+            steps.append(((theta.detach() - self._start[name]) * f.lr_multiplier).abs().flatten())
         return float(torch.cat(steps).mean())
-
-
-def _whole(theta: Any) -> Tensor:
-    """A filter's numbers; where they are sharded, every process has to ask for them."""
-    gathered: Tensor = theta.full_tensor() if hasattr(theta, "full_tensor") else theta
-    return gathered.detach()

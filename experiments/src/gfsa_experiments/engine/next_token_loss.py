@@ -16,11 +16,8 @@ IGNORED = -100
 class NextTokenLoss:
     """What transformers calls as a model's ``loss_function``: the mean of −log p(next token).
 
-    ``labels[i]`` is what position i predicts: they are shifted already. On a GPU it is compiled, so
-    that the logits are read in the precision they come in, once forward and once backward.
-
-    Args:
-        compiled: whether to, where there is a GPU.
+    ``labels[i]`` is what position i predicts: they are shifted already. If ``compiled``, the logits
+    are read on a GPU in the precision they come in, once forward and once backward.
     """
 
     def __init__(self, compiled: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,9 @@ def build_optimiser(
     filter_lr: float | None,
 ) -> torch.optim.Optimizer:
     """AdamW on the groups of :func:`gfsa.parameter_groups`: weights, gains and biases, filters.
+
+    There are two exceptions. Models of timm name parameters that are not decayed, positions and
+    class tokens, which go to the biases; and what baselines added goes where filters are.
 
     Args:
         added: parameters that a method added to the model; they are not decayed.
@@ -42,7 +44,29 @@ def build_optimiser(
         config.weight_decay,
         gain_lr=rates["biases"],
     )
-    groups = _with_exceptions(groups, model, added, rates)
+    found = {id(p): group["name"] for group in groups for p in group["params"]}
+    not_decayed: set[str] = getattr(model, "no_weight_decay", set)()
+    wanted = {
+        id(p): "biases"
+        for name, p in model.named_parameters()
+        if name in not_decayed and found.get(id(p)) == "weights"
+    }
+    wanted |= {id(p): FILTERS for p in added if p.requires_grad}
+    wanted = found | wanted
+    if wanted != found:
+        # filters in the order in which they were added, the others in that of the model
+        every = {name: added if name == FILTERS else model.parameters() for name in rates}
+        decays = {group["name"]: group["weight_decay"] for group in groups}
+        groups = [
+            {
+                "name": name,
+                "params": [p for p in every[name] if wanted.get(id(p)) == name],
+                "lr": rate,
+                "weight_decay": decays.get(name, 0.0),
+            }
+            for name, rate in rates.items()
+        ]
+        groups = [group for group in groups if group["params"]]
     if not groups:
         raise ValueError("there is nothing to train: every parameter of the model is frozen")
     device = groups[0]["params"][0].device
@@ -59,44 +83,6 @@ def build_optimiser(
     )
 
 
-def _with_exceptions(
-    groups: list[dict[str, Any]],
-    model: nn.Module,
-    added: Sequence[nn.Parameter],
-    rates: dict[str, float],
-) -> list[dict[str, Any]]:
-    """``groups`` with two exceptions, which a recipe with filters of gfsa alone does not have.
-
-    Models of timm name parameters that are not decayed, positions and class tokens, which go to the
-    biases; and what baselines added to the model goes where filters are.
-    """
-    found = {id(p): group["name"] for group in groups for p in group["params"]}
-    not_decayed: set[str] = getattr(model, "no_weight_decay", set)()
-    wanted = dict(found)
-    for name, parameter in model.named_parameters():
-        if name in not_decayed and found.get(id(parameter)) == "weights":
-            wanted[id(parameter)] = "biases"
-    wanted |= {id(p): FILTERS for p in added if p.requires_grad}
-    if wanted == found:
-        return groups
-    decays = {group["name"]: group["weight_decay"] for group in groups}
-    regrouped = [
-        {
-            "name": name,
-            # filters in the order in which they were added, the others in that of the model
-            "params": [
-                p
-                for p in (added if name == FILTERS else model.parameters())
-                if wanted.get(id(p)) == name
-            ],
-            "lr": rate,
-            "weight_decay": decays.get(name, 0.0),
-        }
-        for name, rate in rates.items()
-    ]
-    return [group for group in regrouped if group["params"]]
-
-
 def set_learning_rate(
     optimiser: torch.optim.Optimizer, config: TrainConfig, step: int, total: int
 ) -> float:
@@ -111,23 +97,16 @@ def set_learning_rate(
 
 
 def share_of_peak(config: TrainConfig, step: int, total: int) -> float:
-    """Warm-up, then decay to ``min_lr``, as a share of the learning rate.
-
-    ``linear`` and ``cosine`` decay from the warm-up on, ``wsd`` over the last ``decay`` of the
-    steps.
-    """
+    """Warm-up, then decay to ``min_lr``, as a share of the learning rate."""
     warm = round(config.warmup * total)
     if step < warm:
         return (step + 1) / warm
     if config.schedule == "constant":
         return 1.0
-    start = warm
-    if config.schedule == "wsd":
-        start = max(warm, total - round(config.decay * total))
-    progress = max(0.0, (step - start) / max(1, total - start))
-    falling = (
-        (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
-    )
+    progress = (step - warm) / max(1, total - warm)
+    falling = 1 - progress
+    if config.schedule == "cosine":
+        falling = (1 + math.cos(math.pi * progress)) / 2
     return config.min_lr + (1 - config.min_lr) * falling
 
 
@@ -136,9 +115,8 @@ class WeightAverage(nn.Module):
 
     .. math:: \\bar w \\leftarrow d\\,\\bar w + (1-d)\\,w, \\qquad d = \\min(decay, (1+t)/(10+t))
 
-    Because of the ramp, short runs forget their random start. Buffers are copied. The caller passes
-    the step, so the host does not wait for the device. torch's ``AveragedModel`` differs: it has no
-    ramp, its first update copies the weights, and its counter is a tensor of the state dict.
+    Because of the ramp, which torch's ``AveragedModel`` lacks, short runs forget their random
+    start. Buffers are copied.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +19,17 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
         return function(batch)
     if isinstance(batch, dict):
         return {key: map_tensors(function, value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(function, value) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(map_tensors(function, value) for value in batch)
+        values = [map_tensors(function, value) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [field.name for field in dataclasses.fields(batch)]
-        return dataclasses.replace(
-            batch, **{name: map_tensors(function, getattr(batch, name)) for name in names}
-        )
+        changed = {name: map_tensors(function, getattr(batch, name)) for name in names}
+        return dataclasses.replace(batch, **changed)
     return batch
 
 
-def leaves_of(batch: Any) -> Iterator[Any]:
+def leaves_of(batch: Any) -> list[Any]:
     """The tensors and other values of a batch, in order."""
     if isinstance(batch, dict):
         parts: Any = batch.values()
@@ -40,10 +38,8 @@ def leaves_of(batch: Any) -> Iterator[Any]:
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         parts = (getattr(batch, field.name) for field in dataclasses.fields(batch))
     else:
-        yield batch
-        return
-    for part in parts:
-        yield from leaves_of(part)
+        return [batch]
+    return [leaf for part in parts for leaf in leaves_of(part)]
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
@@ -59,10 +55,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def signature_of(batch: Any) -> tuple[Any, ...]:
-    """The key of a batch among captured graphs.
-
-    The shapes and dtypes of its tensors, and the ``repr`` of every other value.
-    """
+    """The key of a batch among captured graphs: shapes, dtypes, and the ``repr`` of the rest."""
     return tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
         for leaf in leaves_of(batch)
@@ -133,14 +126,15 @@ class GraphedStep(EagerStep):
                 f"got {type(batch).__name__}"
             )
         if shape not in self._graphs:
-            if shape not in self._seen or len(self._graphs) >= _MOST_GRAPHS:
-                if len(self._graphs) >= _MOST_GRAPHS:
-                    # python shows the warning of a line once
-                    warnings.warn(
-                        f"batches have come in more than {_MOST_GRAPHS} shapes: batches of further "
-                        "shapes run eagerly; pad to fewer shapes (pad_to_multiple)",
-                        stacklevel=2,
-                    )
+            is_full = len(self._graphs) >= _MOST_GRAPHS
+            if is_full:
+                # python shows the warning of a line once
+                warnings.warn(
+                    f"batches have come in more than {_MOST_GRAPHS} shapes: batches of further "
+                    "shapes run eagerly; pad to fewer shapes (pad_to_multiple)",
+                    stacklevel=2,
+                )
+            if is_full or shape not in self._seen:
                 self._seen.add(shape)
                 return self._eagerly(batch)
             self._graphs[shape] = self._capture(batch)

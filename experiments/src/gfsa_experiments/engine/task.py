@@ -28,10 +28,9 @@ class Split:
     ``collate=as_it_is``. A batch is a tensor, a dict, list or tuple of tensors, or an object with
     ``.to(device)``.
 
-    Items must depend on the index alone. Random operations belong in ``Task.prepare`` and
-    ``Task.loss``, on the device, or in a dataset wrapped in
-    :class:`~gfsa_experiments.engine.batches.SeededItems`, so that a resumed run sees the same
-    batches.
+    Items must depend on the index alone, so that a resumed run sees the same batches. Random
+    operations belong in ``Task.prepare`` and ``Task.loss``, or in a dataset wrapped in
+    :class:`~gfsa_experiments.engine.batches.SeededItems`.
     """
 
     dataset: Dataset[Any]
@@ -117,24 +116,27 @@ class Task(ABC):
     def identity(self, split: str, index: int) -> Any:
         """The content of an example that the data's fingerprint is computed from.
 
-        Numbers, text, bytes or tensors, in dicts, lists, tuples or dataclasses; the same in every
-        run on this data, for every seed and machine. If items are computed (a spectrum,
-        eigenvectors), with rounding that depends on the machine, return the input of that
-        computation. The default is the item itself, and None for ``train``, whose items may be
-        augmented: only its size counts.
+        Numbers, text, bytes or tensors, in dicts, lists, tuples or dataclasses; the same for every
+        seed and machine. If items are computed with rounding that depends on the machine, return
+        the input of that computation. The default is the item itself, and None for ``train``,
+        whose items may be augmented: only its size counts.
         """
         if split == "train":
             return None
         dataset = self.splits[split].dataset
-        fetch = getattr(dataset, "__getitems__", None)
-        return dataset[index] if fetch is None else fetch([index])
+        items = _items(self.splits[split], [index])
+        return items if hasattr(dataset, "__getitems__") else items[0]
 
     def first_examples(self, count: int) -> Any:
         """A batch of the first examples of ``valid``, or of ``test`` if there is no ``valid``."""
         split = self.splits["valid" if "valid" in self.splits else "test"]
-        rows = list(range(min(count, len(split))))
-        fetch = getattr(split.dataset, "__getitems__", None)
-        return split.collate(fetch(rows) if fetch else [split.dataset[row] for row in rows])
+        return split.collate(_items(split, list(range(min(count, len(split))))))
+
+
+def _items(split: Split, rows: list[int]) -> Any:
+    """What ``collate`` takes: a whole batch, or a list of examples."""
+    fetch = getattr(split.dataset, "__getitems__", None)
+    return fetch(rows) if fetch else [split.dataset[row] for row in rows]
 
 
 class Classification(Task):
@@ -173,27 +175,22 @@ class DataSource:
 
 @dataclass(frozen=True)
 class OwnData:
-    """What a run learned about the caller's own data; the run's folder keeps it.
-
-    Args:
-        name: of the data, as in the row.
-        source: its path, or its name on the hub.
-        splits: the size of each part.
-        split_by: how the parts were made.
-        labels: what the labels were taken for and why; empty if there are none.
-        unit: of the sizes.
-        digest: a hash of everything that was read, where that is cheap; part of the fingerprint.
-        repeated: how much of valid and test is trained on; empty if nothing is, or it is not known.
-    """
+    """What a run learned about the caller's own data; the run's folder keeps it."""
 
     name: str
     source: str
+    """Its path, or its name on the hub."""
     splits: dict[str, int]
+    """The size of each part."""
     split_by: str
+    """How the parts were made."""
     labels: str = ""
+    """What the labels were taken for and why; empty if there are none."""
     unit: str = "examples"
     digest: str = ""
+    """A hash of everything that was read, where that is cheap; part of the fingerprint."""
     repeated: str = ""
+    """How much of valid and test is trained on; empty if nothing is, or it is not known."""
 
     def __str__(self) -> str:
         counts = ", ".join(f"{count:,} {part}" for part, count in self.splits.items())
@@ -227,15 +224,13 @@ def sealed(split: Split) -> Iterator[None]:
     try:
         # one base and no slots: the layout in memory is that of the class it takes the place of
         dataset.__class__ = type(f"Sealed{kind.__name__}", (kind,), dict(_NOTHING_TO_READ))
-        is_swapped = True
     except TypeError:
         # lists and the like keep their class
         split.dataset = type("Sealed", (), dict(_NOTHING_TO_READ))()
-        is_swapped = False
     try:
         yield
     finally:
-        if is_swapped:
+        if split.dataset is dataset:
             object.__setattr__(dataset, "__class__", kind)
         split.dataset = dataset
 

@@ -23,7 +23,9 @@ def write_whole(path: Path, write: Callable[..., object]) -> None:
 
 
 def refuse_inside_file(path: Path) -> None:
-    """Raise ValueError if ``path`` lies below a file: called before the work, not after it."""
+    """Raise ValueError if ``path`` is a folder or lies below a file: called before the work."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it")
     above = next((place for place in path.absolute().parents if place.exists()), None)
     if above is not None and not above.is_dir():
         raise ValueError(f"{path} cannot be written: {above} is a file, not a folder")

@@ -1,23 +1,7 @@
 """Families of confirmatory comparisons, written down in ``families/NAME.toml`` before their runs.
 
-    title = "ZINC: the second pass"
-    registered = 2026-12-01T08:00:00Z    # left out while the family is planned
-    recipe = "graph"
-    metric = "mae"
-    seeds = "100-115"
-    settings = "data=zinc model=graphormer-slim epochs=100"
-
-    [lines]                              # a method, its options, and settings of its own
-    gfsa = "gfsa K=2 filter_lr=1e-2"
-    degree1 = "degree1 filter_lr=1e-2"
-
-    [[comparison]]                       # two-sided, a − b; Holm's correction is over all of them
-    a = "gfsa"
-    b = "degree1"
-
-``recipe``, ``metric``, ``seeds`` and ``settings`` are of every comparison, unless it has its own.
-``withdrawn = "reason"`` is set where a family will not be run; it stays as the record of what was
-planned, and may have no row.
+docs/results.md has an example. ``recipe``, ``metric``, ``seeds`` and ``settings`` are of every
+comparison, unless it has its own; a line is a method with its options and settings of its own.
 """
 
 from __future__ import annotations
@@ -104,30 +88,27 @@ def read_families(folder: Path) -> list[Family]:
 def read_family(path: Path) -> Family:
     """One family; a ValueError names the file and what is wrong in it."""
     try:
-        return _family(path, tomllib.loads(path.read_text(encoding="utf-8")))
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        _refuse_unknown("the file", content, _TOP)
+        if not content.get("comparison"):
+            raise ValueError("expected at least one [[comparison]] with a and b, got none")
+        registered, withdrawn = content.get("registered"), content.get("withdrawn", "")
+        if registered is not None and not (isinstance(registered, datetime) and registered.tzinfo):
+            raise ValueError(
+                "registered is a time with its zone such as 2026-12-01T08:00:00Z, "
+                f"got {registered!r}; leave it out while the family is planned"
+            )
+        if "withdrawn" in content and not (isinstance(withdrawn, str) and withdrawn.strip()):
+            raise ValueError(f"withdrawn is the reason in words, got {withdrawn!r}")
+        comparisons = tuple(_comparison(content, own) for own in content["comparison"])
+        pairs = {frozenset(map(tuple, found.keys.values())) for found in comparisons}
+        if len(pairs) < len(comparisons):
+            raise ValueError(
+                "a comparison is listed twice; it would count twice in Holm's correction"
+            )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _family(path: Path, content: dict[str, Any]) -> Family:
-    _refuse_unknown("the file", content, _TOP)
-    if not content.get("comparison"):
-        raise ValueError("expected at least one [[comparison]] with a and b, got none")
-    registered = content.get("registered")
-    if registered is not None and not (isinstance(registered, datetime) and registered.tzinfo):
-        raise ValueError(
-            "registered is a time with its zone such as 2026-12-01T08:00:00Z, "
-            f"got {registered!r}; leave it out while the family is planned"
-        )
-    withdrawn = content.get("withdrawn")
-    if withdrawn is not None and not (isinstance(withdrawn, str) and withdrawn.strip()):
-        raise ValueError(f"withdrawn is the reason in words, got {withdrawn!r}")
-    comparisons = tuple(_comparison(content, own) for own in content["comparison"])
-    pairs = [{tuple(found.keys[found.a]), tuple(found.keys[found.b])} for found in comparisons]
-    if any(pair in pairs[:at] for at, pair in enumerate(pairs)):
-        raise ValueError("a comparison is listed twice; it would count twice in Holm's correction")
-    title = content.get("title", path.stem)
-    return Family(path, title, registered, comparisons, withdrawn or "")
+    return Family(path, content.get("title", path.stem), registered, comparisons, withdrawn)
 
 
 def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
@@ -137,8 +118,6 @@ def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
     if lacking:
         raise ValueError(f"a [[comparison]] lacks {', '.join(lacking)}")
     seeds = numbers_of("seeds", str(given["seeds"]))
-    listed = [seed for part in str(given["seeds"]).split(",") for seed in numbers_of("seeds", part)]
-    _refuse_repeated("seeds", map(str, listed))
     if min(seeds) < _FIRST_SEED or len(seeds) < 2:
         raise ValueError(
             f"seeds must be two or more fresh ones from {_FIRST_SEED} on, got {given['seeds']}: "
@@ -155,7 +134,7 @@ def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
         # a line's own settings come last and count
         settings = _settings("settings", given["settings"].split())
         settings |= _settings(f"the line {name!r}", words)
-        request = Request(given["recipe"], (method,), (), seeds, tuple(settings.items()))
+        request = Request(given["recipe"], (method,), seeds, tuple(settings.items()))
         keys[name] = [run.key() for run in request.runs()]
         flags = "".join(f" --set {shlex.quote(f'{k}={v}')}" for k, v in settings.items())
         arguments[name] = f"{given['recipe']} --method {method} --seeds {given['seeds']}{flags}"
@@ -163,15 +142,10 @@ def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
 
 
 def _settings(where: str, words: Sequence[str]) -> dict[str, str]:
-    pairs = [word.partition("=") for word in words]
-    _refuse_repeated(where, [key for key, _, _ in pairs])
-    return {key: value for key, _, value in pairs}
-
-
-def _refuse_repeated(where: str, given: Iterable[str]) -> None:
-    repeated = [value for value, count in Counter(given).items() if count > 1]
-    if repeated:
-        raise ValueError(f"{where} has {', '.join(repeated)} more than once; leave one")
+    found = {key: value for key, _, value in (word.partition("=") for word in words)}
+    if len(found) < len(words):
+        raise ValueError(f"{where} has a setting more than once; leave one")
+    return found
 
 
 def _refuse_unknown(where: str, given: Iterable[str], known: set[str]) -> None:
@@ -210,17 +184,24 @@ def refuse_unregistered(
 def _refusal_of_seeds(
     family: Family, comparison: Comparison, rows: pd.DataFrame, tuning: pd.DataFrame
 ) -> str | None:
-    used, seen = _of_task(tuning, comparison), _of_task(rows, comparison)
+    # the rows on the comparison's tasks with one of its seeds
+    used, seen = (
+        every[
+            pd.MultiIndex.from_frame(every[["recipe", "task"]]).isin(comparison.tasks)
+            & every.seed.isin(comparison.seeds)
+        ]
+        for every in (tuning, rows)
+    )
     if len(used):
         return f"seed {used.seed.iloc[0]} was used in tuning; take seeds that chose nothing"
     if len(set(seen.metric) - {comparison.metric}):
         return f"its metric is {comparison.metric}, but its rows report {seen.metric.iloc[0]}"
-    if family.withdrawn and len(seen):
-        return (
-            f"seed {seen.seed.iloc[0]} was recorded at {seen.date.iloc[0]}, and the family is "
-            "withdrawn; one that was run stays a family, and another one takes fresh seeds"
-        )
     for row in seen.itertuples():
+        if family.withdrawn:
+            return (
+                f"seed {row.seed} was recorded at {row.date}, and the family is withdrawn; one "
+                "that was run stays a family, and another one takes fresh seeds"
+            )
         # the date of a row is that of its end
         began = datetime.fromisoformat(row.date) - timedelta(seconds=row.seconds)
         if family.registered is None or began < family.registered:
@@ -230,12 +211,6 @@ def _refusal_of_seeds(
                 f"and the family is {state}; register and commit it first, and take fresh seeds"
             )
     return None
-
-
-def _of_task(rows: pd.DataFrame, comparison: Comparison) -> pd.DataFrame:
-    """The rows on a comparison's tasks with one of its seeds."""
-    tasks = pd.MultiIndex.from_frame(rows[["recipe", "task"]]).isin(comparison.tasks)
-    return rows[tasks & rows.seed.isin(comparison.seeds)]
 
 
 def is_of(rows: pd.DataFrame, keys: Iterable[Key]) -> pd.Series:
@@ -264,10 +239,6 @@ class Outcome:
     def pairs(self) -> int:
         """The pairs that count."""
         return len(self.comparison.seeds) - self.missing - sum(self.unusable.values())
-
-    @property
-    def is_complete(self) -> bool:
-        return self.pairs == len(self.comparison.seeds)
 
     @property
     def verdict(self) -> str:
@@ -309,7 +280,7 @@ def outcomes(family: Family, rows: pd.DataFrame) -> list[Outcome]:
 
 
 def is_complete(outcomes: Iterable[Outcome]) -> bool:
-    return all(outcome.is_complete for outcome in outcomes)
+    return not any(outcome.missing or outcome.unusable for outcome in outcomes)
 
 
 def _outcome(comparison: Comparison, rows: pd.DataFrame) -> Outcome:
@@ -323,12 +294,11 @@ def _outcome(comparison: Comparison, rows: pd.DataFrame) -> Outcome:
             f"{comparison.name}: runs of a family must all be on the same data, these are on "
             f"{'; '.join(data) or 'several'}"
         )
-    reasons = Counter(filter(None, map(_refusal_of_pair, pairs.itertuples())))
     failed = len(pairs) - len(finite(a).merge(finite(b), on="seed"))
     return Outcome(
         comparison,
         missing=len(comparison.seeds) - len(pairs),
-        unusable=dict(reasons),
+        unusable=dict(Counter(filter(None, map(_refusal_of_pair, pairs.itertuples())))),
         failed=failed,
         contrast=None if failed else contrast(a, b),
         lines={name: Line.of(own) for name, own in lines.items() if len(own)},

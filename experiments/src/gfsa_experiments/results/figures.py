@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gfsa.lens.colours import COLOURS, MARKERS, series_of
 from gfsa_experiments.results.families import Judged
@@ -19,8 +18,7 @@ _AXIS = "relative error reduction in percent, 95 % interval (right is better)"
 _WIDTH, _ROWS = 7.4, (0.27, 0.42)
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """One interval of the plot."""
 
     label: str
@@ -57,8 +55,6 @@ def marks(tables: Sequence[ResultTable], judged: Sequence[Judged] = ()) -> list[
 
 def plot(tables: Sequence[ResultTable], path: Path, judged: Sequence[Judged] = ()) -> None:
     """Write the figure, in the format of the path's extension."""
-    import matplotlib
-
     figure = draw(marks(tables, judged))
     formats, ending = figure.canvas.get_supported_filetypes(), path.suffix.lstrip(".")
     if ending not in formats:
@@ -66,10 +62,16 @@ def plot(tables: Sequence[ResultTable], path: Path, judged: Sequence[Judged] = (
             f"--plot {path}: cannot write {path.suffix or 'a file without extension'}; "
             f"known extensions: {', '.join(sorted(formats))}"
         )
+    save(figure, path, dpi=160)
+
+
+def save(figure: Any, path: Path, dpi: int) -> None:
+    import matplotlib
+
     path.parent.mkdir(parents=True, exist_ok=True)
     # text stays text, and the same rows give the same file
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gfsa"}):
-        figure.savefig(path, dpi=160, metadata={"Date": None} if ending == "svg" else None)
+        figure.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def draw(drawn: Sequence[Mark]) -> Any:
@@ -104,14 +106,10 @@ def draw(drawn: Sequence[Mark]) -> Any:
     for method, (colour, shape) in looks.items():
         if any(mark.method == method for mark in drawn):
             label = f"{method}, exploratory" if method else "confirmatory"
-            look: dict[str, Any] = {
-                "color": colour,
-                "marker": shape,
-                "mfc": "white" if method else colour,
-            }
-            handles.append(Line2D([], [], label=label, **look))
+            fill = "white" if method else colour
+            handles.append(Line2D([], [], label=label, color=colour, marker=shape, mfc=fill))
     if any(len(mark.tasks) > 1 for mark in drawn):
-        look = {"color": "#777777", "marker": "|", "linestyle": "none"}
+        look: dict[str, Any] = {"color": "#777777", "marker": "|", "linestyle": "none"}
         handles.append(Line2D([], [], label="a single task", **look))
     figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
     return figure
@@ -136,15 +134,9 @@ def _draw_part(figure: Any, axis: Any, drawn: Sequence[Mark], looks: dict[str, A
         fill = "white" if mark.method else colour
         axis.plot(mark.interval.mean, height, marker=shape, color=colour, mfc=fill, markersize=6)
         if mark.verdict:
-            axis.annotate(
-                mark.verdict,
-                (1.01, height),
-                xycoords=axis.get_yaxis_transform(),
-                va="center",
-                fontsize=8,
-                weight="bold" if mark.verdict == "better" else "normal",
-                annotation_clip=False,
-            )
+            weight = "bold" if mark.verdict == "better" else "normal"
+            look = {"va": "center", "fontsize": 8, "weight": weight, "annotation_clip": False}
+            axis.annotate(mark.verdict, (1.01, height), xycoords=axis.get_yaxis_transform(), **look)
     # beside the labels too: a title may be as long as the figure is wide
     across = blended_transform_factory(figure.transFigure, axis.transData)
     for height, (group, label) in enumerate(rows):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from statistics import mean, median
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -17,17 +17,10 @@ from gfsa_experiments.results.statistics import (
     Contrast,
     Interval,
     contrast,
+    holm,
     pooled_reduction,
 )
-from gfsa_experiments.results.tables import (
-    DEGREE_1,
-    PLAIN,
-    Line,
-    ResultTable,
-    coefficients_of,
-    learns_c0,
-    titles,
-)
+from gfsa_experiments.results.tables import PLAIN, Line, ResultTable, coefficients_of
 
 NONE = "–"
 DOMAINS = {
@@ -41,7 +34,7 @@ DOMAINS = {
     "glue": "GLUE, fine-tuned",
     "digits": "digits",
 }
-FILTERS = {DEGREE_1: "degree 1", "gfsa": "GFSA"}
+FILTERS = {"degree1": "degree 1", "gfsa": "GFSA"}
 NAMES = FILTERS | {
     "gain": "gain only",
     "gated": "gated heads",
@@ -82,10 +75,6 @@ def interval(found: Interval | None, decimals: int, unit: str = "") -> str:
     return f"{shown} ({number(found.low, decimals, '+')} … {number(found.high, decimals, '+')})"
 
 
-def _percent(found: Interval | None) -> str:
-    return interval(found, 1, " %")
-
-
 def _decimals(spread: float | None, size: float) -> int:
     """Decimals for two digits of the spread; without a spread, for four of the number itself."""
     if spread:
@@ -107,15 +96,13 @@ def _decimals_of_contrast(found: Contrast) -> int:
 
 
 def _p(value: float | None) -> str:
-    if value is None:
-        return NONE
-    return "<0.001" if value < 0.001 else f"{value:.3f}"
+    return NONE if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def _span(values: Iterable[float], form: str = ".7g") -> str:
+def _span(values: Iterable[float]) -> str:
     """``5``, or ``5–7`` if they differ."""
     ends = sorted(values)
-    return "–".join(dict.fromkeys(f"{end:{form}}" for end in (ends[0], ends[-1]))) if ends else NONE
+    return "–".join(dict.fromkeys(map(str, (ends[0], ends[-1])))) if ends else NONE
 
 
 def grid(rows: Sequence[Mapping[str, str]], words: Sequence[str] = ()) -> list[str]:
@@ -142,7 +129,7 @@ def named(comparison: str, family: str) -> str:
 def _difference(found: Contrast | None, decimals: int | None = None) -> str:
     if found is None:
         return NONE
-    return interval(found.test, _decimals_of_contrast(found) if decimals is None else decimals)
+    return interval(found.test, decimals or _decimals_of_contrast(found))
 
 
 def _comparison_cells(outcome: Outcome) -> dict[str, str]:
@@ -150,7 +137,7 @@ def _comparison_cells(outcome: Outcome) -> dict[str, str]:
     return {
         "pairs": str(outcome.pairs),
         "difference": _difference(found),
-        "error reduction": _percent(None if found is None else found.reduction),
+        "error reduction": interval(None if found is None else found.reduction, 1, " %"),
         "p (Holm)": _p(outcome.p_holm),
         "verdict": outcome.verdict,
     }
@@ -163,13 +150,14 @@ def verdicts(judged: Sequence[Judged]) -> list[str]:
         if not is_complete(outcomes) and not any(outcome.unusable for outcome in outcomes):
             said.append(summary(family, outcomes))
             continue
-        for first, outcome in enumerate(outcomes):
-            row = {
+        rows += [
+            {
                 "setting": "" if first else f"{_link(family)}: {family.title}",
                 "comparison": named(outcome.comparison.name, family.name),
                 **_comparison_cells(outcome),
             }
-            rows.append(row)
+            for first, outcome in enumerate(outcomes)
+        ]
     return [*grid(rows, ("setting", "comparison", "verdict")), *_bullets(said)]
 
 
@@ -183,12 +171,12 @@ def score_blocks(judged: Sequence[Judged]) -> list[str]:
     for family, outcomes in judged:
         lines = dict(_lines_of(outcomes))
         longer = [o for o in outcomes if o.comparison.b.startswith("longer") and o.contrast]
-        leads = [*longer, *(o for o in outcomes if o.comparison.b == PLAIN[0] and o.contrast)]
-        if not leads or PLAIN[0] not in lines:
+        leads = [*longer, *(o for o in outcomes if o.comparison.b == PLAIN and o.contrast)]
+        if not leads or PLAIN not in lines:
             continue
         name, metric = leads[0].comparison.a, leads[0].comparison.metric
-        own, plain = lines[name], lines[PLAIN[0]]
-        registered = [o for o in leads if (o.comparison.a, o.comparison.b) == (name, PLAIN[0])]
+        own, plain = lines[name], lines[PLAIN]
+        registered = [o for o in leads if (o.comparison.a, o.comparison.b) == (name, PLAIN)]
         verdict = registered[0].verdict if registered else "exploratory"
         decimals = _decimals_of_lines([own, plain])
         row = {
@@ -223,18 +211,14 @@ def summary(family: Family, outcomes: Sequence[Outcome]) -> str:
         commits = dict.fromkeys(commit for line in lines for commit in line.rows.commit)
         return f"{head}; {count} runs at commit {', '.join(commits)}."
     names = "; ".join(outcome.comparison.name for outcome in outcomes)
-    seeds = _span(len(outcome.comparison.seeds) for outcome in outcomes)
-    head = f"{head}, {names}, {seeds} seeds"
+    head = f"{head}, {names}, {_span(len(o.comparison.seeds) for o in outcomes)} seeds"
     if not _has_runs(outcomes):
         return f"{head}, not run."
-    if any(outcome.unusable for outcome in outcomes):
-        return f"{head}, pairs that do not count: no verdict."
-    missing = _span(outcome.missing for outcome in outcomes)
-    return f"{head}, {missing} of {seeds} pairs missing: no verdict."
+    return f"{head}; {'; '.join(dict.fromkeys(outcome.verdict for outcome in outcomes))}."
 
 
 def family_section(family: Family, outcomes: Sequence[Outcome]) -> list[str]:
-    """One family: its comparisons, its lines, each seed; before its last run what it lacks."""
+    """One family: its comparisons and its lines; before its last run what it lacks."""
     head = [f"## {family.name}", summary(family, outcomes)]
     commands = ["\n".join(["```", *(f"gfsa train {line}" for line in family.plan), "```"])]
     if not _has_runs(outcomes):
@@ -254,40 +238,26 @@ def family_section(family: Family, outcomes: Sequence[Outcome]) -> list[str]:
     lines = _lines_of(outcomes)
     decimals = _decimals_of_lines([line for _, line in lines])
     shown = [
-        {
-            "line": name,
-            "runs": f"`{line.name}`",
-            "seeds": _seeds_cell(line),
-            "test": _mean_cell(line, decimals),
-            "c0 c1 …": _coefficients_cell(line),
-            "GPU seconds": NONE if line.gpu_seconds is None else f"{line.gpu_seconds:.3g}",
-        }
+        {"line": name, "runs": f"`{line.name}`", **_line_cells(line, decimals)}
         for name, line in lines
     ]
-    return [
-        *head,
-        *grid(shown, ("line", "runs")),
-        *_bullets([_by_seed(outcome) for outcome in outcomes]),
-    ]
+    return [*head, *grid(shown, ("line", "runs"))]
 
 
-def _by_seed(outcome: Outcome) -> str:
-    if outcome.contrast is None:
-        return f"{outcome.comparison.name}: {outcome.verdict}."
-    test, decimals = outcome.contrast.test, _decimals_of_contrast(outcome.contrast)
-    pairs = zip(test.seeds, test.values, strict=True)
-    values = ", ".join(f"{seed}: {number(value, decimals, '+')}" for seed, value in pairs)
-    return f"{outcome.comparison.name} by seed: {values}"
+def _line_cells(line: Line, decimals: int) -> dict[str, str]:
+    failed = f", failed: {_seeds(line.failed)}" if line.failed else ""
+    spread = "" if line.std is None else f" ± {number(line.std, decimals)}"
+    return {
+        "seeds": f"{len(line.rows)}{failed}",
+        "test": number(line.mean, decimals) + spread,
+        "c0 c1 …": " ".join(number(c, 3) for c in line.coefficients or ()) or NONE,
+    }
 
 
 def _lines_of(outcomes: Iterable[Outcome]) -> list[tuple[str, Line]]:
     """Every line of a complete family once, in the order of the comparisons."""
     # two comparisons may give one name settings of their own
-    found = {
-        (name, *outcome.comparison.keys[name]): (name, line)
-        for outcome in outcomes
-        for name, line in outcome.lines.items()
-    }
+    found = {(n, *o.comparison.keys[n]): (n, line) for o in outcomes for n, line in o.lines.items()}
     return list(found.values())
 
 
@@ -299,43 +269,57 @@ def _link(family: Family) -> str:
     return f"[{family.name}](families/{family.path.name})"
 
 
-def table_blocks(tables: Sequence[ResultTable]) -> list[str]:
+def titles(tables: Sequence[ResultTable]) -> list[str]:
+    """The task of each table, with what distinguishes it from other tables of that task."""
+    named = []
+    for table in tables:
+        alike = [t for t in tables if (t.recipe, t.task) == (table.recipe, table.task)]
+        shared = set.intersection(*(set(t.settings.split()) for t in alike))
+        own = " ".join(word for word in table.settings.split() if word not in shared)
+        apart = [own or "otherwise"] if len({t.settings for t in alike}) > 1 else []
+        if table.data is not None:
+            apart.append(f"data {table.data or 'not noted'}")
+        named.append(f"{table.task} ({', '.join(apart)})" if apart else table.task)
+    return named
+
+
+def table_blocks(tables: Sequence[ResultTable], reference: str = PLAIN) -> list[str]:
     """All lines of all tables, and notes on what is missing, failed or repeated."""
     rows, notes = [], []
     for table, title in zip(tables, titles(tables), strict=True):
         decimals = _decimals_of_lines(table.lines)
         arrow = "" if table.higher_is_better else " ↓"
         for first, line in enumerate(table.lines):
-            found = line.to_plain
+            found, cells = line.to_reference, _line_cells(line, decimals)
             row = {
                 "task": "" if first else f"{table.recipe}: {title}, {table.metric}{arrow}",
                 "method": line.name,
-                "seeds": _seeds_cell(line),
-                "test": _mean_cell(line, decimals),
-                "difference to plain": _difference(found, decimals),
+                "seeds": cells["seeds"],
+                "test": cells["test"],
+                f"difference to {reference}": _difference(found, decimals),
                 "exploratory": (found and found.test.reading) or NONE,
-                "c0 c1 …": _coefficients_cell(line),
+                "c0 c1 …": cells["c0 c1 …"],
             }
             rows.append(row)
-        notes += [f"{title}: {note}" for note in notes_of(table)]
+        notes += [f"{title}: {note}" for note in notes_of(table, reference)]
     return [*grid(rows, ("task", "method", "exploratory")), *_bullets(notes)]
 
 
-def answers(tables: Sequence[ResultTable]) -> list[str]:
+def answers(tables: Sequence[ResultTable], reference: str = PLAIN) -> list[str]:
     """What a caller's own rows say, a sentence for each method, and what is odd about them."""
-    words = {"better": "is better than plain", "worse": "is worse than plain"}
+    words = {"better": f"is better than {reference}", "worse": f"is worse than {reference}"}
     said = []
     for table, title in zip(tables, titles(tables), strict=True):
         decimals = _decimals_of_lines(table.lines)
         for line in table.lines:
-            found = line.to_plain
+            found = line.to_reference
             if found is None:
                 continue
-            verdict = words.get(found.test.verdict or "", "shows no difference to plain")
+            verdict = words.get(found.test.verdict or "", f"shows no difference to {reference}")
             if found.test.low is None:
-                verdict = "differs from plain; one seed cannot say more"
+                verdict = f"differs from {reference}; one seed cannot say more"
                 if not any(found.test.values):
-                    verdict = "ends exactly where plain does, as if it had no filter"
+                    verdict = f"ends exactly where {reference} does, as if it had no filter"
             seeds = len(found.test.seeds)
             more = "" if seeds > 4 else "; five seeds or more make the interval narrower"
             said.append(
@@ -351,27 +335,13 @@ def answers(tables: Sequence[ResultTable]) -> list[str]:
     return _bullets(said)
 
 
-def _mean_cell(line: Line, decimals: int) -> str:
-    spread = "" if line.std is None else f" ± {number(line.std, decimals)}"
-    return number(line.mean, decimals) + spread
-
-
-def _coefficients_cell(line: Line) -> str:
-    return " ".join(number(c, 3) for c in line.coefficients or ()) or NONE
-
-
-def _seeds_cell(line: Line) -> str:
-    failed = f", failed: {_seeds(line.failed)}" if line.failed else ""
-    return f"{len(line.rows)}{failed}"
-
-
 def _seeds(numbers: Iterable[int]) -> str:
     """``seed 3``, ``seeds 0, 1, 2``"""
     ordered = sorted(numbers)
     return f"{'seed' if len(ordered) == 1 else 'seeds'} {', '.join(map(str, ordered))}"
 
 
-def notes_of(table: ResultTable) -> list[str]:
+def notes_of(table: ResultTable, reference: str = PLAIN) -> list[str]:
     """The notes of one table: its data, and missing, failed, repeated and single seeds."""
     notes = []
     without_data = int((table.rows.data == "").sum())
@@ -384,46 +354,45 @@ def notes_of(table: ResultTable) -> list[str]:
             f"{without_data} of {len(table.rows)} rows do not name their data; they are taken to "
             "be on that of the others."
         )
-    if table.plain is None:
-        notes.append("no run of plain with these settings, so no difference.")
+    if table.reference is None:
+        notes.append(f"no run of {reference} with these settings, so no difference.")
     # lines of which the same is to be said share a note
     alike: dict[str, list[str]] = {}
     for line in table.lines:
-        for note in _notes_of_line(line, table.plain):
+        for note in _notes_of_line(line, table.reference):
             alike.setdefault(note, []).append(line.name)
     notes += [f"{', '.join(names)}: {note}" for note, names in alike.items()]
-    for (method, options), count in table.replaced.value_counts(["method", "options"]).items():
+    for key, count in table.replaced.value_counts(["method", "options"]).items():
         rows = "row was" if count == 1 else "rows were"
-        name = f"{method} {options}".strip()
+        name = " ".join(key).strip()
         notes.append(f"{name}: {count} {rows} replaced by a later run of the same seed.")
     return notes
 
 
-def _notes_of_line(line: Line, plain: Line | None) -> list[str]:
+def _notes_of_line(line: Line, reference: Line | None) -> list[str]:
     notes = []
     if line.failed:
         notes.append(
             f"{_seeds(line.failed)} ended without a finite number; this counts in no mean and no "
             "difference, and speaks against the method."
         )
-    if plain is None or line is plain:
+    if reference is None or line is reference:
         return notes
-    ours, theirs = set(line.rows.seed), set(plain.rows.seed)
-    if not ours & theirs:
-        return [*notes, "has no seed in common with plain, so no difference."]
+    ours, theirs, name = set(line.rows.seed), set(reference.rows.seed), reference.name
+    both = ours & theirs
+    if not both:
+        return [*notes, f"has no seed in common with {name}, so no difference."]
     if ours != theirs:
-        alone = [f"{_seeds(ours - theirs)} ran without plain"] if ours - theirs else []
-        alone += [f"plain alone has {_seeds(theirs - ours)}"] if theirs - ours else []
-        notes.append(f"{' and '.join(alone)}; the difference is over {_seeds(ours & theirs)}.")
-    if line.to_plain is not None and line.to_plain.test.low is None:
-        one = len(line.to_plain.test.seeds) == 1
-        why = "one seed" if one else "the same difference on every seed"
+        alone = [f"{_seeds(ours - theirs)} ran without {name}"] if ours - theirs else []
+        alone += [f"{name} alone has {_seeds(theirs - ours)}"] if theirs - ours else []
+        notes.append(f"{' and '.join(alone)}; the difference is over {_seeds(both)}.")
+    if line.to_reference is not None and line.to_reference.test.low is None:
+        why = "one seed" if len(both) == 1 else "the same difference on every seed"
         notes.append(f"{why}, so no interval.")
     return notes
 
 
-@dataclass(frozen=True)
-class Domain:
+class Domain(NamedTuple):
     """The tables of one recipe; each task counts the same, and none is chosen."""
 
     name: str
@@ -436,19 +405,23 @@ class Domain:
 def domains(tables: Sequence[ResultTable]) -> list[Domain]:
     """Every domain in which a filter (without filters: any method) can be compared with plain."""
     every = dict.fromkeys(line.method for table in tables for line in table.lines)
-    methods = [name for name in FILTERS if name in every] or [n for n in every if n != "plain"]
+    methods = [name for name in FILTERS if name in every] or [n for n in every if n != PLAIN]
     order = list(DOMAINS)
     by_recipe = {recipe: list(own) for recipe, own in groupby(tables, key=lambda t: t.recipe)}
     found = []
     for recipe in sorted(by_recipe, key=lambda r: (order.index(r) if r in order else 99, r)):
-        lines = {
-            name: [line for t in by_recipe[recipe] if (line := _headline(t, name)) is not None]
-            for name in methods
-        }
-        to_plain = {n: [line.to_plain for line in own if line.to_plain] for n, own in lines.items()}
-        second = [line.to_degree1 for line in lines.get("gfsa", []) if line.to_degree1]
+        own = by_recipe[recipe]
+        lines = {name: [x for t in own if (x := _headline(t, name))] for name in methods}
+        to_plain = {n: [x.to_reference for x in of if x.to_reference] for n, of in lines.items()}
+        second = [
+            contrast(gfsa.rows, single[0].rows)
+            for table in own
+            if (gfsa := _headline(table, "gfsa"))
+            and len(single := [line for line in table.lines if line.method == "degree1"]) == 1
+        ]
         if any(to_plain.values()):
-            found.append(Domain(DOMAINS.get(recipe, recipe), to_plain, second))
+            second_pass = [x for x in second if x is not None]
+            found.append(Domain(DOMAINS.get(recipe, recipe), to_plain, second_pass))
     return found
 
 
@@ -473,13 +446,13 @@ def domain_blocks(tables: Sequence[ResultTable]) -> list[str]:
         for name, contrasts in compared.items():
             found = pooled_reduction(contrasts)
             word = ", suggestive" if found is not None and found.excludes_zero else ""
-            cells[name] = _percent(found) + word
+            cells[name] = interval(found, 1, " %") + word
         rows.append(cells)
     scratch = [
         coefficients_of(row)[0]
         for table in tables
         for row in table.rows.itertuples()
-        if learns_c0(row) and (row.recipe in _FROM_SCRATCH or "model=scratch" in row.command)
+        if _learns_c0(row) and (row.recipe in _FROM_SCRATCH or "model=scratch" in row.command)
     ]
     notes = []
     if scratch:
@@ -490,35 +463,25 @@ def domain_blocks(tables: Sequence[ResultTable]) -> list[str]:
     return [*grid(rows, ("domain",)), *_bullets(notes + _chance_note(tables))]
 
 
+def _learns_c0(row: Any) -> bool:
+    """Whether the run has filters whose weight of the identity is learned."""
+    learned = [word for word in row.options.split() if word.startswith("learn=")]
+    named = row.method in ("gfsa", "gfsa-even", "degree1", "polynomial")
+    return bool(row.coefficients) and named and all("w0" in word for word in learned)
+
+
 def _chance_note(tables: Sequence[ResultTable]) -> list[str]:
-    lines = [line for table in tables for line in table.lines]
-    readings = [line.to_plain.test.reading for line in lines if line.to_plain is not None]
-    known = [reading for reading in readings if reading is not None]
+    tests = [x.to_reference.test for table in tables for x in table.lines if x.to_reference]
+    ps = [test.p for test in tests if test.p is not None]
     # of one comparison there is nothing to correct
-    if len(known) < 2:
+    if len(ps) < 2:
         return []
-    excluding = sum(reading != "not shown" for reading in known)
-    kept = sum(line.adjusted_p is not None and line.adjusted_p < 1 - LEVEL for line in lines)
+    excluding = sum(test.excludes_zero for test in tests)
+    kept = sum(p < 1 - LEVEL for p in holm(ps))
     return [
-        f"Of {len(known)} exploratory comparisons with plain {excluding} exclude 0; by chance "
-        f"{(1 - LEVEL) * len(known):.1f} would. Holm's correction over all of them leaves {kept}."
+        f"Of {len(ps)} exploratory comparisons with plain {excluding} exclude 0; by chance "
+        f"{(1 - LEVEL) * len(ps):.1f} would. Holm's correction over all of them leaves {kept}."
     ]
-
-
-def cost_blocks(tables: Sequence[ResultTable]) -> list[str]:
-    """The time of a training step and its memory, from runs that had the machine to themselves."""
-    rows = [
-        {
-            "task": f"{table.recipe}: {title}",
-            "method": FILTERS.get(line.method, line.name),
-            "time of a step": f"{_span(line.times, '.2f')}×",
-            "memory": f"{_span(line.memories, '.2f')}×" if line.memories else NONE,
-        }
-        for table, title in zip(tables, titles(tables), strict=True)
-        for line in table.lines
-        if line.times
-    ]
-    return grid(rows, ("task", "method"))
 
 
 def tuning_blocks(rows: pd.DataFrame) -> list[str]:
@@ -560,47 +523,3 @@ def _best_choices(rows: pd.DataFrame) -> dict[str, tuple[str, float, int]]:
             at = means.idxmax() if rows.higher_is_better.iloc[0] else means.idxmin()
             best[arm] = (str(at), float(means[at]), len(means))
     return best
-
-
-def contrast_blocks(tables: Sequence[ResultTable], text: str) -> list[str]:
-    """``A - B``: two methods with as many options and settings as name them, in every task.
-
-    Lines of one table are compared in it; otherwise each side must be a single line of the task.
-    """
-    sides = [part.split() for part in re.split(r"\s[-−]\s", text)]
-    if len(sides) != 2 or not all(sides):
-        raise ValueError(f"--contrast takes 'A - B', two lines of a table, got {text!r}")
-    rows = []
-    for _, group in groupby(tables, key=lambda table: (table.recipe, table.task, table.data)):
-        places = [(table, line) for table in group for line in table.lines]
-        a, b = ([p for p in places if _is_named(*p, side)] for side in sides)
-        pairs = [(x, y) for x in a for y in b if x[0] is y[0] and x[1] is not y[1]]
-        if not pairs and len(a) == len(b) == 1 and a != b:
-            pairs = [(a[0], b[0])]
-        for (table, first), (_, second) in pairs:
-            found = contrast(first.rows, second.rows)
-            if found is not None:
-                row = {
-                    "a": first.name,
-                    "b": second.name,
-                    "task": f"{table.recipe}: {table.task}",
-                    "pairs": str(len(found.test.seeds)),
-                    "difference": _difference(found),
-                    "error reduction": _percent(found.reduction),
-                    "p": _p(found.test.p),
-                    "reading": found.test.reading or NONE,
-                    "at": found.budget,
-                }
-                rows.append(row)
-    if not rows:
-        names = dict.fromkeys(line.name for table in tables for line in table.lines)
-        raise ValueError(
-            f"no task has both lines of {text!r} once over common seeds; name more settings, or "
-            f"other lines: {', '.join(list(names)[:20]) or 'there are none'}"
-        )
-    return grid(rows, ("a", "b", "task", "reading", "at"))
-
-
-def _is_named(table: ResultTable, line: Line, side: Sequence[str]) -> bool:
-    words = {*table.settings.split(), *line.options.split()}
-    return line.method == side[0] and {*side[1:]} <= words

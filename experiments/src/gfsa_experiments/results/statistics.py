@@ -65,10 +65,7 @@ class PairedDifference(Interval):
 
     @property
     def reading(self) -> str | None:
-        """The verdict in the words of exploratory tables.
-
-        Only families, which correct for their size, say *better* or *worse*.
-        """
+        """The verdict in exploratory words: only families may say *better* or *worse*."""
         words = {"better": "suggestive", "worse": "suggestive (against)"}
         return None if self.verdict is None else words.get(self.verdict, "not shown")
 
@@ -81,17 +78,18 @@ def paired_difference(
     if not seeds:
         return None
     values = tuple(method[seed] - reference[seed] for seed in seeds)
-    ends: tuple[float, ...] = ()
-    p = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
     # differences that vary by no more than the rounding of their subtraction do not vary
     rounding = 4 * math.ulp(max(abs(v) for v in [*reference.values(), *method.values()]))
     if max(values) - min(values) > rounding:
         from scipy.stats import ttest_rel
 
         test = ttest_rel([method[seed] for seed in seeds], [reference[seed] for seed in seeds])
-        ends, p = tuple(map(float, test.confidence_interval(LEVEL))), float(test.pvalue)
-    found = Interval(float(np.mean(values)), *ends)
-    return PairedDifference(found.mean, found.low, found.high, seeds, values, higher_is_better, p)
+        low, high = map(float, test.confidence_interval(LEVEL))
+        p = float(test.pvalue)
+    return PairedDifference(float(np.mean(values)), low, high, seeds, values, higher_is_better, p)
 
 
 def mean_of_groups(groups: Sequence[Sequence[float]]) -> Interval:
@@ -115,11 +113,7 @@ def mean_of_groups(groups: Sequence[Sequence[float]]) -> Interval:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Holm's step-down adjustment: ``p'_(i) = max over j ≤ i of min(1, (m − j + 1)·p_(j))``.
-
-    If everything with p' < 0.05 is called a difference, the probability of a false call among the
-    m comparisons stays below 0.05.
-    """
+    """Holm's step-down adjustment: ``p'_(i) = max over j ≤ i of min(1, (m − j + 1)·p_(j))``."""
     order = np.argsort(ps, kind="stable")
     scaled = np.arange(len(ps), 0, -1) * np.asarray(ps, float)[order]
     adjusted = np.empty(len(ps))
@@ -147,9 +141,9 @@ class Contrast:
     def reduction(self) -> Interval | None:
         """The relative reduction of the error in percent, positive where ``a`` is better.
 
-        The denominator is the mean error of ``b``, without uncertainty of its own: the interval
-        excludes 0 exactly where that of the difference does. None where ``b`` makes no error.
-        For a loss in nats it is that of the perplexity, ``1 − exp(difference)``.
+        The mean error of ``b`` has no uncertainty here: the interval excludes 0 exactly where that
+        of the difference does. None where ``b`` makes no error. For a loss in nats it is that of
+        the perplexity, ``1 − exp(difference)``.
         """
         if not self._can_be_reduced:
             return None

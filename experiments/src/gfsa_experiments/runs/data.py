@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +19,6 @@ from torch import Tensor
 from gfsa_experiments.engine.checkpoints import isolated_generators
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.runs.row import Row, read_rows_if_any
-
-if TYPE_CHECKING:
-    from gfsa_experiments.runs.run import Run
-
 
 _PARTS = ("train", "valid", "test")
 # examples hashed per split: enough to distinguish data sets, few enough to be read quickly
@@ -84,7 +80,11 @@ def _pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
 
 def _of_array(value: Any, depth: int) -> Iterator[bytes]:
     if isinstance(value, Tensor):
-        value = _as_array(value.detach().cpu())
+        value = value.detach().cpu()
+        value = value if value.layout == torch.strided else value.to_dense()
+        # numpy lacks bfloat16
+        value = value.double() if value.is_floating_point() else value
+        value = value.resolve_conj().resolve_neg().numpy()
     array = np.asarray(value)
     kind = "i" if array.dtype.kind in "biumM" else array.dtype.kind
     if kind not in "ifc":
@@ -96,16 +96,6 @@ def _of_array(value: Any, depth: int) -> Iterator[bytes]:
         # NaN has many bit patterns
         array = np.where(np.isnan(array), np.nan, array)
     yield f"{kind} {array.shape}:".encode() + array.tobytes()
-
-
-def _as_array(tensor: Tensor) -> np.ndarray:
-    """A tensor as a dense array of a dtype that numpy has (it lacks bfloat16)."""
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.is_floating_point():
-        tensor = tensor.double()
-    array: np.ndarray = tensor.resolve_conj().resolve_neg().numpy()
-    return array
 
 
 def _of_container(value: Any, depth: int) -> Iterator[bytes]:
@@ -153,22 +143,18 @@ def difference(old: str, new: str) -> str:
     return f"as many examples, {new_sizes}, but different ones: {old_hash} then, {new_hash} now"
 
 
-def warn_of_rows_on_other_data(run: Run, data: str) -> None:
+def warn_of_rows_on_other_data(table: Path, experiment: tuple[str, str, str], data: str) -> None:
     """Warn, before hours of training, if rows of the experiment are on other data than the run."""
-    if run.results is None:
-        return
-    key = run.key()
-    table = run.results / f"{key.recipe}.csv"
     seeds: dict[str, set[int]] = defaultdict(set)
     # an unreadable table is no reason to stop here: appending the row reports it
     with contextlib.suppress(ValueError, OSError):
         for row in read_rows_if_any(table):
-            if row.experiment == key.experiment and not may_be_same(row.data, data):
+            if row.experiment == experiment and not may_be_same(row.data, data):
                 seeds[f"{row.name} on {row.data}, seed "].add(row.seed)
     if seeds:
         others = "; ".join(name + ", ".join(map(str, sorted(of))) for name, of in seeds.items())
         warnings.warn(
-            f"{key.recipe} {key.task} runs on data {data}, and {table} has rows of the same "
-            f"experiment on other data ({others}): they are not compared with each other",
+            f"{experiment[0]} {experiment[1]} runs on data {data}, and {table} has rows of the "
+            f"same experiment on other data ({others}): they are not compared with each other",
             stacklevel=2,
         )

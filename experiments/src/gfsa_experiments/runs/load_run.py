@@ -11,7 +11,7 @@ from gfsa_experiments.engine.checkpoints import seed_everything
 from gfsa_experiments.engine.config import field_names
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.runs.methods import MethodConfig, find_method
-from gfsa_experiments.runs.run_folder import read_json
+from gfsa_experiments.runs.run import read_json
 from gfsa_experiments.tasks import find_recipe
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 import gfsa
 from gfsa.filters.gfsa import Power
 from gfsa_experiments import baselines
+from gfsa_experiments.baselines.methods import ResFormer
 from gfsa_experiments.engine.config import NotNegative, as_text, check_bounds
 
 
@@ -30,12 +31,6 @@ class MethodConfig:
     """The learning rate of the parameters that the method adds; None: the model's."""
     lr_multiplier: float = 1.0
     """A factor inside the filter: coefficient = multiplier·θ."""
-    degree: int = 2
-    """Of ``polynomial``."""
-    alpha: float = 0.15
-    """Of ``pagerank``: the probability of a restart."""
-    hops: int = 4
-    """Of ``pagerank``."""
     strength: float | None = None
     """ContraNorm's s or NeuTRENO's α; None: the method's own default."""
     form: Literal["bert", "vit"] = "bert"
@@ -65,23 +60,22 @@ class Method:
         return self.uses
 
 
-def _gfsa(model: nn.Module, config: MethodConfig, layers: Any = None, **changes: Any) -> int:
-    arguments: dict[str, Any] = {
-        "K": config.K,
-        "learn": config.learn,
-        "w0": config.w0,
-        "power": config.power,
-        "lr_multiplier": config.lr_multiplier,
-    }
-    arguments |= changes
-    return _plug(model, config, lambda heads: gfsa.GFSA(heads, **arguments), layers)
+Apply = Callable[[nn.Module, MethodConfig], int]
 
 
-def _filter(make: Callable[[MethodConfig], Any]) -> Callable[[nn.Module, MethodConfig], int]:
-    return lambda model, config: _plug(model, config, make(config))
+def _gfsa(layers: Literal["even"] | None = None, **changes: Any) -> Apply:
+    """GFSA of the options, of which ``layers`` and ``changes`` are set."""
+
+    def apply(model: nn.Module, config: MethodConfig) -> int:
+        config = replace(config, layers=layers or config.layers)
+        names = ("K", "learn", "w0", "power", "lr_multiplier")
+        arguments = {name: getattr(config, name) for name in names} | changes
+        return _plug(model, config, lambda heads: gfsa.GFSA(heads, **arguments))
+
+    return apply
 
 
-def _plug(model: nn.Module, config: MethodConfig, make: Any, layers: Any = None) -> int:
+def _plug(model: nn.Module, config: MethodConfig, make: Any) -> int:
     """Plug a filter with the terms that are asked for beside it."""
 
     def build(heads: int) -> gfsa.GraphFilter:
@@ -91,23 +85,28 @@ def _plug(model: nn.Module, config: MethodConfig, make: Any, layers: Any = None)
         learned = config.share == "learned"
         return built.exclude(0.0 if learned else 1.0, learned)
 
-    layers = config.layers if layers is None else layers
-    return gfsa.plug(model, filter=build, layers=layers, depth=config.first_values).parameters
+    depth = config.first_values
+    return gfsa.plug(model, filter=build, layers=config.layers, depth=depth).parameters
 
 
-def _attention(model: nn.Module, config: MethodConfig, **terms: Any) -> int:
-    """``A·V`` itself, without learned coefficients, for terms beside it."""
-    config = replace(config, **terms)
-    fixed: dict[str, Any] = {
-        "K": None,
-        "learn": (),
-        "w0": config.w0,
-        "lr_multiplier": config.lr_multiplier,
-    }
-    return _plug(model, config, lambda heads: gfsa.GFSA(heads, **fixed))
+def _fixed(make: Any, **terms: Any) -> Apply:
+    return lambda model, config: _plug(model, replace(config, **terms), make)
 
 
-def _baseline(name: str, strength: str = "") -> Callable[[nn.Module, MethodConfig], int]:
+# A·V itself, without learned coefficients, for terms beside it
+_attention = _gfsa(K=None, learn=())
+
+
+def _exclusive(model: nn.Module, config: MethodConfig) -> int:
+    share = "fixed" if config.share == "none" else config.share
+    return _attention(model, replace(config, share=share))
+
+
+def _depth(model: nn.Module, config: MethodConfig) -> int:
+    return _attention(model, replace(config, first_values=True))
+
+
+def _baseline(name: str, strength: str = "") -> Apply:
     def apply(model: nn.Module, config: MethodConfig) -> int:
         given: dict[str, Any] = {} if config.strength is None else {strength: config.strength}
         if name == "contranorm":
@@ -118,92 +117,34 @@ def _baseline(name: str, strength: str = "") -> Callable[[nn.Module, MethodConfi
     return apply
 
 
-def _polynomial(config: MethodConfig) -> Callable[[int], gfsa.Polynomial]:
-    return lambda heads: gfsa.Polynomial(heads, config.degree, config.lr_multiplier)
-
-
-def _pagerank(config: MethodConfig) -> Callable[[int], gfsa.PageRank]:
-    return lambda heads: gfsa.PageRank(heads, config.alpha, config.hops)
-
-
 _LEARNED = ("layers", "filter_lr", "lr_multiplier", "share", "first_values")
-_OF_GFSA = ("K", "learn", "w0", "power", *_LEARNED)
-
+_PUBLISHED = ("K", "w0", "power", *_LEARNED)
+_OF_EVEN = ("learn", *(name for name in _PUBLISHED if name != "layers"))
+_SCALES, _STRENGTH = ("layers", "filter_lr"), ("strength", "layers")
+_TERMS = ("w0", *_LEARNED)
 METHODS = {
     method.name: method
     for method in (
         Method("plain", "the model as it is", lambda model, config: 0),
-        Method("gfsa", "w0·I + w1·A + wK·A^K in every layer", _gfsa, _OF_GFSA),
-        Method(
-            "gfsa-even",
-            "the same in every second layer",
-            lambda model, config: _gfsa(model, config, layers="even"),
-            tuple(name for name in _OF_GFSA if name != "layers"),
-        ),
-        Method(
-            "gfsa-published",
-            "wK alone is learned, as published (dropout acts on A, as everywhere here)",
-            lambda model, config: _gfsa(model, config, learn=("wK",)),
-            tuple(name for name in _OF_GFSA if name != "learn"),
-        ),
-        Method(
-            "degree1",
-            "w0·I + w1·A: no second pass",
-            lambda model, config: _gfsa(model, config, K=None, learn=("w0", "w1")),
-            ("w0", *_LEARNED),
-        ),
-        Method(
-            "exclusive",
-            "A·v − p·v: without the part along the token's own v",
-            lambda model, config: _attention(
-                model, config, share="fixed" if config.share == "none" else config.share
-            ),
-            ("w0", *_LEARNED),
-        ),
-        Method(
-            "depth",
-            "A·(v + r·v⁰): with the first layer's values",
-            lambda model, config: _attention(model, config, first_values=True),
-            ("w0", *_LEARNED),
-        ),
-        Method(
-            "fixed-identity",
-            "A − s·I with a fixed s",
-            lambda model, config: _attention(
-                model, config, w0=-(0.4 if config.strength is None else config.strength)
-            ),
-            ("strength", "layers"),
-        ),
-        Method("polynomial", "Σ c_k·A^k", _filter(_polynomial), ("degree", *_LEARNED)),
-        Method("twicing", "2A − A²", _filter(lambda config: gfsa.Twicing), ("layers",)),
-        Method(
-            "pagerank", "personalised PageRank", _filter(_pagerank), ("alpha", "hops", "layers")
-        ),
+        Method("gfsa", "w0·I + w1·A + wK·A^K", _gfsa(), ("learn", *_PUBLISHED)),
+        Method("gfsa-even", "the same in every second layer", _gfsa("even"), _OF_EVEN),
+        Method("gfsa-published", "wK alone is learned", _gfsa(learn=("wK",)), _PUBLISHED),
+        Method("degree1", "w0·I + w1·A", _gfsa(K=None, learn=("w0", "w1")), _TERMS),
+        Method("exclusive", "A·v without the part along the token's own v", _exclusive, _TERMS),
+        Method("depth", "A·(v + r·v⁰), v⁰ the first layer's values", _depth, _TERMS),
+        Method("fixed-identity", "A − 0.4·I", _gfsa(K=None, learn=(), w0=-0.4), ("layers",)),
+        Method("twicing", "2A − A²", _fixed(gfsa.Twicing), ("layers",)),
+        Method("resformer", "A·(v + v⁰)/2", _fixed(ResFormer, first_values=True), ("layers",)),
         Method(
             "contranorm",
             "X − s·softmax(X·Xᵀ)·X after attention",
             _baseline("contranorm", "scale"),
             ("strength", "form", "layers"),
         ),
-        Method(
-            "attnscale",
-            "M + (1+λ)(A − M), M the mean",
-            _baseline("attnscale"),
-            ("layers", "filter_lr"),
-        ),
-        Method(
-            "featscale",
-            "y + λ1·mean(y) + λ2·(y − mean(y))",
-            _baseline("featscale"),
-            ("layers", "filter_lr"),
-        ),
-        Method(
-            "neutreno",
-            "A·V + α(V⁰ − V)",
-            _baseline("neutreno", "alpha"),
-            ("strength", "layers"),
-        ),
-        Method("layerscale", "γ ⊙ branch", _baseline("layerscale"), ("layers", "filter_lr")),
+        Method("neutreno", "A·V + α(V⁰ − V)", _baseline("neutreno", "alpha"), _STRENGTH),
+        Method("attnscale", "M + (1+λ)(A − M), M the mean", _baseline("attnscale"), _SCALES),
+        Method("featscale", "y + λ1·mean(y) + λ2·(y − mean(y))", _baseline("featscale"), _SCALES),
+        Method("layerscale", "γ ⊙ branch", _baseline("layerscale"), _SCALES),
     )
 }
 
@@ -217,12 +158,8 @@ def find_method(name: str) -> Method:
 def changed_options(method: Method, config: MethodConfig) -> dict[str, Any]:
     """The options that differ from their defaults; the method must read all of them."""
     check_bounds(config)
-    defaults = MethodConfig()
-    changed = {
-        field.name: getattr(config, field.name)
-        for field in fields(config)
-        if getattr(config, field.name) != getattr(defaults, field.name)
-    }
+    defaults = vars(MethodConfig())
+    changed = {name: value for name, value in vars(config).items() if value != defaults[name]}
     for name in changed:
         if name not in method.uses:
             known = ", ".join(method.uses) or "none"
@@ -230,8 +167,11 @@ def changed_options(method: Method, config: MethodConfig) -> dict[str, Any]:
     return changed
 
 
-def check_options(name: str, options: MethodConfig) -> None:
-    """Raise ValueError for options that the method accepts for no model."""
+def check_options(name: str, options: MethodConfig, model: nn.Module | None, what: str) -> None:
+    """Raise ValueError for options that the method does not accept, or not for ``model``.
+
+    ``model`` may be on the device ``meta``, and is changed; None: any model. ``what`` is its name.
+    """
     method = find_method(name)
     given = as_text(changed_options(method, options))
     if not options.learn:
@@ -240,36 +180,19 @@ def check_options(name: str, options: MethodConfig) -> None:
             "got none; --method plain is the model without a filter"
         )
     try:
-        _try(method, options, _small_model())
-    except ValueError as error:
-        # the filter's name of an option may differ from that of the command line
-        raise ValueError(f"method {name} cannot take {given}: {error}") from error
-
-
-def check_fit(name: str, options: MethodConfig, model: nn.Module, what: str) -> None:
-    """Raise ValueError if a method cannot be applied to a model, which this changes.
-
-    Args:
-        model: may be on the device ``meta``.
-        what: the name of the model in the error.
-    """
-    try:
-        _try(find_method(name), options, model)
+        with warnings.catch_warnings():
+            # the run itself repeats these warnings
+            warnings.simplefilter("ignore")
+            method.apply(_small_model() if model is None else model, options)
     except ValueError as error:
         # the first two layers show the reason; one line per layer would hide it
         first, *layers = str(error).splitlines()
         reasons = "\n".join([first, *layers[:2], *(["  …"] if layers[2:] else [])])
-        raise ValueError(f"method {name} cannot be applied to {what}: {reasons}") from error
+        said = f"{name} {given}".strip()
+        raise ValueError(f"method {said} cannot be applied to {what}: {reasons}") from error
     except RuntimeError:
         # the method reads weights, which a model on meta does not have: the run will show
         return
-
-
-def _try(method: Method, options: MethodConfig, model: nn.Module) -> None:
-    with warnings.catch_warnings():
-        # the run itself repeats these warnings
-        warnings.simplefilter("ignore")
-        method.apply(model, options)
 
 
 def _small_model() -> nn.Module:

@@ -1,13 +1,18 @@
-"""The result of a run as a row of ``results/RECIPE.csv``, written and read without pandas."""
+"""The result of a run as a row of ``results/RECIPE.csv``, which several processes may append to."""
 
 from __future__ import annotations
 
+import csv
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from gfsa.lens.readings import printable
-from gfsa_experiments.runs.csv_table import append_lines, check_table, has_header, read_table
+from gfsa_experiments.engine.whole_files import refuse_inside_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +64,14 @@ class Row:
     test, and a hash of some examples; empty if it was not recorded."""
 
     @property
-    def experiment(self) -> Experiment:
+    def experiment(self) -> tuple[str, str, str]:
         """The key of rows that are compared with each other, if they are on the same data."""
         return self.recipe, self.task, self.settings
 
     @property
     def key(self) -> tuple[object, ...]:
         """What identifies the run."""
-        return (*self.experiment[:2], self.method, self.options, self.settings, self.seed)
+        return self.recipe, self.task, self.method, self.options, self.settings, self.seed
 
     @property
     def name(self) -> str:
@@ -74,13 +79,7 @@ class Row:
         return f"{self.method} {self.options}".strip()
 
 
-Experiment = tuple[str, str, str]
 COLUMNS = [field.name for field in fields(Row)]
-
-
-def check_rows_fit(path: Path) -> None:
-    """Raise ValueError if rows cannot be appended to ``path``."""
-    check_table(path, COLUMNS)
 
 
 def append_rows(path: Path, rows: list[Row]) -> None:
@@ -91,47 +90,103 @@ def append_rows(path: Path, rows: list[Row]) -> None:
 
 def read_rows_if_any(path: Path) -> list[Row]:
     """The rows of a table, which may not exist yet."""
-    return read_rows(path) if has_header(path) else []
+    return read_rows(path) if _has_header(path) else []
 
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a table, typed; a ValueError names the file, the line and the column."""
-    lines = read_table(path)
+    lines = _read_table(path)
     _, header = next(lines, ("", []))
     if header != COLUMNS:
         missing = [name for name in COLUMNS if name not in header]
         unknown = [name for name in header if name not in COLUMNS]
         raise ValueError(
             f"{path} has other columns than a table of runs, {', '.join(COLUMNS)}; "
-            f"missing: {', '.join(missing) or 'none'}; "
-            f"unknown: {', '.join(unknown) or 'none'}"
+            f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
         )
-    return [Row(**_typed(dict(zip(header, cells, strict=True)), where)) for where, cells in lines]
+    return [Row(**_typed(cells, where)) for where, cells in lines]
 
 
-def _typed(line: dict[str, str], where: str) -> dict[str, Any]:
+def _typed(cells: Sequence[str], where: str) -> dict[str, Any]:
     """The cells of a line by column, as the types that :class:`Row` has."""
     values: dict[str, Any] = {}
-    for field in fields(Row):
-        text, kind = line.get(field.name, ""), str(field.type)
+    for field, text in zip(fields(Row), cells, strict=True):
+        kind, _, optional = str(field.type).partition(" | ")
         try:
-            values[field.name] = _value(text, kind)
+            values[field.name] = None if optional and not text else _PARSERS[kind](text)
         except (ValueError, KeyError):
             raise ValueError(
-                f"{where}, column {field.name}: expected {kind}, got {text!r}"
+                f"{where}, column {field.name}: expected {field.type}, got {text!r}"
             ) from None
     return values
 
 
-def _value(text: str, kind: str) -> Any:
-    """A cell as a value of a type: ``int``, ``float | None`` …"""
-    if kind.endswith("| None") and text == "":
-        return None
-    if kind.startswith("int"):
-        return int(text)
-    if kind.startswith("float"):
-        return float(text)
-    if kind == "bool":
-        return {"True": True, "False": False}[text]
-    # tables print these
-    return printable(text)
+# tables print text, so control characters are escaped
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "bool": {"True": True, "False": False}.__getitem__,
+    "str": printable,
+}
+
+
+def check_table(path: Path, columns: Sequence[str] = COLUMNS) -> None:
+    """Raise ValueError if rows of ``columns`` cannot be appended to ``path``, which may be new."""
+    refuse_inside_file(path)
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not os.access(existing, os.W_OK):
+        raise ValueError(f"{existing} is not writable; choose another place")
+    header = next(_read_table(path))[1] if _has_header(path) else [*columns]
+    if header != [*columns]:
+        raise ValueError(
+            f"{path} has other columns than this version writes; "
+            f"expected {', '.join(columns)}, got {', '.join(header)}; move it away first"
+        )
+
+
+def append_lines(
+    path: Path, columns: Sequence[str], lines: Sequence[Mapping[str, Any]], end: str
+) -> None:
+    """Append ``lines`` to the table at ``path``; ``end`` ends a line, a new table gets a header."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # results may be a link, and two names of a table need one lock
+    place = path.resolve()
+    with FileLock(place.with_name(f".{place.name}.lock")):
+        check_table(path, columns)
+        is_new = not _has_header(path)
+        if not is_new and path.read_bytes()[-1:] != b"\n":
+            # a write was interrupted: the next row begins a line of its own
+            with path.open("ab") as file:
+                file.write(end.encode())
+        with path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, lineterminator=end)
+            if is_new:
+                writer.writeheader()
+            writer.writerows(lines)
+
+
+def _has_header(path: Path) -> bool:
+    """Whether there is a table; an empty file is left if a machine stops before the first row."""
+    return path.exists() and path.stat().st_size > 0
+
+
+def _read_table(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Each line of a table, the header first, with its place for messages: ``runs.csv, line 3``."""
+    # spreadsheets write a byte order mark
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file, strict=True)
+        header: list[str] = []
+        try:
+            for cells in reader:
+                header = header or cells
+                where = f"{path}, line {reader.line_num}"
+                if len(cells) != len(header):
+                    raise ValueError(
+                        f"{where}: expected {len(header)} columns, got {len(cells)}; the file is "
+                        "damaged (an interrupted write, or an edit): repair or remove the line"
+                    )
+                yield where, cells
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{path}, after line {reader.line_num}: not CSV: {error}; repair it or move it away"
+            ) from error

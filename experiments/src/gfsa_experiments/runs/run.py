@@ -1,15 +1,21 @@
-"""One run: what identifies it, and how it is carried out, from its data to its row."""
+"""One run: what identifies it, its folder, and how it is carried out, from its data to its row."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
+import platform
+import re
 import shlex
 import shutil
+import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,53 +25,36 @@ from accelerate.state import AcceleratorState
 from filelock import FileLock, Timeout
 from torch import nn
 
-from gfsa_experiments.engine.checkpoints import seed_everything
+import gfsa
+from gfsa._version import __version__
+from gfsa.environment import commit, device_name, version_of
+from gfsa.lens.trajectory import Trajectory
+from gfsa.plugs.saving.checkpoint import write_filters
+from gfsa_experiments.engine.checkpoints import checkpoints, seed_everything
 from gfsa_experiments.engine.config import (
+    HARMLESS,
     TrainConfig,
     as_text,
     changed_settings,
     settings_of,
     without_folders,
 )
-from gfsa_experiments.engine.measure import Progress, free_memory_of_earlier_runs
+from gfsa_experiments.engine.measure import COEFFICIENTS, Progress, free_memory_of_earlier_runs
+from gfsa_experiments.engine.step import to_device
 from gfsa_experiments.engine.task import Task
-from gfsa_experiments.engine.trainer import Trainer, is_sharded, refuse_with_sharding, whole_weights
+from gfsa_experiments.engine.trainer import Outcome, Trainer, is_sharded, refuse_with_sharding
+from gfsa_experiments.engine.whole_files import write_text
 from gfsa_experiments.runs.data import difference, fingerprint, warn_of_rows_on_other_data
-from gfsa_experiments.runs.finish import keep_files, row_of
 from gfsa_experiments.runs.methods import (
     MethodConfig,
     added_parameters,
     changed_options,
     find_method,
 )
-from gfsa_experiments.runs.row import Experiment, Row
-from gfsa_experiments.runs.run_folder import (
-    claim,
-    read_json,
-    read_row,
-    run_folder,
-    write_environment,
-    write_json,
-    write_row,
-)
+from gfsa_experiments.runs.row import Row
 from gfsa_experiments.tasks import find_recipe
 
-
-@contextlib.contextmanager
-def arithmetic_of(config: TrainConfig) -> Iterator[None]:
-    """Torch's deterministic algorithms and TF32, if the settings want them, for one run."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    if config.deterministic:
-        # cuBLAS reads this when it starts
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    if config.precision == "tf32":
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.set_float32_matmul_precision(before[1])
+_PACKAGES = ("torch", "accelerate", "transformers", "timm", "torch-geometric", "speechbrain")
 
 
 class Key(NamedTuple):
@@ -77,10 +66,6 @@ class Key(NamedTuple):
     options: str
     settings: str
     seed: int
-
-    @property
-    def experiment(self) -> Experiment:
-        return self.recipe, self.task, self.settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +86,16 @@ class Run:
 
     def check(self) -> None:
         """Raise ValueError for everything that can be found before any data is read."""
-        refuse_missing_device(self.device)
-        refuse_half_precision(self.config.precision, self.device)
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"device must be auto, cpu or cuda, got {self.device!r}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                "device=cuda, but torch finds no GPU here; auto uses a GPU if there is one"
+            )
+        on_cpu = self.device == "cpu" or not torch.accelerator.is_available()
+        if self.config.precision == "fp16" and on_cpu:
+            # accelerate would train in float32, and the row say fp16
+            raise ValueError("precision=fp16 needs a GPU; on a CPU set bf16 or fp32")
         self.config.check()
         self._changed_options()
 
@@ -111,9 +104,8 @@ class Run:
 
     def key(self) -> Key:
         """What identifies this run."""
-        recipe = find_recipe(self.recipe)
         return Key(
-            recipe=recipe.name,
+            recipe=find_recipe(self.recipe).name,
             task=self.config.label(),
             method=self.method,
             options=as_text(self._changed_options()),
@@ -132,7 +124,12 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return run_folder(self.out, *self.key())
+        """The run's folder, whose path is unique to its settings."""
+        key = self.key()
+        name = _file_name(f"{key.method} {key.options}")
+        if key.settings:
+            name += "-" + sha256(key.settings.encode()).hexdigest()[:8]
+        return self.out / key.recipe / _file_name(key.task) / name / f"seed-{key.seed}"
 
     @property
     def is_resumed_and_finished(self) -> bool:
@@ -145,8 +142,8 @@ class Run:
         return " ".join(word for word in words if word) + f" seed {key.seed}"
 
 
-# what was printed about own data: once for all runs of this process on it
-_SAID: set[tuple[Path, str]] = set()
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.=-]+", "_", text.strip()).strip("_")
 
 
 class DivergedError(FloatingPointError):
@@ -162,84 +159,233 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
     run.check()
     accelerator = _accelerator(run)
     free_memory_of_earlier_runs(accelerator.device)
-    with _exclusive(run.folder) if accelerator.is_main_process else nullcontext():
-        return _carry_out(run, accelerator, progress)
-
-
-def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) -> Row:
-    folder, config = run.folder, run.config
-    if is_sharded(accelerator):
-        refuse_with_sharding(config)
-    if accelerator.is_main_process:
-        claim(folder, _as_data(run, accelerator.num_processes), run.resume)
-    accelerator.wait_for_everyone()
-    finished = read_row(folder)
-    if finished is None and accelerator.is_main_process:
-        write_environment(folder, accelerator.device)
-    with arithmetic_of(config):
-        task = _build(run)
-        data = _record_data(run, task, accelerator)
-        if finished is not None:
-            _refuse_lacking_files(run)
-            return finished
-        added = find_method(run.method).apply(task.model, run.options)
-        # the same state for every method, however many numbers its initialisation drew, and
-        # another dropout in each process
-        seed_everything(config.seed + 7919 * accelerator.process_index)
-        new = added_parameters(task.model)
-        trainer = Trainer(task, config, accelerator, folder, new, run.options.filter_lr)
-        try:
-            outcome = trainer.fit(run.resume, progress)
-        except FloatingPointError as error:
-            row = row_of(run, task, data, added, trainer.diverged_outcome(), accelerator)
-            if accelerator.is_main_process:
-                write_row(folder, row)
-            raise DivergedError(str(error), row) from error
-        model = trainer.bare_model
-        if is_sharded(accelerator):
-            # the row and the files are made of whole weights
-            task = _with_whole_weights(run, model, accelerator)
-            model = task.model
-        row = row_of(run, task, data, added, outcome, accelerator)
+    with contextlib.ExitStack() as held:
         if accelerator.is_main_process:
-            keep_files(run, task, model)
-            write_row(folder, row)
-            # a finished run is not resumed
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-            (folder / "error.txt").unlink(missing_ok=True)
-    return row
-
-
-def _with_whole_weights(run: Run, sharded: nn.Module, accelerator: Accelerator) -> Task:
-    """The task of a run built again; in the main process with the trained weights."""
-    weights = whole_weights(sharded)
-    task = _build(run)
-    find_method(run.method).apply(task.model, run.options)
-    if accelerator.is_main_process:
-        task.model.load_state_dict(weights)
-        task.model.to(accelerator.device)
-    return task
-
-
-@contextlib.contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
-    """A lock on the run's folder; the system releases it when the process ends in any way."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / ".lock", timeout=0):
-            yield
-    except Timeout as error:
-        raise FileExistsError(f"another process is running the run in {folder}") from error
-
-
-def _refuse_lacking_files(run: Run) -> None:
-    """Raise ValueError if a finished run lacks a file that is wanted."""
+            # the system releases the lock when the process ends in any way
+            run.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                held.enter_context(FileLock(run.folder / ".lock", timeout=0))
+            except Timeout as error:
+                message = f"another process is running the run in {run.folder}"
+                raise FileExistsError(message) from error
+        if is_sharded(accelerator):
+            refuse_with_sharding(run.config)
+        if accelerator.is_main_process:
+            _claim(run, accelerator.num_processes)
+        accelerator.wait_for_everyone()
+        finished = read_row(run.folder)
+        if finished is None and accelerator.is_main_process:
+            _write_environment(run.folder, accelerator.device)
+        with _arithmetic_of(run.config):
+            task = build_task(run)
+            data = _record_data(run, task, accelerator)
+            if finished is None:
+                return _train(run, task, data, accelerator, progress)
     wanted = {"model.pt": run.config.save_model, "lens.html": run.config.lens}
     for name, asked in wanted.items():
         if asked and not (run.folder / name).exists():
             raise ValueError(
                 f"{run.folder} holds a finished run without {name}; delete it to run again"
             )
+    return finished
+
+
+def _accelerator(run: Run) -> Accelerator:
+    # accelerate keeps the precision of the last run in this process
+    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
+    precision = run.config.precision
+    return Accelerator(
+        cpu=run.device == "cpu",
+        mixed_precision="no" if precision in ("fp32", "tf32") else precision,
+        gradient_accumulation_steps=run.config.accumulate,
+    )
+
+
+@contextlib.contextmanager
+def _arithmetic_of(config: TrainConfig) -> Iterator[None]:
+    """Torch's deterministic algorithms and TF32, if the settings want them, for one run."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    if config.deterministic:
+        # cuBLAS reads this when it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if config.precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_float32_matmul_precision(before[1])
+
+
+def build_task(run: Run) -> Task:
+    """The task of a run, with a model that depends on the seed alone."""
+    seed_everything(run.config.seed)
+    recipe = find_recipe(run.recipe)
+    try:
+        return recipe.build(run.config, run.data_dir)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"recipe {recipe.name} needs {error.name}, which is not installed. In a checkout of "
+            f"gfsa, pip install './experiments[{recipe.extra}]' installs all that it needs"
+        ) from error
+
+
+def _train(
+    run: Run, task: Task, data: str, accelerator: Accelerator, progress: Progress | None
+) -> Row:
+    folder, config = run.folder, run.config
+    added = find_method(run.method).apply(task.model, run.options)
+    # the same state for every method, however many numbers its initialisation drew, and
+    # another dropout in each process
+    seed_everything(config.seed + 7919 * accelerator.process_index)
+    new = added_parameters(task.model)
+    trainer = Trainer(task, config, accelerator, folder, new, run.options.filter_lr)
+    try:
+        outcome = trainer.fit(run.resume, progress)
+    except FloatingPointError as error:
+        row = _row_of(run, task, data, added, trainer.diverged_outcome(), accelerator)
+        if accelerator.is_main_process:
+            write_json(folder / "row.json", dataclasses.asdict(row))
+        raise DivergedError(str(error), row) from error
+    if is_sharded(accelerator):
+        # the row and the files are made of whole weights
+        weights = accelerator.get_state_dict(trainer.bare_model)
+        task = build_task(run)
+        find_method(run.method).apply(task.model, run.options)
+        if accelerator.is_main_process:
+            task.model.load_state_dict(weights)
+            task.model.to(accelerator.device)
+    row = _row_of(run, task, data, added, outcome, accelerator)
+    if accelerator.is_main_process:
+        _keep_files(run, task)
+        write_json(folder / "row.json", dataclasses.asdict(row))
+        # a finished run is not resumed
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        (folder / "error.txt").unlink(missing_ok=True)
+    return row
+
+
+def _row_of(
+    run: Run, task: Task, data: str, added: int, outcome: Outcome, accelerator: Accelerator
+) -> Row:
+    """The row of a run, whose model has ``added`` numbers more than without its method."""
+    metric = task.metric
+    others = {name: round(v, 6) for name, v in outcome.test.items() if name != metric}
+    count, name = accelerator.num_processes, device_name(accelerator.device)
+    return Row(
+        **run.key()._asdict(),
+        **outcome.cost,
+        metric=metric,
+        higher_is_better=task.higher_is_better,
+        test=outcome.test[metric],
+        valid=outcome.valid[metric] if outcome.valid else None,
+        others=as_text(others),
+        parameters=sum(p.numel() for p in task.model.parameters() if p.requires_grad),
+        added=added,
+        coefficients=_coefficients(task.model),
+        jobs=run.jobs,
+        device=name if count == 1 else f"{count} × {name}",
+        precision=run.config.precision,
+        torch=torch.__version__,
+        gfsa=__version__,
+        commit=commit(),
+        date=_now(),
+        command=run.command,
+        data=data,
+    )
+
+
+def _polynomials(model: nn.Module) -> list[gfsa.GraphFilter]:
+    """The model's filters that are a polynomial of A; those of some baselines are not."""
+    return [f for f in gfsa.filters_of(model).values() if f.is_polynomial]
+
+
+def _coefficients(model: nn.Module) -> str:
+    """The coefficient of each power of A, averaged over heads and layers."""
+    found = [f.coefficients().detach().double().cpu() for f in _polynomials(model)]
+    if not found:
+        return ""
+    powers = max(c.shape[1] for c in found)
+    rows = torch.cat([nn.functional.pad(c, (0, powers - c.shape[1])) for c in found])
+    return " ".join(f"{value:.4f}" for value in rows.mean(0).tolist())
+
+
+def _keep_files(run: Run, task: Task) -> None:
+    """Save filters, and if wanted weights, probes and a lens page, in the run's folder."""
+    folder, model = run.folder, task.model
+    if _polynomials(model):
+        # save_model says whether the trained backbone is kept, so no warning is due
+        write_filters(model, folder / "filters")
+    if run.config.save_model:
+        torch.save(model.state_dict(), folder / "model.pt")
+    probes = task.probes(model)
+    if probes is not None:
+        write_json(folder / "probes.json", probes)
+    if not run.config.lens:
+        return
+    example = task.example()
+    if example is None:
+        warnings.warn(f"no lens page: recipe {run.recipe} has no example inputs", stacklevel=2)
+        return
+    device = next(model.parameters()).device
+    report = gfsa.diagnose({run.method: model}, to_device(example, device), progress=False)
+    recorded = folder / COEFFICIENTS
+    if recorded.exists():
+        report.trajectories = {run.method: Trajectory.from_csv(recorded)}
+    report.to_html(folder / "lens.html")
+    report.to_json(folder / "lens.json")
+
+
+def _claim(run: Run, processes: int) -> None:
+    """Begin a run in its folder, or check that the one that is there may be continued.
+
+    Of a finished run harmless settings may differ. A run without a checkpoint begins again.
+    """
+    folder = run.folder
+    settings = {
+        "processes": processes,
+        "recipe": run.recipe,
+        "method": run.method,
+        "options": dataclasses.asdict(run.options),
+        **dataclasses.asdict(run.config),
+    }
+    is_finished = (folder / "row.json").exists()
+    if not is_finished and not checkpoints(folder / "checkpoints"):
+        (folder / "data.json").unlink(missing_ok=True)
+        write_json(folder / "config.json", settings)
+        return
+    if not run.resume:
+        raise FileExistsError(
+            f"{folder} holds a run already; --resume continues it, --out names another place, "
+            "or delete it"
+        )
+    # through JSON, which turns tuples into lists
+    old, new = read_json(folder / "config.json"), json.loads(json.dumps(settings))
+    names = sorted((old.keys() | new.keys()) - set(HARMLESS if is_finished else ()))
+    differing = [f"{k}: {old.get(k)!r} → {new.get(k)!r}" for k in names if old.get(k) != new.get(k)]
+    if differing:
+        raise ValueError(
+            f"{folder} holds a run with other settings ({', '.join(differing)}); use another --out"
+        )
+
+
+def _write_environment(folder: Path, device: Any) -> None:
+    """Write ``environment.json``: machine, versions and command."""
+    record = {
+        "device": device_name(device),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": {name: version_of(name) for name in _PACKAGES if version_of(name)},
+        "commit": commit(),
+        "command": " ".join(["gfsa", *sys.argv[1:]]),
+        "date": _now(),
+    }
+    write_json(folder / "environment.json", record)
+
+
+# what was printed about own data: once for all runs of this process on it
+_SAID: set[tuple[Path, str]] = set()
 
 
 def _record_data(run: Run, task: Task, accelerator: Accelerator) -> str:
@@ -257,71 +403,41 @@ def _record_data(run: Run, task: Task, accelerator: Accelerator) -> str:
     if accelerator.is_main_process:
         # the whole path stays in the run's folder, because rows are published
         write_json(record, {"data": data, "data_dir": str(run.data_dir.resolve())})
-        _record_own_data(run, task)
-        warn_of_rows_on_other_data(run, data)
+        if task.own_data is not None:
+            write_json(run.folder / "splits.json", dataclasses.asdict(task.own_data))
+            said = f"data {task.own_data}"
+            if run.results is not None and (run.results, said) not in _SAID:
+                _SAID.add((run.results, said))
+                print(said, flush=True)
+        if run.results is not None:
+            key = run.key()
+            table = run.results / f"{key.recipe}.csv"
+            warn_of_rows_on_other_data(table, (key.recipe, key.task, key.settings), data)
     return data
 
 
-def _record_own_data(run: Run, task: Task) -> None:
-    """Keep what was read of the caller's own data, and say it once for all runs on it."""
-    if task.own_data is None:
-        return
-    write_json(run.folder / "splits.json", dataclasses.asdict(task.own_data))
-    said = f"data {task.own_data}"
-    if run.results is not None and (run.results, said) not in _SAID:
-        _SAID.add((run.results, said))
-        print(said, flush=True)
-
-
-def _build(run: Run) -> Task:
-    """The task of a run, with a model that depends on the seed alone."""
-    seed_everything(run.config.seed)
-    recipe = find_recipe(run.recipe)
+def read_row(folder: Path) -> Row | None:
+    """The result of a finished run; None if it is not finished."""
+    path = folder / "row.json"
+    if not path.exists():
+        return None
     try:
-        return recipe.build(run.config, run.data_dir)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"recipe {recipe.name} needs {error.name}, which is not installed. In a checkout of "
-            f"gfsa, pip install './experiments[{recipe.extra}]' installs all that it needs"
-        ) from error
+        return Row(**read_json(path))
+    except TypeError as error:
+        raise ValueError(f"{path} is of another version, delete its folder: {error}") from error
 
 
-def refuse_missing_device(name: str) -> None:
-    """Raise ValueError for a device that is unknown or missing."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu or cuda, got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "device=cuda, but torch finds no GPU here; auto uses a GPU if there is one"
-        )
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def refuse_half_precision(precision: str, device: str) -> None:
-    """Raise ValueError for fp16 on a CPU: accelerate would train in float32, and the row say fp16.
-
-    Args:
-        device: as in :class:`Run`.
-    """
-    if precision == "fp16" and (device == "cpu" or not torch.accelerator.is_available()):
-        raise ValueError("precision=fp16 needs a GPU; on a CPU set bf16 or fp32")
+def write_json(path: Path, data: Any) -> None:
+    """Write a whole file, or nothing if interrupted."""
+    write_text(path, json.dumps(data, indent=1) + "\n")
 
 
-def _accelerator(run: Run) -> Accelerator:
-    # accelerate keeps the precision of the last run in this process
-    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
-    precision = run.config.precision
-    return Accelerator(
-        cpu=run.device == "cpu",
-        mixed_precision="no" if precision in ("fp32", "tf32") else precision,
-        gradient_accumulation_steps=run.config.accumulate,
-    )
-
-
-def _as_data(run: Run, processes: int) -> dict[str, Any]:
-    return {
-        "processes": processes,
-        "recipe": run.recipe,
-        "method": run.method,
-        "options": dataclasses.asdict(run.options),
-        **dataclasses.asdict(run.config),
-    }
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, delete its folder to run again: {error}") from error

@@ -1,24 +1,32 @@
-"""Many runs: one after another, or several at a time in processes of their own."""
+"""Many runs: one after another or several at a time; the row and the progress of each."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
+import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from pathlib import Path
 from queue import Queue
+from typing import NamedTuple
 
-from gfsa_experiments.engine.measure import Progress
-from gfsa_experiments.runs.row import Row
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gfsa_experiments.engine.measure import Progress as Callback
+from gfsa_experiments.engine.measure import Report
+from gfsa_experiments.runs.data import has_row
+from gfsa_experiments.runs.row import Row, append_rows
 from gfsa_experiments.runs.run import DivergedError, Run, carry_out
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(NamedTuple):
     """A run that has ended: with a row, with an error, or (if it diverged) with both."""
 
     run: Run
@@ -27,9 +35,7 @@ class Finished:
 
 
 def carry_out_all(
-    runs: Sequence[Run],
-    jobs: int = 1,
-    progress: Callable[[Run], Progress] | None = None,
+    runs: Sequence[Run], jobs: int = 1, progress: Callable[[Run], Callback] | None = None
 ) -> Iterator[Finished]:
     """Yield each run as it ends; the others continue if one fails.
 
@@ -42,6 +48,7 @@ def carry_out_all(
         for run in runs:
             yield attempt(run, progress(run) if progress else None)
         return
+    # a pool of one for each place: the end of a process breaks its pool alone
     idle: Queue[ProcessPoolExecutor] = Queue()
     for _ in range(jobs):
         idle.put(_process(jobs))
@@ -72,26 +79,18 @@ def carry_out_all(
 
 def _process(jobs: int) -> ProcessPoolExecutor:
     """A process of its own for one run at a time, with its share of the cores."""
-    return ProcessPoolExecutor(
-        1,
-        # a forked process cannot use the parent's CUDA context and threads
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_begin_worker,
-        initargs=(max(1, (os.cpu_count() or 1) // jobs),),
-    )
+    # a forked process cannot use the parent's CUDA context and threads
+    spawn, threads = multiprocessing.get_context("spawn"), max(1, (os.cpu_count() or 1) // jobs)
+    return ProcessPoolExecutor(1, spawn, initializer=_begin_worker, initargs=(threads,))
 
 
 def _begin_worker(threads: int) -> None:
-    import signal
-
-    import torch
-
     # the parent handles interrupts
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
 
 
-def attempt(run: Run, progress: Progress | None = None) -> Finished:
+def attempt(run: Run, progress: Callback | None = None) -> Finished:
     """Carry out a run; an error is part of what is returned, not raised."""
     try:
         return Finished(run, carry_out(run, progress))
@@ -106,9 +105,109 @@ def attempt(run: Run, progress: Progress | None = None) -> Finished:
             if run.folder.exists():
                 (run.folder / "error.txt").write_text(details, encoding="utf-8")
         row = error.row if isinstance(error, DivergedError) else None
-        return Finished(run, row, f"{error}" if _is_expected(error) else details)
+        # the message of these says enough
+        is_expected = isinstance(error, (ValueError, OSError, FloatingPointError))
+        return Finished(run, row, f"{error}" if is_expected else details)
 
 
-def _is_expected(error: Exception) -> bool:
-    """Whether the message says enough; of other errors the whole traceback is shown."""
-    return isinstance(error, (ValueError, OSError, FloatingPointError))
+def print_line(console: Console, text: str, style: str | None = None) -> None:
+    """One line, as it is and at once, however wide the output is taken to be."""
+    console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    console.file.flush()
+
+
+# below this mean |coefficient − start|, a learned filter is ordinary attention in effect
+_HARDLY_MOVED = 1e-3
+
+
+def record_all(console: Console, runs: list[Run], jobs: int, results: Path, write: bool) -> int:
+    """Run everything, append each row as it comes, and return the number of failed runs."""
+    names = _names(runs)
+    before = {run.folder for run in runs if run.is_resumed_and_finished}
+    # error → the runs that failed with it: wrong data makes every run fail alike
+    failures: dict[str, list[str]] = defaultdict(list)
+    at_rest: set[str] = set()
+    with _progress(console, len(runs)) as (progress, advance):
+        for run, row, error in carry_out_all(runs, jobs, progress):
+            name = names[run.folder]
+            if row is not None and write:
+                error = "; ".join(filter(None, [error, _append(results, run, row, before)]))
+            if row is None or error:
+                failures[error].append(name)
+                if len(failures[error]) == 1:
+                    print_line(console, f"failed: {name}: {error}", style="red")
+            else:
+                said = "finished before: " if run.folder in before else ""
+                print_line(console, f"{said}{name}: {row.metric} {row.test:.4f}")
+                if row.added and row.moved is not None and row.moved < _HARDLY_MOVED:
+                    at_rest.add(row.name)
+            advance()
+    for first, *others in failures.values():
+        if others:
+            more = "1 more run" if len(others) == 1 else f"{len(others)} more runs"
+            print_line(console, f"failed: {more} for the reason of {first}", style="red")
+    for name in sorted(at_rest):
+        message = (
+            f"{name}: the coefficients moved by less than {_HARDLY_MOVED} in the mean, so the "
+            "model is plain in effect: no gradient reaches them, or their learning rate is too "
+            "low; --set filter_lr=1e-2 would give them one of their own"
+        )
+        print_line(console, message, style="yellow")
+    failed = sum(map(len, failures.values()))
+    shown = "; gfsa results shows the tables" if failed < len(runs) else ""
+    console.print(f"{len(runs) - failed} of {len(runs)} runs done{shown}")
+    return failed
+
+
+@contextlib.contextmanager
+def _progress(
+    console: Console, runs: int
+) -> Iterator[tuple[Callable[[Run], Callback], Callable[[], None]]]:
+    """Bars for all runs and for the steps of the current one, if it reports steps.
+
+    Gives a function that makes the progress callback of a run, and one that advances the bar of all
+    runs. Where the output is no terminal (nohup, a job of a cluster), which bars are not drawn on,
+    a line is printed at each evaluation.
+    """
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
+        all_runs = bars.add_task("runs", total=runs)
+        current = bars.add_task("steps", total=None, visible=False)
+
+        def callback_of(run: Run) -> Callback:
+            bars.reset(current, description=str(run), visible=True)
+
+            def update(report: Report) -> None:
+                status = f"{run}, {report.text}"
+                bars.update(current, completed=report.step, total=report.total, description=status)
+                if report.evaluated and not console.is_terminal:
+                    at = f"step {report.step:,} of {report.total:,}"
+                    print_line(console, f"{run}: {at}, {report.text}")
+
+            return update
+
+        yield callback_of, lambda: bars.advance(all_runs)
+
+
+def _append(results: Path, run: Run, row: Row, before: set[Path]) -> str:
+    """Append a run's row to its table; returns why it could not be, if so."""
+    table = results / f"{row.recipe}.csv"
+    try:
+        # of several rows of a run the latest counts; a run that was finished before usually has
+        # its row in the table
+        if run.folder not in before or not has_row(table, row):
+            append_rows(table, [row])
+    except (ValueError, OSError) as reason:
+        # the other runs continue
+        return f"its row is in {run.folder / 'row.json'}, --resume adds it: {reason}"
+    return ""
+
+
+def _names(runs: Sequence[Run]) -> Mapping[Path, str]:
+    """The name of each run, with the settings that not all of them share."""
+    settings = [run.key().settings.split() for run in runs]
+    shared = set.intersection(*map(set, settings))
+    return {
+        run.folder: " ".join([str(run), *(word for word in words if word not in shared)])
+        for run, words in zip(runs, settings, strict=True)
+    }

@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gfsa_experiments.engine.config import TrainConfig, field_names, from_text
-from gfsa_experiments.runs.methods import (
-    METHODS,
-    MethodConfig,
-    check_fit,
-    check_options,
-    find_method,
-)
+from gfsa_experiments.runs.methods import METHODS, MethodConfig, check_options, find_method
 from gfsa_experiments.runs.run import Run
 from gfsa_experiments.tasks import find_recipe
 
@@ -30,7 +24,6 @@ class Request:
 
     recipe: str
     methods: tuple[str, ...] = ("plain",)
-    orders: tuple[int, ...] = ()
     seeds: tuple[int, ...] = (0,)
     settings: tuple[tuple[str, str], ...] = ()
     each: tuple[tuple[str, str], ...] = ()
@@ -47,17 +40,22 @@ class Request:
         each: Sequence[str] | None,
     ) -> Request:
         """A request from the arguments of the command, as text."""
+        methods = tuple(name.strip() for name in method.split(",") if name.strip())
+        if not methods:
+            raise ValueError(f"--method takes some of {', '.join(METHODS)}, got {method!r}")
+        several = [_setting_of("--each", text) for text in each or ()]
+        if K:
+            several.append(("K", ",".join(map(str, numbers_of("--K", K)))))
         return cls(
             recipe,
-            methods=_names_of(method),
-            orders=numbers_of("--K", K) if K else (),
+            methods=methods,
             seeds=numbers_of("--seeds", seeds),
             settings=tuple(_setting_of("--set", text) for text in setting or ()),
-            each=tuple(_setting_of("--each", text) for text in each or ()),
+            each=tuple(several),
         )
 
     def runs(self, **places: Any) -> list[Run]:
-        """Every combination, checked; a method without the option K is run once, not per order.
+        """Every combination, checked; a method without an option is run once, not per value.
 
         Args:
             places: further fields of :class:`Run`: ``data_dir``, ``out``, ``device`` …
@@ -65,19 +63,14 @@ class Request:
         Raises:
             ValueError: for settings that make no sense or have no effect in any combination.
         """
-        runs: list[Run] = []
-        without_effect: list[dict[str, str]] = []
-        for request in self._combinations():
-            found, unused = request._runs(**places)
-            runs += found
-            without_effect.append(unused)
+        found = [request._runs(**places) for request in self._combinations()]
         # a setting without effect in one combination may be meant for another
-        first, *others = without_effect
-        unused = {name: why for name, why in first.items() if all(name in o for o in others)}
+        (_, first), *others = found
+        unused = {k: why for k, why in first.items() if all(k in other for _, other in others)}
         if unused:
             reasons = "; ".join(f"{name} ({why})" for name, why in unused.items())
             raise ValueError(f"leave out settings that would have no effect: {reasons}")
-        return one_per_folder(runs)
+        return one_per_folder([run for runs, _ in found for run in runs])
 
     def _runs(self, **places: Any) -> tuple[list[Run], dict[str, str]]:
         """The runs of one combination of settings, and why some settings have no effect."""
@@ -86,9 +79,14 @@ class Request:
         config, unused = _config(recipe.config, for_recipe)
         runs: dict[Path, Run] = {}
         used: set[str] = set()
-        for name, order in itertools.product(self.methods, self.orders or (None,)):
-            options, names = self._options(name, order, for_method)
-            used.update(names)
+        for name in self.methods:
+            method = find_method(name)
+            # another method of the same request may read the others
+            given = {key: text for key, text in for_method.items() if key in method.uses}
+            having_effect = method.used_options(from_text(MethodConfig, given))
+            used.update(having_effect)
+            kept = {key: text for key, text in given.items() if key in having_effect}
+            options = from_text(MethodConfig, kept)
             for seed in self.seeds:
                 run = Run(
                     recipe=self.recipe,
@@ -100,23 +98,13 @@ class Request:
                 run.check()
                 runs.setdefault(run.folder, run)
         for name, options in dict.fromkeys((run.method, run.options) for run in runs.values()):
-            check_options(name, options)
-            model = config.sketch()
-            if model is not None:
-                check_fit(name, options, model, config.label())
-        return list(runs.values()), unused | self._unused_options(for_method, used)
-
-    def _options(
-        self, name: str, order: int | None, for_method: dict[str, str]
-    ) -> tuple[MethodConfig, tuple[str, ...]]:
-        """The options of a method, and the names of those that have an effect."""
-        method = find_method(name)
-        # another method of the same request may read the others
-        given = {key: text for key, text in for_method.items() if key in method.uses}
-        if order is not None and "K" in method.uses:
-            given["K"] = str(order)
-        used = method.used_options(from_text(MethodConfig, given))
-        return from_text(MethodConfig, {k: v for k, v in given.items() if k in used}), used
+            check_options(name, options, config.sketch(), config.label())
+        with_learn = f" with learn={for_method['learn']}" if "learn" in for_method else ""
+        why = (
+            f"none of the methods {', '.join(self.methods)} has such an option{with_learn}; their "
+            f"options: {', '.join(sorted(used)) or 'none'}"
+        )
+        return list(runs.values()), unused | {k: why for k in for_method if k not in used}
 
     def _combinations(self) -> list[Request]:
         """A request for each combination of the values in ``each``."""
@@ -125,7 +113,7 @@ class Request:
         twice = sorted({name for name in given if given.count(name) > 1})
         if twice:
             raise ValueError(
-                f"{', '.join(twice)} given twice, by --set, by --each or by both: give one value "
+                f"{', '.join(twice)} given twice, by --set, --each or --K: give one value "
                 "to --set, or all values to one --each, separated by commas"
             )
         combinations = itertools.product(*(text.split(",") for _, text in self.each))
@@ -141,24 +129,15 @@ class Request:
     def _split_settings(self, config: Any) -> tuple[dict[str, str], dict[str, str]]:
         """The settings of the recipe, and the options of the methods."""
         of_recipe, of_method = field_names(config), field_names(MethodConfig)
-        settings = _with_full_names(config, dict(self.settings))
+        settings, full = dict(self.settings), dict(config.short_names)
+        for short, name in full.items():
+            if short in settings and name in settings:
+                raise ValueError(f"{short} and {name} are one setting; leave one of them out")
+        settings = {full.get(name, name): text for name, text in settings.items()}
         if "seed" in settings:
             raise ValueError("seeds are given by --seeds, not by --set seed=…")
         for_method = {k: v for k, v in settings.items() if k in of_method and k not in of_recipe}
         return {k: v for k, v in settings.items() if k not in for_method}, for_method
-
-    def _unused_options(self, for_method: dict[str, str], used: set[str]) -> dict[str, str]:
-        """The options that none of the methods reads, with the reason."""
-        if self.orders and "K" in for_method:
-            raise ValueError("K is given by --K and by --set K=…; leave one of them out")
-        given = [*for_method, *(["K"] if self.orders else [])]
-        learn = for_method.get("learn")
-        with_learn = f" with learn={learn}" if learn is not None else ""
-        why = (
-            f"none of the methods {', '.join(self.methods)} has such an option{with_learn}; their "
-            f"options: {', '.join(sorted(used)) or 'none'}"
-        )
-        return {name: why for name in given if name not in used}
 
 
 def one_per_folder(runs: Sequence[Run]) -> list[Run]:
@@ -195,26 +174,13 @@ def _config(kind: type[TrainConfig], given: dict[str, str]) -> tuple[TrainConfig
     return from_text(kind, {k: v for k, v in settings.items() if k not in unused}), unused
 
 
-def _with_full_names(kind: type[TrainConfig], given: dict[str, str]) -> dict[str, str]:
-    """The settings by the names that the config has for them."""
-    full = dict(kind.short_names)
-    for short, name in full.items():
-        if short in given and name in given:
-            raise ValueError(f"{short} and {name} are one setting; leave one of them out")
-    return {full.get(name, name): text for name, text in given.items()}
-
-
-def _names_of(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if not names:
-        raise ValueError(f"--method takes some of {', '.join(METHODS)}, got {text!r}")
-    return names
-
-
 def numbers_of(flag: str, text: str) -> tuple[int, ...]:
     """The numbers in ``0-4``, ``0,1,2`` or a mixture, each once."""
+    ranges = []
     try:
-        ranges = [_range_of(part) for part in text.split(",")]
+        for part in text.split(","):
+            first, dash, last = part.strip().partition("-")
+            ranges.append(range(int(first), int(last if dash else first) + 1))
     except ValueError:
         ranges = []
     # an empty range such as 4-2 is a typing error
@@ -223,12 +189,6 @@ def numbers_of(flag: str, text: str) -> tuple[int, ...]:
     if sum(map(len, ranges)) > _MOST_NUMBERS:
         raise ValueError(f"{flag} takes at most {_MOST_NUMBERS} numbers, got {text!r}")
     return tuple(dict.fromkeys(itertools.chain.from_iterable(ranges)))
-
-
-def _range_of(text: str) -> range:
-    """The range of ``3`` or ``0-4``."""
-    first, dash, last = text.strip().partition("-")
-    return range(int(first), int(last if dash else first) + 1)
 
 
 def _setting_of(flag: str, text: str) -> tuple[str, str]:

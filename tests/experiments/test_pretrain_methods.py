@@ -78,6 +78,7 @@ CONTROLS = {
         fixed_by_layer=True,
         begins_as_plain=False,
     ),
+    "ResFormer": Control("resformer", fixed=(0.0, 1.0, 0.0), begins_as_plain=False),
 }
 
 
@@ -137,7 +138,8 @@ def test_a_control_computes_its_formula(name: str, data: Path) -> None:
         # NeuTRENO adds V⁰ behind the map
         r = None if filter is None or control.alpha else filter.depth()
         if r is not None:
-            found.v = found.v + r[:, None, None] * layers[0].v
+            half = 2 if control.words == "resformer" else 1
+            found.v = (found.v + r[:, None, None] * layers[0].v) / half
         powers = [found.v, found.a @ found.v, found.a @ (found.a @ found.v)]
         terms = [c[:, k, None, None] * power for k, power in enumerate(powers)]
         heads = torch.stack(terms).sum(0)

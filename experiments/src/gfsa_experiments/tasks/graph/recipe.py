@@ -286,8 +286,8 @@ def _model_and_collator(config: GraphConfig, graphs: GraphSet) -> tuple[nn.Modul
         return GPS(config, *ends), GPSCollator(config.encoding, encoding_size, padded)
     if config.model == "graph-vit":
         walks: Any = {"walk_steps": encoding_size, "patch_walk_steps": config.patch_walk_steps}
-        dropout: Any = {"gnn_dropout": config.dropout, "dropout": config.attention_dropout}
-        vit = GraphViT(*ends, gnn_depth=config.gnn_depth, **sizes, **walks, **dropout)
+        dropout = {"gnn_dropout": config.dropout, "dropout": config.attention_dropout}
+        vit = GraphViT(*ends, gnn_depth=config.gnn_depth, **sizes | walks | dropout)
         cut = config.patches, config.patch_hops
         return vit, GraphViTCollator(*cut, **walks, pad_to_multiple=padded)
     make = Graphormer.slim if config.model == "graphormer-slim" else Graphormer.base

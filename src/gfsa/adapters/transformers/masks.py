@@ -228,17 +228,15 @@ def _describe(
     if padding is not None and not masking_utils.is_tracing(padding) and bool(padding.all()):
         padding = None
     keys = None if padding is None else padding[:, None, :]
-    if window is not None and not causal:
+    if window is not None:
         # transformers' window to both sides includes its last token
-        window = window + 1
-    if torch.compiler.is_compiling():
+        window = window if causal else window + 1
         # a compiled graph is compiled once more beyond the window; an exported program has to serve
         # all lengths
-        may_compare_length = not is_exporting()
-    else:
-        may_compare_length = not masking_utils.is_tracing(padding)
-    if window is not None and may_compare_length and window >= length:
-        window = None
+        compiling = torch.compiler.is_compiling()
+        for_all_lengths = is_exporting() if compiling else masking_utils.is_tracing(padding)
+        if not for_all_lengths and window >= length:
+            window = None
     documents = None
     # several documents may share a row where masks are combined
     may_be_packed = causal and padding is None and mask_function.__name__ == _TOGETHER

@@ -53,8 +53,11 @@ class LayerPast:
         self.layer = layer
         self.owner = owner
         self.new = new
-        # the most common class first, because isinstance is slow here
-        if type(layer) is not DynamicLayer and isinstance(layer, StaticLayer):
+        # the most common classes first, because isinstance is slow here
+        kind = type(layer)
+        if kind is StaticLayer:
+            self.length_on_device = layer.cumulative_length
+        elif kind is not DynamicLayer and isinstance(layer, StaticLayer):
             is_window = isinstance(layer, StaticSlidingWindowLayer)
             # once a window is full it slides, and the newest tokens are its last rows
             if not is_window or layer.cumulative_length_int <= layer.max_cache_len:

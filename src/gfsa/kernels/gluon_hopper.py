@@ -318,7 +318,10 @@ def finish_queries(dq_cols, sums, heads, scale, D: gl.constexpr, BN: gl.constexp
     at = sums + (bh.to(gl.int64) * gl.num_programs(0) + tile) * (BN * D)
     dq = get(at, BN, D, LAYOUT) * scale
     stage = gl.allocate_shared_memory(dq_cols.dtype, [1, 1, BN, D], dq_cols.layout)
-    store(dq, stage, dq_cols, bh // heads, bh % heads, tile * BN, BN, D)
+    tile_of(stage, BN, D).store(dq.to(dq_cols.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(dq_cols, [bh // heads, bh % heads, tile * BN, 0], stage)
     tma.store_wait(0)
 
 

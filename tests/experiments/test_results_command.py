@@ -74,7 +74,7 @@ def test_markdown(folder):
     assert "- cola minilm: gfsa K=4 is better than plain: +1.1 (+0.8 … +1.3) matthews" in text
     assert "zinc gps: gfsa is worse than plain" in text
     # 3·0.0005 and 2·0.0003 are below 0.05
-    text = text_of(folder, "--show", "domains")
+    text = text_of(folder, "--show", "overall")
     assert "Of 3 exploratory comparisons with plain 2 exclude 0" in text
     assert "Holm's correction over all of them leaves 2." in text
 
@@ -98,19 +98,6 @@ def test_lines_are_compared_with_another_than_plain(folder):
     text = text_of(folder, "--against", "gfsa K=4", "--show", "tables")
     assert cells(text, "glue: cola minilm, matthews", "plain")[4].startswith("−1.1 (")
     assert "zinc gps: no run of gfsa K=4 with these settings, so no difference." in text
-
-
-def test_the_first_page_chooses_no_best_of_several(folder):
-    """Of several options the one with the usual rate counts, whatever its outcome; else none."""
-    made = rows("gfsa", [30.0, 31.0, 32.5, 33.0], options="K=9")
-    append_rows(folder / "glue.csv", made)
-    shown = "--show", "domains"
-    assert "| GLUE, fine-tuned |" not in text_of(folder, *shown)
-    append_rows(
-        folder / "glue.csv", rows("gfsa", [40.0, 41.0, 42.0, 42.0], options="filter_lr=0.01")
-    )
-    # differences 0, 0, 0, −1 of an error of 58.5
-    assert cells(text_of(folder, *shown), "GLUE, fine-tuned")[3].startswith("−0.4 % (")
 
 
 def test_filters(folder):
@@ -137,8 +124,8 @@ def test_filters(folder):
         (("--family", "nope"), "there is no family 'nope'; there are none"),
         (("--plan", "x.txt"), "--plan writes the runs of a family; name it by --family"),
         (("--against", "nope"), "no run of method nope; there are contranorm, gfsa,"),
-        (("--against", "gfsa", "--show", "domains"), "leave out --show domains"),
-        (("--show", "all"), "--show takes verdicts, domains, tables"),
+        (("--against", "gfsa", "--show", "overall"), "leave out --show overall"),
+        (("--show", "all"), "--show takes verdicts, tables, overall"),
         (("--family", "nope", "--recipe", "glue"), "leave out --recipe, --task, --method and"),
         (("--plot", "x.jpeg2"), "cannot write .jpeg2; known extensions: "),
         (("--dir", "/nowhere"), "/nowhere has no rows of runs (it has no CSV file)"),
@@ -160,22 +147,21 @@ def test_plot_is_the_same_file_for_the_same_rows(folder):
         drawn.append((folder / name).read_bytes())
     assert drawn[0] == drawn[1]
     text = drawn[0].decode()
-    for words in ("GLUE, fine-tuned", "graphs", "GFSA, exploratory", "right is better"):
+    for words in ("glue: cola minilm", "gfsa K=4", "suggestive", "right is better"):
         assert words in text
 
 
 def test_right_is_better_for_every_metric():
-    drawn = marks(make_tables(frame_of(COLA + GRAPHS)))
-    graphs, glue = ((mark.label, mark.method, mark.interval) for mark in drawn)
+    drawn = {m.group: m for m in marks(make_tables(frame_of(COLA + GRAPHS))) if "gfsa" in m.label}
+    graphs, glue = drawn["graph: zinc gps (mae)"], drawn["glue: cola minilm (matthews)"]
     # MAE rises by 0.01 of 0.21, so its error is not reduced
-    assert graphs[:2] == ("graphs", "GFSA")
-    assert graphs[2].mean == pytest.approx(-100 * 0.01 / 0.21, rel=1e-6)
+    assert graphs.interval.mean == pytest.approx(-100 * 0.01 / 0.21, rel=1e-6)
     # Matthews' coefficient rises by 1.05 where 58.5 are missing
-    assert glue[:2] == ("GLUE, fine-tuned", "GFSA")
-    assert glue[2].low == pytest.approx(100 * 0.8446 / 58.5, abs=1e-3)
-    axis = draw(drawn).axes[0]
+    assert glue.interval.low == pytest.approx(100 * 0.8446 / 58.5, abs=1e-3)
+    assert not graphs.is_registered
+    axis = draw([graphs, glue]).axes[0]
     assert not axis.xaxis_inverted()
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["graphs", "GLUE, fine-tuned"]
+    assert [label.get_text() for label in axis.get_yticklabels()] == [graphs.label, glue.label]
     means = [line for line in axis.lines if line.get_marker() not in ("None", "")]
     assert {line.get_markerfacecolor() for line in means} == {"white"}
 
@@ -188,7 +174,7 @@ def test_nothing_to_plot(tmp_path):
     assert not (tmp_path / "x.png").exists()
 
 
-MARK = "<!-- gfsa results --show domains -->"
+MARK = "<!-- gfsa results --show tables -->"
 END = "<!-- end -->"
 
 
@@ -197,14 +183,14 @@ def test_write_begins_a_page_and_keeps_what_is_written_around(folder):
     assert run(folder, "--write").exit_code == 0
     begun = page.read_text()
     assert begun.startswith("# Results\n\n<!-- gfsa results --show verdicts -->")
-    assert "| GLUE, fine-tuned |" in begun
+    assert "| glue: cola minilm" in begun
     other = folder / "other.md"
     other.write_text(f"Before.\n{MARK}\nold\n{END}\nAfter.\n")
     page.write_text(f"Before, by hand.\n{begun}\nAfter, by hand.\n")
     run(folder, "--write")
     text = page.read_text()
     assert text == f"Before, by hand.\n{begun}\nAfter, by hand.\n"
-    assert other.read_text().startswith(f"Before.\n{MARK}\n\n| domain |")
+    assert other.read_text().startswith(f"Before.\n{MARK}\n\n| task |")
     assert other.read_text().endswith(f"{END}\nAfter.\n")
     run(folder, "--write")
     assert page.read_text() == text

@@ -15,7 +15,7 @@ def results(
         "results"
     ),
     show: Annotated[
-        str, typer.Option(help="Only verdicts, domains, tables, tuning, forest or scores.")
+        str, typer.Option(help="Only verdicts, tables, overall, tuning, forest or scores.")
     ] = "",
     recipe: Annotated[str, typer.Option(help="Only this recipe: glue, image …")] = "",
     task: Annotated[str, typer.Option(help="Only tasks whose name has this in it.")] = "",

@@ -6,51 +6,47 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gfsa.lens.colours import COLOURS, MARKERS, series_of
 from gfsa_experiments.results.families import Judged
-from gfsa_experiments.results.report import FILTERS, domains, named
-from gfsa_experiments.results.statistics import Interval, pooled_reduction
+from gfsa_experiments.results.report import named, titles
+from gfsa_experiments.results.statistics import Contrast, Interval
 from gfsa_experiments.results.tables import ResultTable
 
-_CONFIRMATORY = ("#000000", "D")
 _AXIS = "relative error reduction in percent, 95 % interval (right is better)"
-# inches: of a family's comparison and of a domain, which has two marks
-_WIDTH, _ROWS = 7.4, (0.27, 0.42)
+# inches
+_WIDTH, _ROW = 7.4, 0.27
 
 
 class Mark(NamedTuple):
     """One interval of the plot."""
 
+    group: str
+    """What is compared on what, the title above its marks."""
     label: str
-    method: str
-    """Empty for a comparison of a family."""
     interval: Interval
-    tasks: tuple[float, ...] = ()
-    """The means of single tasks, drawn as strokes."""
-    verdict: str = ""
-    """Of a comparison of a family."""
-    group: str = ""
-    """The title of the family, and what is reduced."""
+    verdict: str
+    is_registered: bool
 
 
 def marks(tables: Sequence[ResultTable], judged: Sequence[Judged] = ()) -> list[Mark]:
-    """Families that are complete first, then the domains."""
+    """The comparisons of complete families; without one, every line of the tables with plain."""
     found = []
     for family, outcomes in judged:
+        group, labels = family.title.partition(":")[0], family.name
         for outcome in outcomes:
-            if outcome.contrast is not None and outcome.contrast.reduction is not None:
-                # what it compares stands below
-                group = f"{family.title.partition(':')[0]} ({outcome.contrast.reduced})"
-                label = named(outcome.comparison.name, family.name)
-                reduction = outcome.contrast.reduction
-                found.append(Mark(label, "", reduction, (), outcome.verdict, group))
-    for domain in domains(tables):
-        for method, contrasts in domain.to_plain.items():
-            interval = pooled_reduction(contrasts)
-            if interval is not None:
-                tasks = tuple(one.reduction.mean for one in contrasts if one.reduction is not None)
-                found.append(Mark(domain.name, FILTERS.get(method, method), interval, tasks))
+            label = named(outcome.comparison.name, labels)
+            found += _mark(group, label, outcome.contrast, outcome.verdict)
+    if not found:
+        for table, title in zip(tables, titles(tables), strict=True):
+            for line in table.lines:
+                found += _mark(f"{table.recipe}: {title}", line.name, line.to_reference)
     return found
+
+
+def _mark(group: str, label: str, found: Contrast | None, verdict: str = "") -> list[Mark]:
+    if found is None or found.reduction is None:
+        return []
+    word = verdict or found.test.reading or ""
+    return [Mark(f"{group} ({found.reduced})", label, found.reduction, word, bool(verdict))]
 
 
 def plot(tables: Sequence[ResultTable], path: Path, judged: Sequence[Judged] = ()) -> None:
@@ -75,68 +71,27 @@ def save(figure: Any, path: Path, dpi: int) -> None:
 
 
 def draw(drawn: Sequence[Mark]) -> Any:
-    """The figure; right is better.
-
-    Families above domains, each part with a scale of its own: what tuned comparisons of many seeds
-    show is small beside the intervals of a few seeds.
-    """
+    """The figure; right is better. Marks of registered comparisons are filled."""
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-    from matplotlib.lines import Line2D
+    from matplotlib.transforms import blended_transform_factory
 
     if not drawn:
         raise ValueError("no run can be compared with plain, so there is nothing to plot")
-    methods = list(dict.fromkeys(mark.method for mark in drawn if mark.method))
-    # with plain, which no mark is of, so that no other method gets its colour
-    numbers = series_of(["plain", *methods])[1:]
-    looks = {"": _CONFIRMATORY}
-    looks |= {m: (COLOURS[n], MARKERS[n]) for m, n in zip(methods, numbers, strict=True)}
-    families = [mark for mark in drawn if not mark.method]
-    parts = [part for part in (families, [mark for mark in drawn if mark.method]) if part]
-    heights = [_ROWS[part is not families] * len(_rows(part)) for part in parts]
-    size = (_WIDTH, 0.8 + sum(0.4 + own for own in heights))
-    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.08))
-    axes = figure.subplots(len(parts), height_ratios=heights, squeeze=False)[:, 0]
-    for axis, part in zip(axes, parts, strict=True):
-        _draw_part(figure, axis, part, looks)
-    axes[-1].set_xlabel(_AXIS)
-    if len(parts) > 1:
-        axes[0].set_xlabel(f"{_AXIS}; another scale than below", fontsize=8)
-    handles = []
-    for method, (colour, shape) in looks.items():
-        if any(mark.method == method for mark in drawn):
-            label = f"{method}, exploratory" if method else "confirmatory"
-            fill = "white" if method else colour
-            handles.append(Line2D([], [], label=label, color=colour, marker=shape, mfc=fill))
-    if any(len(mark.tasks) > 1 for mark in drawn):
-        look: dict[str, Any] = {"color": "#777777", "marker": "|", "linestyle": "none"}
-        handles.append(Line2D([], [], label="a single task", **look))
-    figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
-    return figure
-
-
-def _draw_part(figure: Any, axis: Any, drawn: Sequence[Mark], looks: dict[str, Any]) -> None:
-    """Marks of one scale, those of one label close together, below the title of their group."""
-    from matplotlib.transforms import blended_transform_factory
-
-    rows = _rows(drawn)
+    # a row for the title of each group, and one for each of its marks
+    rows = list(dict.fromkeys(row for m in drawn for row in ((m.group, ""), (m.group, m.label))))
+    figure = Figure(figsize=(_WIDTH, 0.9 + _ROW * len(rows)), layout="constrained")
+    axis = figure.subplots()
     axis.axvline(0, color="#000000", linewidth=0.8)
     for mark in drawn:
-        row = (mark.group, mark.label)
-        beside = [other for other in drawn if (other.group, other.label) == row]
-        offset = 0.26 * (beside.index(mark) - (len(beside) - 1) / 2)
-        height, (colour, shape) = rows.index(row) + offset, looks[mark.method]
-        if len(mark.tasks) > 1:
-            axis.scatter(mark.tasks, [height] * len(mark.tasks), 36, colour, marker="|", alpha=0.45)
+        height, colour = rows.index((mark.group, mark.label)), "#000000"
         low, high = mark.interval.low, mark.interval.high
         if low is not None and high is not None:
             axis.plot([low, high], [height, height], color=colour, linewidth=1.6)
-        fill = "white" if mark.method else colour
-        axis.plot(mark.interval.mean, height, marker=shape, color=colour, mfc=fill, markersize=6)
-        if mark.verdict:
-            weight = "bold" if mark.verdict == "better" else "normal"
-            look = {"va": "center", "fontsize": 8, "weight": weight, "annotation_clip": False}
-            axis.annotate(mark.verdict, (1.01, height), xycoords=axis.get_yaxis_transform(), **look)
+        fill = colour if mark.is_registered else "white"
+        axis.plot(mark.interval.mean, height, "D", color=colour, mfc=fill, markersize=6)
+        weight = "bold" if mark.verdict == "better" else "normal"
+        look = {"va": "center", "fontsize": 8, "weight": weight, "annotation_clip": False}
+        axis.annotate(mark.verdict, (1.01, height), xycoords=axis.get_yaxis_transform(), **look)
     # beside the labels too: a title may be as long as the figure is wide
     across = blended_transform_factory(figure.transFigure, axis.transData)
     for height, (group, label) in enumerate(rows):
@@ -146,17 +101,9 @@ def _draw_part(figure: Any, axis: Any, drawn: Sequence[Mark], looks: dict[str, A
     labels = {height: label for height, (_, label) in enumerate(rows) if label}
     axis.set_yticks([*labels], [*labels.values()], fontsize=9)
     axis.set_ylim(len(rows) - 0.45, -0.55)
+    axis.set_xlabel(_AXIS)
     axis.tick_params(axis="y", length=0)
     axis.grid(axis="x", color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _rows(drawn: Sequence[Mark]) -> list[tuple[str, str]]:
-    """Group and label of each row; that of a group's title has no label."""
-    found: dict[tuple[str, str], None] = {}
-    for mark in drawn:
-        if mark.group:
-            found.setdefault((mark.group, ""))
-        found.setdefault((mark.group, mark.label))
-    return list(found)
+    return figure

@@ -21,7 +21,7 @@ from gfsa_experiments.results.families import (
 )
 from gfsa_experiments.results.tables import PLAIN, ResultTable, make_tables, read_folder
 
-PARTS = ("verdicts", "domains", "tables", "tuning", "forest", "scores")
+PARTS = ("verdicts", "tables", "overall", "tuning", "forest", "scores")
 FOREST = "forest.svg"
 # a generated part of a page: the command whose output stands between two marks
 _PART = re.compile(r"<!-- gfsa results(?P<words>[^>]*?) -->(?P<old>.*?)<!-- end -->", re.DOTALL)
@@ -152,8 +152,8 @@ def blocks_of(found: Folder, asked: Asked) -> list[str]:
     if asked.show == "forest":
         return [f"![Relative error reduction with 95 % intervals]({FOREST})"]
     shown = found.chosen(asked)
-    if asked.show == "domains":
-        return report.domain_blocks(shown)
+    if asked.show == "overall":
+        return report.overall(shown)
     tables = report.table_blocks(shown, asked.against or PLAIN)
     if asked.show == "tables":
         return tables
@@ -163,7 +163,7 @@ def blocks_of(found: Folder, asked: Asked) -> list[str]:
     elif asked == Asked():
         parts = {
             "Confirmatory comparisons": report.verdicts(found.judged),
-            "Exploratory, by domain": report.domain_blocks(shown),
+            "All exploratory comparisons": report.overall(shown),
         } | parts
     return [block for name, own in parts.items() if own for block in (f"## {name}", *own)]
 

@@ -1,13 +1,12 @@
-"""What rows say, as Markdown: verdicts of families, tables, domains, tuning, costs."""
+"""What rows say, as Markdown: verdicts of families, tables, tuning."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -18,24 +17,13 @@ from gfsa_experiments.results.statistics import (
     Interval,
     contrast,
     holm,
-    pooled_reduction,
 )
 from gfsa_experiments.results.tables import PLAIN, Line, ResultTable, coefficients_of
 
 NONE = "–"
-DOMAINS = {
-    "pretrain": "pretraining",
-    "causal_lm": "language modelling",
-    "image": "images",
-    "graph": "graphs",
-    "speech": "speech",
-    "lra": "long sequences",
-    "code": "code",
-    "glue": "GLUE, fine-tuned",
-    "digits": "digits",
-}
-FILTERS = {"degree1": "degree 1", "gfsa": "GFSA"}
-NAMES = FILTERS | {
+NAMES = {
+    "degree1": "degree 1",
+    "gfsa": "GFSA",
     "gain": "gain only",
     "gated": "gated heads",
     "longer": "longer plain",
@@ -46,8 +34,6 @@ NAMES = FILTERS | {
     "w0": "identity term",
 }
 """How tables and figures name the lines of families; any other line goes by its own name."""
-# where a method ran with several options, a domain counts this choice, whatever its outcome
-_OWN_RATE = "filter_lr=0.01"
 _FROM_SCRATCH = ("pretrain", "image", "graph", "speech", "lra", "stdlib", "digits")
 # settings and options that are tuned; any other makes another arm
 _TUNED = {"lr", "filter_lr", "gain_lr", "warmup", "batch_size", "init_std", "dropout", "strength"}
@@ -392,62 +378,8 @@ def _notes_of_line(line: Line, reference: Line | None) -> list[str]:
     return notes
 
 
-class Domain(NamedTuple):
-    """The tables of one recipe; each task counts the same, and none is chosen."""
-
-    name: str
-    to_plain: dict[str, list[Contrast]]
-    """By method, one contrast per table."""
-    second_pass: list[Contrast]
-    """GFSA to degree 1."""
-
-
-def domains(tables: Sequence[ResultTable]) -> list[Domain]:
-    """Every domain in which a filter (without filters: any method) can be compared with plain."""
-    every = dict.fromkeys(line.method for table in tables for line in table.lines)
-    methods = [name for name in FILTERS if name in every] or [n for n in every if n != PLAIN]
-    order = list(DOMAINS)
-    by_recipe = {recipe: list(own) for recipe, own in groupby(tables, key=lambda t: t.recipe)}
-    found = []
-    for recipe in sorted(by_recipe, key=lambda r: (order.index(r) if r in order else 99, r)):
-        own = by_recipe[recipe]
-        lines = {name: [x for t in own if (x := _headline(t, name))] for name in methods}
-        to_plain = {n: [x.to_reference for x in of if x.to_reference] for n, of in lines.items()}
-        second = [
-            contrast(gfsa.rows, single[0].rows)
-            for table in own
-            if (gfsa := _headline(table, "gfsa"))
-            and len(single := [line for line in table.lines if line.method == "degree1"]) == 1
-        ]
-        if any(to_plain.values()):
-            second_pass = [x for x in second if x is not None]
-            found.append(Domain(DOMAINS.get(recipe, recipe), to_plain, second_pass))
-    return found
-
-
-def _headline(table: ResultTable, method: str) -> Line | None:
-    """A method's only line; of several that with :data:`_OWN_RATE`, never the best."""
-    lines = [line for line in table.lines if line.method == method]
-    return next((line for line in lines if len(lines) == 1 or line.options == _OWN_RATE), None)
-
-
-def domain_blocks(tables: Sequence[ResultTable]) -> list[str]:
-    """The relative error reduction of each domain, and what is regular over all runs."""
-    rows = []
-    for domain in domains(tables):
-        compared = {FILTERS.get(name, name): found for name, found in domain.to_plain.items()}
-        compared["GFSA to degree 1"] = domain.second_pass
-        pairs = [len(found.test.seeds) for contrasts in compared.values() for found in contrasts]
-        cells = {
-            "domain": domain.name,
-            "tasks": _span(len(contrasts) for contrasts in compared.values() if contrasts),
-            "pairs": _span(pairs),
-        }
-        for name, contrasts in compared.items():
-            found = pooled_reduction(contrasts)
-            word = ", suggestive" if found is not None and found.excludes_zero else ""
-            cells[name] = interval(found, 1, " %") + word
-        rows.append(cells)
+def overall(tables: Sequence[ResultTable]) -> list[str]:
+    """What is regular over all runs, and how many comparisons would exclude 0 by chance."""
     scratch = [
         coefficients_of(row)[0]
         for table in tables
@@ -460,7 +392,7 @@ def domain_blocks(tables: Sequence[ResultTable]) -> list[str]:
         notes.append(
             f"The mean of c0 is negative in {negative} of {len(scratch)} runs from scratch."
         )
-    return [*grid(rows, ("domain",)), *_bullets(notes + _chance_note(tables))]
+    return _bullets(notes + _chance_note(tables))
 
 
 def _learns_c0(row: Any) -> bool:

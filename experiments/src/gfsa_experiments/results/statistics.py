@@ -92,26 +92,6 @@ def paired_difference(
     return PairedDifference(float(np.mean(values)), low, high, seeds, values, higher_is_better, p)
 
 
-def mean_of_groups(groups: Sequence[Sequence[float]]) -> Interval:
-    """The mean of the means of independent groups, each of which counts the same.
-
-    With v_i = std_i²/n_i the standard error is √(Σ v_i)/m over m groups, and the degrees of freedom
-    are Welch's and Satterthwaite's, (Σ v_i)² / Σ (v_i²/(n_i − 1)). A group of one value, or groups
-    that do not vary, leave the interval unknown.
-    """
-    mean = float(np.mean([np.mean(group) for group in groups]))
-    largest = max(abs(value) for group in groups for value in group)
-    # percentages of equal differences may differ by their rounding
-    if min(map(len, groups)) < 2 or max(map(np.ptp, groups)) <= 1e-9 * max(1.0, largest):
-        return Interval(mean)
-    from scipy.stats import t
-
-    v = np.array([np.var(group, ddof=1) / len(group) for group in groups])
-    freedom = v.sum() ** 2 / sum(v**2 / [len(group) - 1 for group in groups])
-    half = float(t.ppf((1 + LEVEL) / 2, freedom) * np.sqrt(v.sum()) / len(groups))
-    return Interval(mean, mean - half, mean + half)
-
-
 def holm(ps: Sequence[float]) -> list[float]:
     """Holm's step-down adjustment: ``p'_(i) = max over j ≤ i of min(1, (m − j + 1)·p_(j))``."""
     order = np.argsort(ps, kind="stable")
@@ -152,11 +132,6 @@ class Contrast:
         return Interval(self._share(self.test.mean), *ends)
 
     @property
-    def reductions(self) -> list[float]:
-        """The same, one per seed."""
-        return [self._share(value) for value in self.test.values] if self._can_be_reduced else []
-
-    @property
     def _can_be_reduced(self) -> bool:
         return self.metric in IN_NATS or self.error > 0
 
@@ -193,11 +168,3 @@ def _budget(pairs: pd.DataFrame) -> str:
 
 def finite(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows.test.abs() < float("inf")]
-
-
-def pooled_reduction(contrasts: Sequence[Contrast]) -> Interval | None:
-    """The mean relative reduction over tasks, each of which counts the same; no task is chosen."""
-    known = [found for found in contrasts if found.reductions]
-    if len(known) == 1:
-        return known[0].reduction
-    return mean_of_groups([found.reductions for found in known]) if known else None

@@ -437,13 +437,11 @@ def test_a_cache_keeps_powers_of_the_same_heads_in_short_and_long_calls(
 @pytest.fixture(params=["Gemma3n", "Gemma4"])
 def sharing(request: pytest.FixtureRequest) -> Any:
     """Four layers of two kinds, the last two of which look at keys and values of the first two."""
+    sizes = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6}
+    per_layer = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
     config = getattr(transformers, f"{request.param}TextConfig")(
-        **{**_SIZES, "vocab_size_per_layer_input": VOCABULARY, "num_hidden_layers": 4},
-        hidden_size_per_layer_input=8,
-        num_key_value_heads=2,
-        head_dim=8,
+        **{**_SIZES, **sizes, **per_layer},
         layer_types=["sliding_attention", "full_attention"] * 2,
-        sliding_window=6,
         num_kv_shared_layers=2,
     )
     torch.manual_seed(0)

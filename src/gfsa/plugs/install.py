@@ -71,6 +71,14 @@ def connect_depth(model: nn.Module) -> None:
     if not any(filter.has_depth for filter in by_name.values()):
         return
     for name, module in model.named_modules():
+        config: Any = getattr(module, "config", None)
+        groups = getattr(config, "num_hidden_groups", None)
+        if groups is not None and groups < config.num_hidden_layers:
+            raise ValueError(
+                f"the depth term needs layers that run once, but {type(config).__name__} has "
+                f"{groups} groups of layers for {config.num_hidden_layers} depths: plug without "
+                "depth=True"
+            )
         if getattr(module, "is_kv_shared_layer", False):
             raise ValueError(
                 "the depth term needs layers with values of their own, but "

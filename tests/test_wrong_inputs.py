@@ -87,8 +87,8 @@ RANDOM = ("--data", "random", "--samples", "1", "--tokens", "4")
             ("diagnose", "--model", "bert", "--data", "absent.safetensors"),
             "--data 'absent.safetensors' is neither a file",
         ),
-        (("diagnose", "--model", "bert", "--data", "single.safetensors"), "has no dimension"),
-        (("diagnose", "--model", "bert", "--data", "none.safetensors"), "a file without tensors"),
+        (("diagnose", "--model", "bert", "--data", "single.safetensors"), "in its first dimension"),
+        (("diagnose", "--model", "bert", "--data", "none.safetensors"), "of the shapes {}"),
         (
             ("diagnose", "--model", "bert", "--data", "unknown_words.safetensors"),
             "does not run on the inputs that were made of --data unknown_words.safetensors",

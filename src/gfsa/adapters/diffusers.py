@@ -63,8 +63,8 @@ class _FilterCall(TorchFunctionMode):
             )
         gfsa: GraphFilter = self.module.gfsa
         # its arguments are those of torch's attention, in the same order
-        place = gfsa.dropout_after
-        operator = AttentionOperator(query, key, *args, **kwargs, dropout_after=place)
+        kwargs["dropout_after"] = gfsa.dropout_after
+        operator = AttentionOperator(query, key, *args, **kwargs)
         y: Tensor = gfsa(operator, value)
         return y
 

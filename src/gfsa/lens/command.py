@@ -129,7 +129,12 @@ def _make_places(html: Path | None, json: Path | None, figures: Path | None) -> 
             raise ValueError(f"{file} is a folder; name a file in it")
     for folder in (html and html.parent, json and json.parent, figures):
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as error:
+                raise ValueError(
+                    f"{folder} cannot be a folder to write into: there is a file of that name"
+                ) from error
 
 
 def _diagnose(

@@ -199,7 +199,8 @@ def _coefficients(model: ModelReading) -> Figure:
         axis.grid(False)
         axis.set_xlabel("head")
         # matplotlib would rasterise a colour bar with so many levels
-        figure.colorbar(drawn, ax=axis, shrink=0.85).solids.set_rasterized(False)
+        solids: Any = figure.colorbar(drawn, ax=axis, shrink=0.85).solids
+        solids.set_rasterized(False)
     axes[0].set_ylabel("layer")
     return figure
 

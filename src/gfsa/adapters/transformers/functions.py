@@ -213,7 +213,8 @@ def _eager_operator(
             found = _gap(product, weights, value)
             if found[0] is not None and dropout:
                 # the function may return the weights before their dropout
-                found = _gap(*attend(0.0), value)
+                whole, kept = attend(0.0)
+                found = _gap(whole, kept, value)
         _conclude(module, function, *found)
     if later:
         return DenseOperator(weights, later, "filter"), value

@@ -151,7 +151,7 @@ def _described(value: Any) -> Hashable:
 def _state(module: nn.Module) -> Hashable:
     """What a module keeps and may choose a path through its forward by; numbers may be counters."""
 
-    def described(value: Any) -> Hashable:
+    def described(value: Any) -> Any:
         if isinstance(value, Tensor) and not value.is_floating_point():
             # an index, say
             return id(value)

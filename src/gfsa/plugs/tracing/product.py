@@ -86,8 +86,8 @@ class Trace(Watch):
         query, key, value = (layout.split(x, heads) for x in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 2:
             attn_mask = layout.split(attn_mask[(None,) * (len(shape) - attn_mask.dim())], heads)
-        place = self.filter.dropout_after
-        operator = AttentionOperator(query, key, attn_mask, *options, dropout_after=place)
+        named: Any = {"dropout_after": self.filter.dropout_after}
+        operator = AttentionOperator(query, key, attn_mask, *options, **named)
         return layout.join(self._filter(operator, value), heads, shape)
 
     def of_flex(self, flex: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:

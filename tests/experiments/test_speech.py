@@ -180,8 +180,8 @@ def first_batch(task: SpeechTask, split: str = "train") -> dict[str, Any]:
 
 
 def run(folder: Path, out: Path, method: str = "plain", **settings: Any) -> Row:
-    config = SpeechConfig(**{**SMALL, "checkpoints": False})
-    return carry_out(tiny_run("speech", config, folder, out, method, **settings))
+    config = SpeechConfig(**{**SMALL, "checkpoints": False, **settings})
+    return carry_out(tiny_run("speech", config, folder, out, method))
 
 
 def test_augmentation_keeps_the_shape_and_hides_some_frames() -> None:

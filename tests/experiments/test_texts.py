@@ -13,7 +13,13 @@ import gfsa
 from gfsa_experiments.data.own import hold_out
 from gfsa_experiments.runs.run import carry_out
 from gfsa_experiments.tasks.text_sets import GLUE_TASKS, read_code, read_glue
-from gfsa_experiments.tasks.texts import CodeConfig, GlueConfig, TextTask, TextTaskConfig
+from gfsa_experiments.tasks.texts import (
+    CodeConfig,
+    GlueConfig,
+    TextConfig,
+    TextTask,
+    TextTaskConfig,
+)
 from support.hub import HubPart, fake_hub
 from support.tiny_runs import tiny_run
 from support.tiny_texts import (
@@ -308,6 +314,10 @@ class TestMetrics:
         assert task.score([(found, labels)]) == pytest.approx(expected)
         assert task.metric == "accuracy"
         assert built(code(dataset="bigclonebench"), data).metric == "f1"
+
+
+def test_the_presets_have_the_papers_rate() -> None:
+    assert {kind().lr for kind in (GlueConfig, TextConfig, CodeConfig)} == {2e-5}
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ class TextConfig(OwnTable, TextTaskConfig):
     in_label = ("data", "model")
     of_data = ("data", "text", "label_column", "labels", *TextTaskConfig.of_data)
 
+    # of the two bases, OwnTable would give TrainConfig's
+    lr: float = 2e-5
     labels: Wanted = "auto"
     """What the labels are; ``auto``: decided by what they look like, and printed."""
 
@@ -151,6 +153,8 @@ class CodeConfig(OwnTable, TextTaskConfig):
     )
     apart = True
 
+    # of the two bases, OwnTable would give TrainConfig's
+    lr: float = 2e-5
     text: tuple[str, ...] = ("func",)
     label_column: str = "target"
     dataset: Literal["devign", "bigclonebench"] = "devign"

@@ -90,7 +90,12 @@ def draw(drawn: Sequence[Mark]) -> Any:
         fill = colour if mark.is_registered else "white"
         axis.plot(mark.interval.mean, height, "D", color=colour, mfc=fill, markersize=6)
         weight = "bold" if mark.verdict == "better" else "normal"
-        look = {"va": "center", "fontsize": 8, "weight": weight, "annotation_clip": False}
+        look: dict[str, Any] = {
+            "va": "center",
+            "fontsize": 8,
+            "weight": weight,
+            "annotation_clip": False,
+        }
         axis.annotate(mark.verdict, (1.01, height), xycoords=axis.get_yaxis_transform(), **look)
     # beside the labels too: a title may be as long as the figure is wide
     across = blended_transform_factory(figure.transFigure, axis.transData)

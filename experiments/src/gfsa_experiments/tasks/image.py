@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -453,7 +453,7 @@ class ImageTask(Task):
     pipeline: Augmentation
     own_data: OwnData | None = None
 
-    metric: ClassVar[str] = "accuracy"
+    metric = "accuracy"
 
     def prepare(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return self.pipeline.training(batch)
@@ -487,8 +487,8 @@ class ImageTask(Task):
         dataset: Any = self.splits[split].dataset
         if isinstance(dataset, TensorRows):
             return dataset.columns["images"][index], int(dataset.columns["labels"][index])
-        files = dataset.dataset.files if isinstance(dataset, SeededItems) else dataset.files
-        path, label = files[index]
+        folder: Any = dataset.dataset if isinstance(dataset, SeededItems) else dataset
+        path, label = folder.files[index]
         # the decoded pixels depend on the machine's libraries
         return Path(path).read_bytes(), label
 
@@ -497,7 +497,7 @@ def build(config: ImageConfig, data_dir: Path) -> ImageTask:
     """Read the images and build the model."""
     splits, own, normalise = {}, None, None
     if config.is_cifar:
-        both = read_cifar(Path(data_dir), config.dataset)  # type: ignore[arg-type]
+        both = read_cifar(Path(data_dir), config.dataset)
         count, normalise = CLASSES[config.dataset], Normalise(*_CIFAR[config.dataset])  # type: ignore[index]
         train, valid = hold_out(len(both["train"]), config.holdout)
         for part, rows in (("train", train), ("valid", valid), ("test", range(len(both["test"])))):

@@ -380,6 +380,7 @@ def _images(data_dir: Path, holdout: float) -> dict[str, Sequences]:
     """Grey images as sequences of 1,024 values."""
     both = read_cifar(data_dir, "cifar10")
     train, valid = hold_out(len(both["train"]), holdout)
+    chosen: dict[str, tuple[str, Any]]
     chosen = {"train": ("train", train), "valid": ("train", valid), "test": ("test", slice(None))}
     found = {}
     for part, (of, rows) in chosen.items():

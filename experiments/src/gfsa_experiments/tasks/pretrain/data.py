@@ -470,7 +470,8 @@ def mask_for(model: nn.Module, ids: Tensor, end: int) -> Any:
     from gfsa.adapters.transformers.masks import DescribedMask
 
     visible = Visibility(causal=True, documents=_numbers(ids, end), in_order=True)
-    return DescribedMask(visible, *ids.shape, ids.device)
+    rows, length = ids.shape
+    return DescribedMask(visible, rows, length, ids.device)
 
 
 def within_documents(ids: Tensor, end: int) -> Tensor:

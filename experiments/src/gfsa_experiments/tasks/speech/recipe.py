@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -303,8 +303,8 @@ class SpeechTask(Task):
     splits: dict[str, Split]
     own_data: OwnData | None = None
 
-    metric: ClassVar[str] = "wer"
-    higher_is_better: ClassVar[bool] = False
+    metric = "wer"
+    higher_is_better = False
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
         """SpecAugment."""

@@ -13,7 +13,7 @@ from torch import nn
 
 import gfsa
 from gfsa import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
-from gfsa.filters.spec import read_description
+from gfsa.filters.spec import kind_named, read_description
 from gfsa.operators import AttentionOperator, DenseOperator
 from support.attention import Dispatched
 
@@ -370,6 +370,20 @@ def test_a_filter_of_ones_own() -> None:
     check(filter, 1.5, -0.5)
     check(filter.fold(), 1.5, -0.5)
     assert filter.config() == {"num_heads": 2}
+
+
+def test_an_engine_puts_its_own_base_under_a_filter() -> None:
+    """As torchtitan needs it: files name the kind that the library has, and build that one."""
+
+    class Base(nn.Module):
+        pass
+
+    names = {"__module__": GFSA.__module__, "__qualname__": GFSA.__qualname__}
+    for _ in range(2):
+        filter = kind_named("GFSA")(2)
+        assert type(filter) is GFSA
+        filter.__class__ = type("GFSA", (Base, GFSA), names)
+        assert filter.describe()["kind"] == "GFSA"
 
 
 class Bounded(GFSA):

@@ -133,9 +133,9 @@ class GraphFilter(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # files name those of gfsa.filters
+        # files name those of gfsa.filters; an engine's subclass may go under the name of one
         if cls.__module__.startswith("gfsa.filters."):
-            KINDS[cls.__name__] = cls
+            KINDS.setdefault(cls.__name__, cls)
 
     def coefficients(self) -> Tensor:
         """``(heads, degree+1)``, lowest power first, differentiable in θ.

@@ -42,7 +42,8 @@ _ROUNDING = 0.05
 
 def kind_of(cls: type) -> str:
     """The name of a filter class in files; a user's class never has the name of one of ours."""
-    if KINDS.get(cls.__name__, cls) is cls:
+    listed = KINDS.get(cls.__name__, cls)
+    if (listed.__module__, listed.__qualname__) == (cls.__module__, cls.__qualname__):
         return cls.__name__
     return f"{cls.__module__}.{cls.__qualname__}"
 

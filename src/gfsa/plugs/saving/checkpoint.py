@@ -113,7 +113,7 @@ def write_filters(model: nn.Module, path: str | Path) -> None:
     plugged = plugged_sites(model)
     for name, site in plugged.items():
         kind = type(site.filter)
-        if KINDS.get(kind.__name__) is not kind:
+        if kind_of(kind) not in KINDS:
             raise ValueError(
                 f"the filter of {name or 'the model'} is a {kind_of(kind)}, which gfsa.load cannot "
                 f"build: it builds {', '.join(sorted(KINDS))}. Save model.state_dict() instead, "

@@ -519,7 +519,7 @@ def _state(layer: Any) -> tuple[int, tuple[int, int] | None]:
     """A number that changes when tokens are added, and how often keys and values were written."""
     # newer versions of transformers drop the rows of a layer that is reset; a quantised layer,
     # which is refused where its powers are made, begins with keys of no dimension
-    if layer.keys is None or layer.keys.dim() < 2:
+    if layer.keys is None or layer.keys.ndim < 2:
         return 0, None
     filled = layer.__dict__.get("cumulative_length", layer.keys.shape[-2])
     # tensors of inference mode do not count how often they are written

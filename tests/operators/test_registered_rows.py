@@ -223,7 +223,7 @@ def test_torch_finds_the_operator_well_behaved(
     # tokens before heads, as models have them
     q = q.detach().mT.contiguous().mT.requires_grad_()
     x = torch.randn(B, length, KV, 6, dtype=dtype).transpose(1, 2).requires_grad_()
-    description = (padding(length), documents(length), True, 5, None)
+    description = (None, padding(length), None, True, 5, documents(length))
     torch.library.opcheck(blocked.attend_operator, (*detached(q, k, x), *description))
     # modes that look at storages cannot look into the tensors of torch.func in the gradient
     traced = ("test_autograd_registration", "test_aot_dispatch_dynamic")

@@ -8,8 +8,9 @@ block of queries is multiplied only with the keys that it can reach.
 the loop as one operator of torch, ``gfsa::attend_by_rows``, which writes them again.
 """
 
-# no postponed annotations here: torch reads the schemas of the operators from them
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,27 +24,14 @@ MOST_ENTRIES = 2**25
 """Entries of a mask that are written at once, unless a single row of queries has more."""
 
 
-class Block(NamedTuple):
-    """The queries ``start … stop``, and the keys ``first … last`` that they can see at most."""
-
-    start: int
-    stop: int
-    first: int
-    last: int
-
-    def parts(self, q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        start, stop, first, last = self
-        return q[..., start:stop, :], k[..., first:last, :], x[..., first:last, :]
-
-
 def apply_described(call: AttentionCall, visible: Visibility, x: Tensor) -> Tensor:
     """``A·x`` for a call whose visibility torch's kernels can only take as a mask."""
-    q, k = call.q, call.k
+    q, k, scale = call.q, call.k, call.scale
     in_blocks = call.reason_for_torch_alone() is None
     if in_blocks and _needs_operator(visible, q, k, x, call.dropout_p):
-        description = (visible.keys, visible.documents, visible.causal, visible.window)
-        return attend_operator(q, k, x, *description, call.scale)
-    return apply_by_rows(visible, q, k, x, call.dropout_p, call.scale, in_blocks)
+        fields = (visible.keys, None, visible.causal, visible.window, visible.documents)
+        return attend_operator(q, k, x, scale, *fields)
+    return apply_by_rows(visible, q, k, x, call.dropout_p, scale, in_blocks)
 
 
 def apply_by_rows(
@@ -65,20 +53,20 @@ def apply_by_rows(
     if not in_blocks or rows_at_once(visible, length) >= length:
         return _attend(q, k, x, visible.whole(length, q.device), dropout_p, scale)
 
-    def of_block(q: Tensor, k: Tensor, x: Tensor, block: Block) -> Tensor:
-        mask = visible.block(*block, q.device)
-        return _attend(*block.parts(q, k, x), mask, dropout_p, scale)
+    def of_block(q: Tensor, k: Tensor, x: Tensor, rows: slice, keys: slice) -> Tensor:
+        mask = visible.block(rows, keys, q.device)
+        return _attend(q[..., rows, :], k[..., keys, :], x[..., keys, :], mask, dropout_p, scale)
 
     blocks = blocks_of(visible, length)
     if not _is_differentiated(q, k, x) or torch.compiler.is_compiling():
-        return torch.cat([of_block(q, k, x, block) for block in blocks], -2)
+        return torch.cat([of_block(q, k, x, *block) for block in blocks], -2)
     from torch.utils.checkpoint import checkpoint
 
     # without it autograd would keep the masks of all blocks
-    rows: list[Any] = [
-        checkpoint(of_block, q, k, x, block, use_reentrant=False) for block in blocks
+    parts: list[Any] = [
+        checkpoint(of_block, q, k, x, *block, use_reentrant=False) for block in blocks
     ]
-    return torch.cat(rows, -2)
+    return torch.cat(parts, -2)
 
 
 def _attend(
@@ -102,8 +90,8 @@ def as_additive(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
     return attn_mask.to(dtype).log()
 
 
-def blocks_of(visible: Visibility, length: int) -> list[Block]:
-    """All queries, as many at a time as share one mask, with the keys that they can reach."""
+def blocks_of(visible: Visibility, length: int) -> list[tuple[slice, slice]]:
+    """As many queries at a time as share one mask, each time with the keys that they can reach."""
     step, window = rows_at_once(visible, length), visible.window
     blocks = []
     for start in range(0, length, step):
@@ -111,7 +99,7 @@ def blocks_of(visible: Visibility, length: int) -> list[Block]:
         first, last = 0, stop if visible.causal else length
         if window is not None:
             first, last = max(0, start - window + 1), min(last, stop + window - 1)
-        blocks.append(Block(start, stop, first, last))
+        blocks.append((slice(start, stop), slice(first, last)))
     return blocks
 
 
@@ -154,66 +142,57 @@ def _needs_operator(visible: Visibility, q: Tensor, k: Tensor, x: Tensor, dropou
     return _is_differentiated(q, k, x) and bool(masks > 4 * q.numel())
 
 
-@torch.library.custom_op("gfsa::attend_by_rows", mutates_args=())
-def attend_operator(
-    q: Tensor,
-    k: Tensor,
-    x: Tensor,
-    keys: Tensor | None,
-    documents: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float | None,
-) -> Tensor:
+# the fields of a Visibility; a graph that is compiled has no pairs
+_GIVEN = "Tensor q, Tensor k, Tensor x, float? scale"
+_FIELDS = "Tensor? keys, Tensor? pairs, bool causal, SymInt? window, Tensor? documents"
+
+
+@torch.library.custom_op(
+    "gfsa::attend_by_rows", mutates_args=(), schema=f"({_GIVEN}, {_FIELDS}) -> Tensor"
+)
+def attend_operator(q: Tensor, k: Tensor, x: Tensor, scale: float | None, *fields: Any) -> Tensor:
     """:func:`apply_by_rows` as one operator, without dropout."""
-    visible = Visibility(keys, None, causal, window, documents)
-    k, x = repeat_heads(k, q), repeat_heads(x, q)
-    # contiguous whatever the arguments are: the compiler is told the layout before anything has run
-    out = q.new_empty((*q.shape[:-1], x.shape[-1]))
     with no_autocast(q.device):
-        for block in blocks_of(visible, q.shape[-2]):
-            mask = visible.block(*block, q.device)
-            rows = _attend(*block.parts(q, k, x), mask, 0.0, scale)
-            out[..., block.start : block.stop, :] = rows
-    return out
+        y = apply_by_rows(Visibility(*fields), q, k, x, scale=scale)
+    # whatever the arguments are: the compiler is told the layout before anything has run
+    return y.contiguous()
 
 
-@torch.library.custom_op("gfsa::attend_by_rows_backward", mutates_args=())
+@torch.library.custom_op(
+    "gfsa::attend_by_rows_backward",
+    mutates_args=(),
+    schema=f"(Tensor g, {_GIVEN}, {_FIELDS}) -> (Tensor, Tensor, Tensor)",
+)
 def attend_operator_backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    x: Tensor,
-    keys: Tensor | None,
-    documents: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float | None,
+    g: Tensor, q: Tensor, k: Tensor, x: Tensor, scale: float | None, *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and x."""
-    visible = Visibility(keys, None, causal, window, documents)
-    all_k, all_x = repeat_heads(k, q), repeat_heads(x, q)
+    visible, shapes = Visibility(*fields), (k.shape, x.shape)
+    k, x = repeat_heads(k, q), repeat_heads(x, q)
     dq = q.new_empty(q.shape)
     # each block adds to the gradients of its keys: a sum that is rounded once
-    dk, dx = (
-        torch.zeros(y.shape, dtype=at_least_float32(y.dtype), device=y.device)
-        for y in (all_k, all_x)
-    )
+    precise = at_least_float32(q.dtype)
+    dk, dx = (torch.zeros(y.shape, dtype=precise, device=y.device) for y in (k, x))
     with no_autocast(q.device):
-        for block in blocks_of(visible, q.shape[-2]):
-            start, stop, first, last = block
-            mask = visible.block(*block, q.device)
+        for rows, keys in blocks_of(visible, q.shape[-2]):
+            mask = visible.block(rows, keys, q.device)
 
             def attend(q: Tensor, k: Tensor, x: Tensor, mask: Tensor = mask) -> Tensor:
                 return _attend(q, k, x, mask, 0.0, scale)
 
             # autograd records nothing inside of an operator
-            result: tuple[Any, ...] = torch.func.vjp(attend, *block.parts(q, all_k, all_x))
-            of_q, of_k, of_x = result[1](g[..., start:stop, :])
-            dq[..., start:stop, :] = of_q
-            dk[..., first:last, :] += of_k
-            dx[..., first:last, :] += of_x
-    return dq, _of_shared_heads(dk, k), _of_shared_heads(dx, x)
+            result: tuple[Any, ...] = torch.func.vjp(
+                attend, q[..., rows, :], k[..., keys, :], x[..., keys, :]
+            )
+            dq[..., rows, :], of_k, of_x = result[1](g[..., rows, :])
+            dk[..., keys, :] += of_k
+            dx[..., keys, :] += of_x
+    # the gradient of a repeated head is the sum over its copies
+    dk, dx = (
+        y if y.shape == shape else y.unflatten(-3, (shape[-3], -1)).sum(-3)
+        for y, shape in zip((dk, dx), shapes, strict=True)
+    )
+    return dq, dk.to(q.dtype), dx.to(q.dtype)
 
 
 @attend_operator.register_fake
@@ -222,26 +201,19 @@ def _(q: Tensor, k: Tensor, x: Tensor, *_: Any) -> Tensor:
 
 
 @attend_operator_backward.register_fake
-def _(g: Tensor, q: Tensor, k: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(g: Tensor, q: Tensor, k: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return q.new_empty(q.shape), k.new_empty(k.shape), x.new_empty(x.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.causal, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
+    q, k, x, ctx.scale, keys, _, ctx.causal, ctx.window, documents = inputs
+    ctx.save_for_backward(q, k, x, keys, documents)
 
 
 def _differentiate(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    options = (ctx.causal, ctx.window, ctx.scale)
-    gradients = attend_operator_backward(g, *ctx.saved_tensors, *options)
-    return (*gradients, None, None, None, None, None)
+    q, k, x, keys, documents = ctx.saved_tensors
+    fields = (keys, None, ctx.causal, ctx.window, documents)
+    return (*attend_operator_backward(g, q, k, x, ctx.scale, *fields), *(None,) * 6)
 
 
 attend_operator.register_autograd(_differentiate, setup_context=_save)
-
-
-def _of_shared_heads(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient of repeated heads: the sum over the copies of each of them."""
-    if gradient.shape != like.shape:
-        gradient = gradient.unflatten(-3, (like.shape[-3], -1)).sum(-3)
-    return gradient.to(like.dtype)

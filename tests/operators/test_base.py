@@ -151,7 +151,7 @@ def test_the_dense_operator_of_a_call_is_the_specification(call: AttentionCall) 
 
 
 def test_some_heads_have_their_rows_of_the_map(call: AttentionCall) -> None:
-    whole = DenseOperator.from_call(call.without_dropout()).matrix
+    whole = DenseOperator.from_call(call, drops=False).matrix
     some = call.of_heads(HEADS)
     assert some.dropout_p == 0.0
     torch.testing.assert_close(DenseOperator.from_call(some).matrix, whole[:, HEADS])

@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gfsa.kernels import routes
-from gfsa.operators.base import PLAIN, Coefficients, Operator, value_of, worth_taking_apart
+from gfsa.operators.base import PLAIN, Coefficients, Operator, value_of
 from gfsa.operators.call import (
     AttentionCall,
     DecisionCache,
     DropoutPlace,
-    Signature,
     autocast,
     check_call,
     check_coefficients,
@@ -37,8 +36,7 @@ class AttentionOperator(Operator):
     Args:
         q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend: as there.
         dropout_after: as in :class:`~gfsa.operators.DenseOperator`.
-        visible: what a query sees, in place of a mask, as in
-            :class:`~gfsa.operators.AttentionCall`.
+        visible: as in :class:`~gfsa.operators.AttentionCall`.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -99,10 +97,14 @@ class AttentionOperator(Operator):
             return self._operator(decision).polynomial(numbers, v, exclusive)
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
-        call = self.call
+        q, k = self.call.q, self.call.k
         # under dropout further passes drop the entries that the first one dropped, in every head
-        if call.dropout_p or not worth_taking_apart(call.q, call.k, len(heads)):
+        if self.call.dropout_p:
             return None
+        if q.is_cuda and not q.is_nested:
+            saved = q.numel() // q.shape[-3] * (q.shape[-3] - len(heads))
+            if 4 * saved * k.shape[-2] < _FLOPS_WORTH_A_CALL:
+                return None
         return self.of_heads(heads)
 
     def of_heads(self, heads: Sequence[int]) -> Operator:
@@ -120,7 +122,7 @@ class AttentionOperator(Operator):
     def dense(self) -> Tensor:
         # the map before any dropout: a mask drawn here would differ from the one applied
         with no_autocast(self.call.q.device):
-            return DenseOperator.from_call(self.call.without_dropout()).dense()
+            return DenseOperator.from_call(self.call, drops=False).dense()
 
     def which(self, coeffs: Tensor, v: Tensor, exclusive: bool = False) -> routes.Decision:
         """What :meth:`polynomial` runs for these arguments, and why; computes nothing."""
@@ -147,7 +149,7 @@ class AttentionOperator(Operator):
         situation = routes.situation_of(self.call, v, degree, exclusive)
         return routes.decide(situation, self.backend)
 
-    def _signature(self, coeffs: Tensor, v: Tensor) -> Signature:
+    def _signature(self, coeffs: Tensor, v: Tensor) -> tuple[object, ...]:
         """All that the checks and the decision depend on."""
         q, k, mask, *options, visible = self.call
         return (
@@ -175,6 +177,9 @@ class AttentionOperator(Operator):
 
         return FusedOperator(self.call.with_key_mask(), decision)
 
+
+# below it the launches that splitting adds cost a GPU more than the work they save; a guess
+_FLOPS_WORTH_A_CALL = 5e10
 
 # decisions about calls on a GPU
 _DECISIONS: DecisionCache[routes.Decision] = DecisionCache()

@@ -22,8 +22,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 class Coefficients(NamedTuple):
     r"""A filter's coefficients as it learns them, :math:`c = base + θ \cdot basis`.
 
-    A fused kernel computes ``c`` and the gradient of θ itself, any other operator calls
-    :meth:`value`.
+    A fused kernel computes ``c`` and the gradient of θ itself, other operators call :meth:`value`.
 
     Args:
         theta: the learned numbers θ, ``(H, L)``.
@@ -43,7 +42,7 @@ class Coefficients(NamedTuple):
             # one kernel instead of three, which counts where single tokens are decoded
             diagonal = self.basis.diagonal(dim1=-2, dim2=-1)
             return torch.addcmul(self.base, self.theta, diagonal)
-        # a product and a sum rather than a matmul: those stay exact under autocast and TF32
+        # not a matmul, which autocast and TF32 would round
         change: Tensor = (self.theta.unsqueeze(-1) * self.basis).sum(1)
         return self.base + change
 
@@ -81,17 +80,15 @@ def combine(
         return torch.nested.nested_tensor_from_jagged(
             total, like.offsets(), jagged_dim=2, min_seqlen=None, max_seqlen=None
         )
-    columns = columns_of(coeffs)
-    identity = columns[0]
+    identity, *columns = columns_of(coeffs)
     if exclusive is not None:
         identity = identity - own_share(exclusive, powers[1], powers[0])
     # without a power of A, v may have a head for several heads of coefficients
     total = identity * repeat_heads(powers[0], identity)
-    last = len(columns) - 1
-    for place in range(1, last + 1):
+    for place, column in enumerate(columns, 1):
         # torch promotes to a float32 sum of bfloat16 tokens
-        out = torch.empty_like(powers[last]) if in_one_go and place == last else None
-        total = torch.addcmul(total, columns[place], powers[place], out=out)
+        out = torch.empty_like(powers[-1]) if in_one_go and place == len(columns) else None
+        total = torch.addcmul(total, column, powers[place], out=out)
     return total.to(powers[-1].dtype)
 
 
@@ -129,10 +126,8 @@ class Operator(ABC):
 
     #: whether the tokens that come with it have been through a filter's ``mix_values`` already
     values_are_mixed = False
-
     #: whether the operator holds its matrix, so that :meth:`dense` costs nothing
     holds_matrix = False
-
     #: whether :meth:`polynomial` multiplies by the map H and keeps it, for gradients through it
     keeps_map = False
     map: Tensor | None = None
@@ -225,18 +220,6 @@ def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
         return x
     parts = [x.narrow(-3, start, length) for start, length in runs_of(heads)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -3)
-
-
-# below it the launches that splitting adds cost a GPU more than the work they save; a guess
-_FLOPS_WORTH_A_CALL = 5e10
-
-
-def worth_taking_apart(q: Tensor, k: Tensor, heads: int) -> bool:
-    """Whether a pass over ``heads`` of the heads instead of all saves time on this device."""
-    if not q.is_cuda or q.is_nested:
-        return True
-    saved = q.numel() // q.shape[-3] * (q.shape[-3] - heads)
-    return 4 * saved * k.shape[-2] >= _FLOPS_WORTH_A_CALL
 
 
 def runs_of(heads: Sequence[int]) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 # not torch.nn.functional's, which may be replaced when this module is imported
 TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
 DropoutPlace = Literal["attention", "filter"]
-_DROPOUT_PLACES = get_args(DropoutPlace)
 
 
 class AttentionCall(NamedTuple):
@@ -50,25 +49,14 @@ class AttentionCall(NamedTuple):
 
     # torch 2.6's compiler knows neither _replace nor properties of named tuples
 
-    def without_dropout(self) -> AttentionCall:
-        """The same map, no entry dropped."""
-        q, k, attn_mask, _, is_causal, scale, enable_gqa, _, visible = self
-        return AttentionCall(
-            q, k, attn_mask, 0.0, is_causal, scale, enable_gqa, "attention", visible
-        )
-
     def with_key_mask(self) -> AttentionCall:
         """The same map by a key mask and causality, where ``visible`` has nothing else."""
         visible = self.visible
-        if visible is None or visible.pairs is not None:
+        if visible is None or not visible.is_key_mask():
             return self
-        if visible.window is not None or visible.documents is not None:
-            return self
-        keys = None if visible.keys is None else visible.keys[..., None, :]
-        q, k, _, dropout_p, _, scale, enable_gqa, dropout_after, _ = self
-        return AttentionCall(
-            q, k, keys, dropout_p, visible.causal, scale, enable_gqa, dropout_after
-        )
+        q, k, _, dropout_p, _, scale, enable_gqa, place, _ = self
+        mask = visible.mask
+        return AttentionCall(q, k, mask, dropout_p, visible.causal, scale, enable_gqa, place)
 
     def reason_for_torch_alone(self) -> str | None:
         """Why torch's attention alone can compute A, or None if other operators can too."""
@@ -94,20 +82,17 @@ class AttentionCall(NamedTuple):
         )
 
 
-Signature = tuple[Any, ...]
-"""Everything that a decision about a call depends on: shapes, strides, dtypes and options."""
-
 _Decision = TypeVar("_Decision")
 
 
-class DecisionCache(dict[Signature, _Decision], Generic[_Decision]):
-    """Decisions by the signature of a call; emptied when full, as by ever new lengths."""
+class DecisionCache(dict[Any, _Decision], Generic[_Decision]):
+    """Decisions by all that they depend on; emptied when full, as by ever new lengths."""
 
     def __init__(self, capacity: int = 4096) -> None:
         super().__init__()
         self.capacity = capacity
 
-    def remember(self, signature: Signature, decision: _Decision) -> None:
+    def remember(self, signature: tuple[Any, ...], decision: _Decision) -> None:
         if len(self) >= self.capacity:
             self.clear()
         self[signature] = decision
@@ -115,7 +100,7 @@ class DecisionCache(dict[Signature, _Decision], Generic[_Decision]):
 
 def check_dropout_place(dropout_after: DropoutPlace) -> DropoutPlace:
     """``dropout_after`` itself, or a ValueError."""
-    if dropout_after not in _DROPOUT_PLACES:
+    if dropout_after not in ("attention", "filter"):
         raise ValueError(f"dropout_after must be 'attention' or 'filter', got {dropout_after!r}")
     return dropout_after
 
@@ -123,10 +108,8 @@ def check_dropout_place(dropout_after: DropoutPlace) -> DropoutPlace:
 def check_kinds(**tensors: Any) -> None:
     """Each of these must be a tensor; masks may be None."""
     for name, value in tensors.items():
-        if isinstance(value, Tensor):
-            continue
         optional = name.endswith("mask")
-        if not (optional and value is None):
+        if not (isinstance(value, Tensor) or (optional and value is None)):
             hint = "; torch.fx cannot trace a filter: make the plugged layer a leaf (docs/timm.md)"
             raise TypeError(
                 f"{name} must be a tensor{' or None' if optional else ''}, "
@@ -195,12 +178,12 @@ def check_call(call: AttentionCall, v: Tensor) -> None:
         raise ValueError(f"scale must be a finite number, or None for 1/√D, got {call.scale}")
     if call.attn_mask is not None:
         _check_mask(call.attn_mask, q.dtype, (*q.shape[:-1], k.shape[-2]))
-    if call.visible is not None and (call.attn_mask is not None or call.is_causal or q.is_nested):
-        raise ValueError(
-            "visible takes the place of attn_mask and is_causal, and nested tensors have none: "
-            "pass one of them"
-        )
     if call.visible is not None:
+        if call.attn_mask is not None or call.is_causal or q.is_nested:
+            raise ValueError(
+                "visible takes the place of attn_mask and is_causal, and nested tensors have none: "
+                "pass one of them"
+            )
         _check_described(call.visible, q)
 
 
@@ -290,29 +273,22 @@ def check_coefficients(coeffs: Tensor, q: Tensor) -> Tensor:
 
 def check_share(exclusive: float | Tensor, q: Tensor) -> Tensor:
     """The share of the exclusive term as a tensor: a number, or ``(H,)``."""
+    heads = q.shape[-3] if q.dim() >= 3 else 1
+    wanted = f"exclusive must be a number, or a tensor with one for each of {heads} query heads"
     if isinstance(exclusive, bool) or not isinstance(exclusive, (int, float, Tensor)):
-        raise TypeError(
-            "exclusive must be a number or a tensor with one number for each query head, got "
-            f"{type(exclusive).__name__}"
-        )
+        raise TypeError(f"{wanted}; got {type(exclusive).__name__}")
     if not isinstance(exclusive, Tensor):
         if not math.isfinite(exclusive):
             raise ValueError(f"exclusive must be finite, got {exclusive}")
         return torch.full((), float(exclusive), dtype=at_least_float32(q.dtype), device=q.device)
-    heads = q.shape[-3] if q.dim() >= 3 else 1
     if exclusive.dim() > 1 or exclusive.numel() not in (1, heads):
-        raise ValueError(
-            f"exclusive must be a number or one number for each of {heads} query heads, got shape "
-            f"{tuple(exclusive.shape)}"
-        )
+        raise ValueError(f"{wanted}; got shape {tuple(exclusive.shape)}")
     _check_devices(q.device, exclusive=exclusive)
     return in_full_precision(exclusive.reshape(() if exclusive.numel() == 1 else -1))
 
 
 def in_full_precision(coeffs: Tensor) -> Tensor:
     """The coefficients in float32, or float64 if they are."""
-    if coeffs.dtype in (torch.float32, torch.float64):
-        return coeffs
     return coeffs.to(at_least_float32(coeffs.dtype))
 
 
@@ -326,10 +302,9 @@ def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _has_autocast(device: str) -> bool:
-    if device in ("cuda", "cpu"):
-        return True
-    # the compiler cannot trace this query, and every device that it compiles for has autocast
-    return torch.compiler.is_compiling() or _autocast_is_available(device)
+    # the compiler cannot trace the query, and every device that it compiles for has autocast
+    known = device in ("cuda", "cpu") or torch.compiler.is_compiling()
+    return known or _autocast_is_available(device)
 
 
 _autocast_is_available = functools.cache(torch.amp.is_autocast_available)

@@ -78,30 +78,29 @@ class DenseOperator(Operator):
         # measured against this one
         dtype = at_least_float32(q.dtype)
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        k = repeat_heads(k, q)
-        scores = (q.to(dtype) * scale) @ k.to(dtype).transpose(-2, -1)
-        allowed = torch.ones((), dtype=torch.bool, device=q.device)
+        scores = (q.to(dtype) * scale) @ repeat_heads(k, q).to(dtype).transpose(-2, -1)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            allowed = attn_mask
+            scores = scores.masked_fill(~attn_mask, -math.inf)
         elif attn_mask is not None:
             scores = scores + attn_mask
         if is_causal:
-            allowed = allowed & torch.ones_like(scores[..., :, :], dtype=torch.bool).tril()
-        matrix = _softmax(scores.masked_fill(~allowed, -math.inf))
+            allowed = torch.ones_like(scores, dtype=torch.bool).tril()
+            scores = scores.masked_fill(~allowed, -math.inf)
+        matrix = _softmax(scores)
         if multiplier is not None:
             matrix = matrix * multiplier
         return cls(matrix, dropout_p, dropout_after)
 
     @classmethod
-    def from_call(cls, call: AttentionCall) -> DenseOperator:
-        """:meth:`from_qk` with the arguments of ``call``."""
+    def from_call(cls, call: AttentionCall, drops: bool = True) -> DenseOperator:
+        """:meth:`from_qk` with the arguments of ``call``; ``drops=False`` leaves out dropout."""
         mask = call.attn_mask
         if call.visible is not None:
             length = call.k.shape[-2]
             mask = call.visible.rows(0, length, length, call.q.device)
         return cls.from_qk(
             *(call.q, call.k, mask, call.is_causal, call.scale),
-            dropout_p=call.dropout_p,
+            dropout_p=call.dropout_p if drops else 0.0,
             dropout_after=call.dropout_after,
         )
 
@@ -146,10 +145,9 @@ class DenseOperator(Operator):
         Args:
             exclusive: the share a as in :meth:`polynomial`; p then depends on ``v``.
         """
-        identity = torch.eye(
-            self.matrix.shape[-1], dtype=self.matrix.dtype, device=self.matrix.device
-        )
-        matrix = super().polynomial(coeffs, identity.expand_as(self.matrix))
+        a = self.matrix
+        identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+        matrix = super().polynomial(coeffs, identity.expand_as(a))
         if exclusive is None:
             return matrix
         if v is None:

@@ -23,15 +23,8 @@ from gfsa.kernels import routes
 from gfsa.kernels.routes import refusal_of_decoding
 from gfsa.operators import attention
 from gfsa.operators.attention import AttentionOperator
-from gfsa.operators.base import (
-    Coefficients,
-    Operator,
-    combine,
-    own_share,
-    repeat_heads,
-    value_of,
-)
-from gfsa.operators.call import AttentionCall, DecisionCache, Signature
+from gfsa.operators.base import Coefficients, Operator, combine, own_share, repeat_heads, value_of
+from gfsa.operators.call import AttentionCall, DecisionCache
 from gfsa.operators.sdpa import SDPAOperator
 from gfsa.operators.visibility import Visibility
 
@@ -51,11 +44,8 @@ class CachedOperator(Operator):
     def __init__(
         self, rows: Operator, past: Any, heads: int, keys: int, some: tuple[int, ...] = ()
     ) -> None:
-        self.rows = rows
-        self.past = past
-        self.heads = heads
-        self.keys = keys
-        self.some = some
+        self.rows, self.past = rows, past
+        self.heads, self.keys, self.some = heads, keys, some
 
     def apply(self, x: Tensor) -> Tensor:
         return self.rows.apply(x)
@@ -76,15 +66,14 @@ class CachedOperator(Operator):
                 y = _decode_in_one_launch(self.rows.given, self.past, u, coeffs, v, exclusive)
                 if y is not None:
                     return y
+        compiling = torch.compiler.is_compiling()
         if exclusive is not None:
             y = super().polynomial(coeffs, v, exclusive)
         else:
-            coeffs = value_of(coeffs)
-            powers = self.powers(v, degree)
             # for one token the cost is in kernel launches, not in arithmetic
-            plain = type(v) is Tensor and not torch.is_grad_enabled()
-            y = combine(coeffs, powers, in_one_go=plain and not torch.compiler.is_compiling())
-        if v.is_cuda and not torch.compiler.is_compiling():
+            plain = type(v) is Tensor and not torch.is_grad_enabled() and not compiling
+            y = combine(value_of(coeffs), self.powers(v, degree), in_one_go=plain)
+        if v.is_cuda and not compiling:
             # for the tokens after a prompt: a compiled step finds them, and cannot make them
             self.past.counters(v.shape[0] * self.heads, v.device)
         return y
@@ -107,14 +96,12 @@ class CachedOperator(Operator):
     def _rows_of_map(self, coeffs: Tensor, exclusive: Tensor | None, v: Tensor) -> Tensor:
         """The rows of ``H = c0·I + c1·A − diag(a·p)`` for new tokens, ``(B, H, new, keys)``."""
         rows = self.rows
+        identity = torch.eye(self.keys, dtype=v.dtype, device=v.device)[None, None]
         if isinstance(rows, SDPAOperator):
-            q = rows.given.q
-            identity = torch.eye(self.keys, dtype=q.dtype, device=q.device)
-            a = rows.apply(identity.expand(*q.shape[:2], -1, -1))
+            a = rows.apply(identity.expand(*rows.given.q.shape[:2], -1, -1))
         else:
             a = rows.dense()
-            identity = torch.eye(self.keys, dtype=a.dtype, device=a.device)
-        own = self.past.newest(identity[None, None])
+        own = self.past.newest(identity)
         matrix = combine(coeffs, [own, a])
         if exclusive is None:
             return matrix
@@ -138,7 +125,7 @@ class CachedOperator(Operator):
         return CachedOperator(rows, self.past, self.heads, self.keys, tuple(heads))
 
 
-# of the signature of a call: a PreparedToken, or False where torch's calls serve
+# by the signature of a call: a PreparedToken, or False where torch's calls serve
 _PREPARED: DecisionCache[Any] = DecisionCache()
 
 
@@ -154,13 +141,13 @@ def _decode_in_one_launch(
     Args:
         u: ``A·v`` of the tokens before; None for a filter of degree 1.
     """
-    q, length = call.q, past.length_on_device
-    signature = None
+    q, length, signature = call.q, past.length_on_device, None
     if exclusive is None:
         signature = _signature(call, length is not None, u, coeffs, v)
-    prepared = None if signature is None else _PREPARED.get(signature)
+    # nothing is kept under None
+    prepared = _PREPARED.get(signature)
     if prepared is None:
-        prepared = _decoder(call, u, coeffs, v, exclusive, signature)
+        prepared = _decoder(call, u, coeffs, v, exclusive, signature is not None)
         if signature is not None:
             _PREPARED.remember(signature, prepared)
     if prepared is False:
@@ -175,42 +162,40 @@ def _decode_in_one_launch(
 
 
 def _decoder(
-    call: AttentionCall, u: Tensor | None, coeffs: Any, v: Tensor, exclusive: Any, signature: Any
+    call: AttentionCall, u: Tensor | None, coeffs: Any, v: Tensor, exclusive: Any, is_kept: bool
 ) -> Any:
-    """The function that launches the kernel, prepared for a signature; False if torch serves."""
+    """The function that launches the kernel, prepared if it is kept; False if torch serves."""
+    q = call.q
     if refusal_of_decoding(call, v, coeffs, exclusive) or call.reason_for_torch_alone():
         return False
-    q = call.q
-    if u is not None:
-        batch, heads, _, dim = q.shape
-        if (*u.shape[:2], u.shape[3], u.dtype) != (batch, heads, dim, q.dtype):
-            return False
+    if u is not None and (u.shape[:2], u.shape[3], u.dtype) != (q.shape[:2], q.shape[3], q.dtype):
+        return False
     # triton is imported where its kernels run
     from gfsa.kernels.decode import PreparedToken, decode, numbers_of, takes_layout
 
     if not takes_layout(q, call.k, v):
         return False
-    if signature is None or numbers_of(coeffs, q.shape[1])[0] is None:
-        return decode
-    return PreparedToken(q)
+    if is_kept and numbers_of(coeffs, q.shape[1])[0] is not None:
+        return PreparedToken(q)
+    return decode
 
 
 def _signature(
     call: AttentionCall, from_front: bool, u: Tensor | None, coeffs: Any, v: Tensor
-) -> Signature | None:
+) -> tuple[Any, ...] | None:
     """All that :func:`_decoder` and a launch depend on; None where no decision is kept."""
     q, k, mask, dropout_p, _, scale, _, _, _ = call
     if not attention.host_time_counts(q, k, v) or is_in_torch_dispatch_mode():
         return None
     if type(coeffs) is not Coefficients:
         return None
-    # without calls: every token comes here in each layer
+    # written out, because calls are slow, and every token comes here in each layer
     theta, base, basis, _ = coeffs
     return (
         *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype),
         *(v.shape, v.stride(), v.dtype),
         None if u is None else (u.shape, u.dtype, u.device),
-        # a static window does until it is full
+        # a static window has free rows until it is full
         from_front,
         *(type(theta), theta.shape, theta.stride(), theta.dtype, theta.device),
         *(base.stride(), base.dtype, base.device, basis.shape, basis.stride(), basis.dtype),

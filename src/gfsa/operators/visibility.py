@@ -57,7 +57,7 @@ class Visibility:
         """
         if pairs is not None:
             pairs = pairs[:, None] if pairs.dim() == 3 else pairs[(None,) * (4 - pairs.dim())]
-        return cls._of(pairs, None if keys is None else keys[:, None, :], causal)
+        return cls._of(pairs, None if keys is None else keys[:, None], causal)
 
     @classmethod
     def packed(cls, cu_seqlens: Tensor, length: int, window: int | None = None) -> Visibility:
@@ -96,9 +96,8 @@ class Visibility:
             # the same keys for every query
             return cls(pairs[..., 0, :], None, causal)
         if causal:
-            rows, columns = pairs.shape[-2], max(pairs.shape[-2:])
-            earlier = torch.ones(rows, columns, dtype=torch.bool, device=pairs.device).tril()
-            pairs = pairs & earlier
+            size = pairs.shape[-2], max(pairs.shape[-2:])
+            pairs = pairs & torch.ones(size, dtype=torch.bool, device=pairs.device).tril()
         return cls(None, pairs)
 
     @property
@@ -172,7 +171,7 @@ class Visibility:
         if (
             # a compiled graph keeps no state, and its compiler finds what it computes twice
             torch.compiler.is_compiling()
-            # a captured graph computes it in each replay, from the documents of that replay
+            # each replay of a captured graph computes it, from its own documents
             or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
             # torch does not count changes of tensors that were made in inference mode
             or any(part is not None and part.is_inference() for part in self._parts())
@@ -180,10 +179,10 @@ class Visibility:
             return compute()
         key = (what, length, device)
         versions = (None if part is None else part._version for part in self._parts())
+        # what is written in inference mode cannot be saved for a gradient
         state = (torch.is_inference_mode_enabled(), *versions)
         before, written = self._written.get(key, (None, None))
         if written is None or before != state:
-            # what is written in inference mode cannot be saved for a gradient
             written = compute()
             self._written[key] = state, written
         return written
@@ -191,10 +190,13 @@ class Visibility:
     def _parts(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.keys, self.pairs, self.documents
 
+    def is_key_mask(self) -> bool:
+        """Whether a key mask and causality say what a query sees."""
+        return self.pairs is None and self.window is None and self.documents is None
+
     def needs_rows(self) -> bool:
-        """Whether no key mask and no causality alone say what a query sees."""
-        others = (self.pairs, self.window, self.documents)
-        return any(x is not None for x in others) or (self.causal and self.keys is not None)
+        """Whether neither a key mask nor causality says it alone."""
+        return not self.is_key_mask() or (self.causal and self.keys is not None)
 
     def visible_keys(self) -> Tensor | None:
         """``(..., N)``, True where some query of some head sees the key; None if all are seen."""

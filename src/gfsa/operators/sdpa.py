@@ -36,12 +36,7 @@ class SDPAOperator(Operator):
     def call(self) -> AttentionCall:
         """The call by arguments that torch takes; made when a pass needs it."""
         if self._call is None:
-            call = self.given
-            if call.attn_mask is not None or call.visible is not None:
-                call = _described(call)
-            if call.attn_mask is not None or (call.scale is not None and call.scale <= 0):
-                call = _as_torch_takes_it(call)
-            self._call = call
+            self._call = _as_torch_takes_it(self.given)
         return self._call
 
     def apply(self, x: Tensor) -> Tensor:
@@ -75,8 +70,7 @@ class SDPAOperator(Operator):
         if self.call.dropout_p and degree > 1:
             # every pass on the same head layout, so that every pass runs the same kernel
             return powers_with_one_mask(self.apply, repeat_heads(v, self.call.q), degree)
-        tokens = super().powers(v, degree)
-        return [repeat_heads(tokens[0], self.call.q), *tokens[1:]]
+        return super().powers(v if degree else repeat_heads(v, self.call.q), degree)
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
         # under dropout further passes drop the entries that the first one dropped, in every head
@@ -100,42 +94,27 @@ def powers_with_one_mask(apply: Callable[[Tensor], Tensor], v: Tensor, degree: i
     return tokens
 
 
-def _described(call: AttentionCall) -> AttentionCall:
-    """The same map: by torch's own arguments if they can say it, else by a description."""
-    mask, visible = call.attn_mask, call.visible
-    if visible is not None:
-        return call if visible.needs_rows() else call.with_key_mask()
-    if not call.is_causal or mask is None or mask.dtype != torch.bool:
-        return call
-    if mask.dim() != call.q.dim() or mask.dim() < 3 or mask.shape[-2] != 1:
-        return call
-    keys = mask[..., 0, :].expand(*mask.shape[:-2], call.k.shape[-2])
-    q, k, _, dropout_p, _, scale, enable_gqa, dropout_after, _ = call
-    visible = Visibility(keys, causal=True)
-    return AttentionCall(q, k, None, dropout_p, False, scale, enable_gqa, dropout_after, visible)
-
-
 def _as_torch_takes_it(call: AttentionCall) -> AttentionCall:
-    """The same map by arguments for which torch's kernels are right."""
-    q, attn_mask, is_causal, scale = call.q, call.attn_mask, call.is_causal, call.scale
-    if attn_mask is not None:
-        # torch takes no mask of fewer dimensions
-        attn_mask = torch.atleast_2d(attn_mask)
-    if is_causal and attn_mask is not None:
-        # torch takes one or the other
-        size, is_causal = q.shape[-2], False
-        causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-        hidden = False if attn_mask.dtype == torch.bool else -math.inf
-        attn_mask = attn_mask.masked_fill(~causal, hidden)
-    if attn_mask is not None and attn_mask.dtype == torch.bool and q.is_cuda:
-        attn_mask = as_additive(attn_mask, q.dtype)
+    """The same map by arguments for which torch's kernels are right, or by a description."""
+    q, k, mask, dropout_p, causal, scale, enable_gqa, place, visible = call
+    if visible is not None and not visible.needs_rows():
+        mask, causal, visible = visible.mask, visible.causal, None
+    if mask is not None:
+        # torch takes no mask of fewer dimensions, and either a mask or causality
+        mask = torch.atleast_2d(mask)
+        is_bool = mask.dtype == torch.bool
+        if causal and is_bool and mask.shape[-2] == 1:
+            mask, causal, visible = None, False, Visibility.from_call(call)
+        elif causal:
+            size = q.shape[-2]
+            allowed = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+            mask, causal = mask.masked_fill(~allowed, False if is_bool else -math.inf), False
+    if mask is not None and mask.dtype == torch.bool and q.is_cuda:
+        mask = as_additive(mask, q.dtype)
     if scale is not None and scale <= 0:
         # a scale times -inf of a hidden score: cuDNN's attention and torch's on a CPU give NaN
         q, scale = (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
-    return AttentionCall(
-        *(q, call.k, attn_mask, call.dropout_p, is_causal, scale, call.enable_gqa),
-        visible=call.visible,
-    )
+    return AttentionCall(q, k, mask, dropout_p, causal, scale, enable_gqa, place, visible)
 
 
 def _generator_state(device: torch.device) -> Tensor:

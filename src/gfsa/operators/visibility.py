@@ -79,6 +79,7 @@ class Visibility:
         mask = call.attn_mask
         if mask is not None:
             mask = mask[(None,) * (max(3, call.q.dim()) - mask.dim())]
+            mask = mask.expand(*mask.shape[:-1], call.k.shape[-2])
         return cls._of(mask, None, call.is_causal)
 
     @classmethod

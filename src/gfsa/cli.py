@@ -60,14 +60,8 @@ def build() -> typer.Typer:
                     option.metavar = ""
             return found
 
-    class Command(PlainFlags, TyperCommand):
-        pass
-
-    class Group(PlainFlags, TyperGroup):
-        pass
-
     app = typer.Typer(
-        cls=Group,
+        cls=type("Group", (PlainFlags, TyperGroup), {}),
         help="Graph-filter self-attention for any PyTorch Transformer.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -86,6 +80,7 @@ def build() -> typer.Typer:
     ) -> None:
         pass
 
+    plain_command = type("Command", (PlainFlags, TyperCommand), {})
     added = {entry.name: entry for entry in entry_points(group=GROUP)}
     # in the order in which people meet them
     for name in dict.fromkeys((*ELSEWHERE, *added, *COMMANDS)):
@@ -94,7 +89,7 @@ def build() -> typer.Typer:
         else:
             command = added[name].load() if name in added else _missing(name, ELSEWHERE[name])
         settings = getattr(command, "context_settings", None)
-        app.command(name, cls=Command, context_settings=settings)(command)
+        app.command(name, cls=plain_command, context_settings=settings)(command)
     return app
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,8 +53,7 @@ def info(
         return
 
     console = Console()
-    tables: dict[str, Mapping[str, str | None]] = {"versions": versions(), "devices": devices()}
-    for title, lines in tables.items():
+    for title, lines in (("versions", versions()), ("devices", devices())):
         table = Table(title=title, title_justify="left", show_header=False)
         for name, found in lines.items():
             table.add_row(name, found or "[dim]absent[/dim]")
@@ -84,13 +82,13 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def devices() -> dict[str, str]:
+def devices() -> dict[str, str | None]:
     """Device → what it is."""
     import torch
 
     from gfsa.environment import device_name
 
-    found = {"cpu": device_name(torch.device("cpu"))}
+    found: dict[str, str | None] = {"cpu": device_name(torch.device("cpu"))}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found[f"cuda:{index}"] = (
@@ -109,10 +107,14 @@ def decisions() -> dict[str, Decision]:
     from gfsa.functional import which_backend
 
     # device, dtype, tokens, head dim, whether causal; on a CPU all lengths are served alike
-    calls: list[tuple[str, torch.dtype, int, int, bool]] = [("cpu", torch.float32, 128, 64, False)]
-    if torch.cuda.is_available():
-        sizes = ((128, 64, False), (1024, 64, True), (2048, 128, True))
-        calls = [*(("cuda", torch.bfloat16, *size) for size in sizes), *calls]
+    calls = [
+        ("cuda", torch.bfloat16, 128, 64, False),
+        ("cuda", torch.bfloat16, 1024, 64, True),
+        ("cuda", torch.bfloat16, 2048, 128, True),
+        ("cpu", torch.float32, 128, 64, False),
+    ]
+    if not torch.cuda.is_available():
+        del calls[:-1]
     found: dict[str, Decision] = {}
     for (device, dtype, length, head_dim, causal), degree in itertools.product(calls, (1, 2)):
         # one number stands for all tokens: nothing is computed

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import gfsa
 from gfsa.filters.partial import PartialPolynomial
-from gfsa.operators import DenseOperator, FunctionOperator
+from gfsa.operators import AttentionOperator, DenseOperator, FunctionOperator
 from support.subjects import first
 from support.zoo import ZOO
 
@@ -97,15 +97,15 @@ def test_heads_and_layers_skip_their_second_pass() -> None:
 def test_heads_are_taken_apart_where_that_pays() -> None:
     from torch._subclasses import FakeTensorMode
 
-    from gfsa.operators.base import worth_taking_apart
+    def taken_apart(q: torch.Tensor, heads: int) -> bool:
+        return AttentionOperator(q, q).second_pass(range(heads)) is not None
 
     with FakeTensorMode():
         small, large = (torch.empty(8, 12, n, 64, device="cuda") for n in (128, 8192))
-        on_cpu = torch.empty(8, 12, 128, 64)
-    assert worth_taking_apart(on_cpu, on_cpu, heads=11)
-    assert not worth_taking_apart(small, small, heads=2)
-    assert worth_taking_apart(large, large, heads=2)
-    assert not worth_taking_apart(large, large, heads=12)
+        assert taken_apart(torch.empty(8, 12, 128, 64), heads=11)
+        assert not taken_apart(small, heads=2)
+        assert taken_apart(large, heads=2)
+        assert not taken_apart(large, heads=12)
 
 
 @torch.no_grad()

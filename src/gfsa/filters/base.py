@@ -133,8 +133,8 @@ class GraphFilter(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # files name those of gfsa.filters; an engine's subclass may go under the name of one
-        if cls.__module__.startswith("gfsa.filters."):
+        # an engine's subclass may go under the name of one of ours
+        if kind_of(cls) == cls.__name__:
             KINDS.setdefault(cls.__name__, cls)
 
     def coefficients(self) -> Tensor:
@@ -151,18 +151,17 @@ class GraphFilter(nn.Module):
         return self.coefficients()
 
     def _affine(self) -> Tensor | Coefficients:
-        theta, base = self.theta, self.base
-        powers = self._exact_basis.shape[-2]
+        theta: Any = self.theta
+        base, powers = self.base, self._exact_basis.shape[-2]
         if theta is None or not powers:
             return base
         # a plain parameter first: a module's attributes are slow, and a decoded token reads them in
         # each layer
         if type(theta) is not nn.Parameter or base.is_meta:
             theta, base = self._learned(theta), self.base
-        numbers: Tensor = theta
         if theta.shape[1] > powers:
-            numbers = theta[:, :powers]
-        return Coefficients(numbers, base, self.basis, self.basis_is_diagonal)
+            theta = theta[:, :powers]
+        return Coefficients(theta, base, self.basis, self.basis_is_diagonal)
 
     def exclude(self, share: float | Sequence[float] | Tensor = 1.0, learn: bool = False) -> Self:
         r"""Take the part along a token's own v out of its output, :math:`H - a\,diag(p)`.
@@ -170,12 +169,9 @@ class GraphFilter(nn.Module):
         See :class:`gfsa.Exclusive`, which has the arguments. It returns the filter itself, to be
         plugged by ``gfsa.plug(model, filter=lambda heads: gfsa.GFSA(heads).exclude())``.
         """
-        self._refuse_terms("an exclusive")
-        if self._exact_share is not None or self.has_depth:
-            raise ValueError(
-                "exclude comes once, and before add_depth: this filter has "
-                f"{'a depth' if self.has_depth else 'an exclusive'} term already"
-            )
+        self._refuse_term("an exclusive", self._exact_share is not None)
+        if self.has_depth:
+            raise ValueError("exclude comes before add_depth: this filter has a depth term already")
         self._exact_share = per_head("share", share, self.num_heads)
         self.learns_share = bool(learn)
         self._place_constants(self.base.device, self.base.dtype)
@@ -202,9 +198,7 @@ class GraphFilter(nn.Module):
 
         ``plug(depth=True)`` calls this.
         """
-        self._refuse_terms("a depth")
-        if self.has_depth:
-            raise ValueError("this filter has a depth term already")
+        self._refuse_term("a depth", self.has_depth)
         self.has_depth = True
         self._learn_one_more()
         return self
@@ -213,7 +207,9 @@ class GraphFilter(nn.Module):
         """r of the depth term, ``(heads,)``; None for a filter without one."""
         return self.lr_multiplier * self._learned(self.theta)[:, -1] if self.has_depth else None
 
-    def _refuse_terms(self, term: str) -> None:
+    def _refuse_term(self, term: str, has_it: bool) -> None:
+        if has_it:
+            raise ValueError(f"this filter has {term} term already")
         if not self.is_polynomial:
             raise ValueError(
                 f"{type(self).__name__} is not a polynomial of A and would ignore {term} term; use "
@@ -229,8 +225,9 @@ class GraphFilter(nn.Module):
             self.theta = nn.Parameter(torch.nn.functional.pad(old, (0, 1)))
 
     def _take_terms_of(self, other: GraphFilter) -> None:
-        """Give this filter the terms of another, as they are now, and its place in the stack."""
+        """Give this filter the terms of another, as they are now, and all that is not learned."""
         self.first_values, self.place = other.first_values, other.place
+        self.dropout_after = other.dropout_after
         share, depth = other.share(), other.depth()
         if share is not None:
             self.exclude(share.detach(), other.learns_share)
@@ -336,7 +333,6 @@ class GraphFilter(nn.Module):
             folded = Polynomial(self.num_heads, degree=self.degree).to(coefficients)
             folded.set_coefficients(coefficients)
             folded._take_terms_of(self)
-        folded.dropout_after = self.dropout_after
         return folded
 
     def config(self) -> dict[str, Any]:
@@ -345,12 +341,9 @@ class GraphFilter(nn.Module):
 
     def describe(self) -> dict[str, Any]:
         """What this filter is, as plain data."""
-        arguments = self.config()
-        description: dict[str, Any] = {
-            "kind": kind_of(type(self)),
-            "arguments": arguments,
-            "dropout_after": self.dropout_after,
-        }
+        kind, arguments = kind_of(type(self)), self.config()
+        description: dict[str, Any] = {"kind": kind, "arguments": arguments}
+        description["dropout_after"] = self.dropout_after
         if self._exact_share is not None and "share" not in arguments:
             description["exclusive"] = self._describe_share()
         if self.has_depth:
@@ -410,16 +403,17 @@ class GraphFilter(nn.Module):
         """Set θ back to its initial value; deferred initialisation calls this."""
         if self.theta is None or self.theta.device.type == "meta":
             return
-        start = self._start.to(self.theta.device, self.theta.dtype)
-        with torch.no_grad():
-            if hasattr(self.theta, "device_mesh"):
-                from torch.distributed.tensor import DTensor, distribute_tensor
+        theta: Any = self.theta
+        start = self._start.to(theta.device, theta.dtype)
+        if hasattr(theta, "device_mesh"):
+            from torch.distributed.tensor import distribute_tensor
 
-                assert isinstance(self.theta, DTensor)
-                mesh, placements = self.theta.device_mesh, self.theta.placements
-                # every process has all of them: nothing is sent
-                start = distribute_tensor(start, mesh, placements, src_data_rank=None)
-            self.theta.copy_(start)
+            # every process has all of them: nothing is sent
+            start = distribute_tensor(
+                start, theta.device_mesh, theta.placements, src_data_rank=None
+            )
+        with torch.no_grad():
+            theta.copy_(start)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Torch asks each module of a model for it before torch.jit.script compiles the model."""
@@ -458,7 +452,6 @@ class Polynomial(GraphFilter):
     """
 
     def __init__(self, num_heads: int, degree: int = 2, lr_multiplier: float = 1.0) -> None:
-        check_positive_int("num_heads", num_heads)
         check_order("degree", degree, least=0)
         # without a power of A there is no ordinary attention: it starts as the identity
         base = monomial(min(1, degree), degree)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gfsa.filters.base import GraphFilter, polynomial
-from gfsa.filters.spec import check_order, check_positive_int
+from gfsa.filters.spec import check_order
 
 
 class Twicing(GraphFilter):
@@ -44,7 +44,6 @@ class PageRank(GraphFilter):
     """
 
     def __init__(self, num_heads: int, alpha: float = 0.15, hops: int = 4) -> None:
-        check_positive_int("num_heads", num_heads)
         check_order("hops", hops, least=1)
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"alpha is a probability, expected 0 ≤ alpha ≤ 1, got {alpha!r:.80}")

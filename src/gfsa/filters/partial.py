@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gfsa.filters.base import Polynomial
-from gfsa.filters.spec import check_order, check_positive_int, check_size
+from gfsa.filters.spec import check_size
 from gfsa.operators import Operator
 from gfsa.operators.base import columns_of, own_share, runs_of, take_heads
 
@@ -33,11 +33,9 @@ class PartialPolynomial(Polynomial):
     def __init__(
         self, num_heads: int, degree: int, high: Sequence[int], lr_multiplier: float = 1.0
     ) -> None:
-        check_positive_int("num_heads", num_heads)
-        check_order("degree", degree, least=0)
+        super().__init__(num_heads, degree, lr_multiplier)
         # the basis of a pruned filter differs from head to head
         check_size(num_heads, degree + 1, degree + 1)
-        super().__init__(num_heads, degree, lr_multiplier)
         self.high = list(high)
         if not all(type(head) is int for head in self.high):
             raise TypeError(f"high must be a list of heads, numbers from 0, got {high!r:.80}")
@@ -60,19 +58,16 @@ class PartialPolynomial(Polynomial):
             return super().forward(operator, v)
         if not operator.values_are_mixed:
             v = self.mix_values(v)
-        columns = columns_of(self.coefficients())
+        identity, first, *columns = columns_of(self.coefficients())
         tokens, mixed = operator.powers(v, 1)
         _, *higher = some.further(take_heads(mixed, self.high), self.degree - 1)
         # summed in the coefficients' precision and rounded once, as in operators.base.combine
-        share, identity = self.share(), columns[0]
+        share = self.share()
         if share is not None:
             identity = identity - own_share(share, mixed, tokens)
-        y = identity * tokens + columns[1] * mixed
-        extra = sum(
-            take_heads(column, self.high) * power
-            for column, power in zip(columns[2:], higher, strict=True)
-        )
-        assert isinstance(extra, Tensor)
+        y = identity * tokens + first * mixed
+        terms = (take_heads(c, self.high) * u for c, u in zip(columns, higher, strict=True))
+        extra: Any = sum(terms)
         done = 0
         for start, length in runs_of(self.high):
             y.narrow(-3, start, length).add_(extra.narrow(-3, done, length))

@@ -42,10 +42,8 @@ _ROUNDING = 0.05
 
 def kind_of(cls: type) -> str:
     """The name of a filter class in files; a user's class never has the name of one of ours."""
-    listed = KINDS.get(cls.__name__, cls)
-    if (listed.__module__, listed.__qualname__) == (cls.__module__, cls.__qualname__):
-        return cls.__name__
-    return f"{cls.__module__}.{cls.__qualname__}"
+    ours = cls.__module__.startswith("gfsa.filters.")
+    return cls.__name__ if ours else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def kind_named(name: str) -> type[GraphFilter]:
@@ -65,9 +63,9 @@ def is_same_filter(saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
 
 def shown(description: Mapping[str, Any]) -> str:
     """What :func:`is_same_filter` compares, for an error."""
-    kind, arguments, *terms = (description.get(key) for key in _COMPARED)
-    named = zip(_COMPARED[2:], terms, strict=True)
-    return f"{kind!s:.80} {arguments!r:.200}" + "".join(f", {n} {t!r:.80}" for n, t in named if t)
+    kind, arguments, *terms = ((key, description.get(key)) for key in _COMPARED)
+    named = "".join(f", {term} {value!r:.80}" for term, value in terms if value)
+    return f"{kind[1]!s:.80} {arguments[1]!r:.200}{named}"
 
 
 def write_description(description: Mapping[str, Any]) -> Tensor:
@@ -141,9 +139,8 @@ def build(
         # files of older versions may not contain it
         built.dropout_after = check_dropout_place(entry.get("dropout_after", "attention"))
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"{source}: the filter of {name} cannot be built: {error!s:.300}") from (
-            error
-        )
+        message = f"{source}: the filter of {name} cannot be built: {error!s:.300}"
+        raise ValueError(message) from error
     if built.degree > max_degree:
         raise ValueError(
             f"{source}: the filter of {name} has degree {built.degree}, which needs as many "
@@ -194,12 +191,9 @@ def check_number(
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     largest = sys.float_info.max
     if not is_number or not -largest <= value <= largest or value < least or value <= above:
-        wanted = "a finite number"
-        if least > -math.inf:
-            wanted += f" of at least {least:g}"
-        if above > -math.inf:
-            wanted += f" above {above:g}"
-        raise ValueError(f"{name} must be {wanted}, got {value!r:.40}")
+        bound = f" of at least {least:g}" if least > -math.inf else ""
+        bound += f" above {above:g}" if above > -math.inf else ""
+        raise ValueError(f"{name} must be a finite number{bound}, got {value!r:.40}")
     return float(value)
 
 
@@ -211,9 +205,8 @@ def check_shapes(num_heads: int, base: Any, basis: Any, theta: Any) -> None:
                 f"the {name} of a filter must be a tensor, got {type(given).__name__}; "
                 "torch.tensor(...) makes one of a list"
             )
-    powers = base.shape[-1] if base.dim() else 0
-    rows = len(base) if base.dim() == 2 else 1
-    if base.dim() not in (1, 2) or not powers or rows not in (1, num_heads):
+    *rows, powers = base.shape or (0,)
+    if tuple(rows) not in ((), (1,), (num_heads,)) or not powers:
         raise ValueError(
             "the base of a filter must be (degree+1,) or (heads, degree+1), lowest power first, "
             f"with {num_heads} heads here; got {tuple(base.shape)}"

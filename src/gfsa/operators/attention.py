@@ -126,40 +126,37 @@ class AttentionOperator(Operator):
 
     def which(self, coeffs: Tensor, v: Tensor, exclusive: bool = False) -> routes.Decision:
         """What :meth:`polynomial` runs for these arguments, and why; computes nothing."""
-        check_kinds(v=v)
+        check_kinds(v=v, coeffs=coeffs)
         (v,) = autocast(v)
-        return self._check_and_decide(coeffs, v, exclusive)
+        return self._decision(coeffs, v, exclusive)
 
     def _decision(self, coeffs: Tensor, v: Tensor, exclusive: bool) -> routes.Decision:
         """The decision for such coefficients, all arguments checked."""
-        call = self.call
-        if not host_time_counts(call.q, call.k, v):
-            return self._check_and_decide(coeffs, v, exclusive)
-        # checking the same arguments again would take longer than a short kernel
-        signature = (*self._signature(coeffs, v), exclusive)
-        decision = _DECISIONS.get(signature)
-        if decision is None:
-            decision = self._check_and_decide(coeffs, v, exclusive)
+        call, signature = self.call, None
+        if host_time_counts(call.q, call.k, v):
+            # checking the same arguments again would take longer than a short kernel
+            signature = self._signature(coeffs, v, exclusive)
+            decision = _DECISIONS.get(signature)
+            if decision is not None:
+                return decision
+        check_call(call, v)
+        degree = check_coefficients(coeffs, call.q).shape[-1] - 1
+        situation = routes.situation_of(call, v, degree, exclusive)
+        decision = routes.decide(situation, self.backend)
+        if signature is not None:
             _DECISIONS.remember(signature, decision)
         return decision
 
-    def _check_and_decide(self, coeffs: Tensor, v: Tensor, exclusive: bool) -> routes.Decision:
-        check_call(self.call, v)
-        degree = check_coefficients(coeffs, self.call.q).shape[-1] - 1
-        situation = routes.situation_of(self.call, v, degree, exclusive)
-        return routes.decide(situation, self.backend)
-
-    def _signature(self, coeffs: Tensor, v: Tensor) -> tuple[object, ...]:
+    def _signature(self, coeffs: Tensor, v: Tensor, exclusive: bool) -> tuple[object, ...]:
         """All that the checks and the decision depend on."""
         q, k, mask, *options, visible = self.call
         return (
-            *(type(q), q.shape, q.dtype, q.device),
-            *(k.shape, k.dtype, k.device, v.shape, v.dtype, v.device),
-            *(coeffs.shape, coeffs.dtype, coeffs.device),
+            *(type(q), q.shape, q.dtype, q.device, k.shape, k.dtype, k.device),
+            *(v.shape, v.dtype, v.device, coeffs.shape, coeffs.dtype, coeffs.device),
             None if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
             None if visible is None else visible.signature(),
-            *options,
-            *(self.backend, F.scaled_dot_product_attention, torch.is_grad_enabled()),
+            *(*options, self.backend, exclusive),
+            *(F.scaled_dot_product_attention, torch.is_grad_enabled()),
             self.call.dropout_p and torch.cuda.is_current_stream_capturing(),
         )
 
@@ -190,6 +187,5 @@ def host_time_counts(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if not q.is_cuda or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     # sizes of other kinds of tensors may be symbols
-    if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
-        return False
-    return not (q.is_nested or k.is_nested or v.is_nested)
+    plain = type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN
+    return plain and not (q.is_nested or k.is_nested or v.is_nested)

@@ -197,7 +197,6 @@ def _pruned(old: GraphFilter, tolerance: float) -> GraphFilter | None:
     new = new.to(old.base)
     new.set_coefficients(coefficients[:, : new.degree + 1])
     new._take_terms_of(old)
-    new.dropout_after = old.dropout_after
     new.train(old.training)
     return new.requires_grad_(old.theta is not None and old.theta.requires_grad)
 

@@ -1,4 +1,7 @@
-"""Compiled attention by blocks of queries: one operator that keeps no mask for its gradient."""
+"""Described visibility: the dense operator's map without a tensor of N×N entries, compiled or not.
+
+Compiled attention is one operator that keeps no mask for its gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,39 +12,59 @@ import pytest
 import torch
 from torch import Tensor
 
-from gfsa.operators import AttentionOperator, DenseOperator, Visibility, blocked
+from gfsa.operators import (
+    AttentionCall,
+    AttentionOperator,
+    DenseOperator,
+    SDPAOperator,
+    Visibility,
+    blocked,
+)
+from support.measuring import LargestTensor
 
-B, H, KV, D = 2, 4, 2, 4
+B, H, KV, N, D = 2, 4, 2, 23, 4
 # a mask of all sequences has more entries than four times the queries, which are kept anyway
 LONG = 4 * B * H * D + 3
+CPU = torch.device("cpu")
 
 
-def padding(length: int, batch: int = B) -> Tensor:
-    """``(B, 1, N)``: the first sequence is padded on the left."""
-    keys = torch.ones(batch, 1, length, dtype=torch.bool)
+def padding(length: int) -> Tensor:
+    """``(B, 1, N)``: the first sequence is padded on the left, the other one on the right."""
+    keys = torch.ones(B, 1, length, dtype=torch.bool)
     keys[0, :, : length // 3] = False
+    keys[1, :, 2 * length // 3 :] = False
     return keys
 
 
 def documents(length: int) -> Tensor:
-    return torch.arange(length)[None] // 7
+    places = torch.arange(length)
+    return torch.stack([places // 7, (places > 3).long() + (places > 4)])[:, None]
 
 
-CASES: dict[str, Callable[[int], Visibility]] = {
+COMPILED: dict[str, Callable[[int], Visibility]] = {
     "causal padding": lambda n: Visibility(padding(n), causal=True),
-    "documents": lambda n: Visibility(causal=True, documents=documents(n), in_order=True),
-    "padding and window": lambda n: Visibility(padding(n), causal=True, window=6),
-    "window to both sides": lambda n: Visibility(window=3),
+    "causal documents": lambda n: Visibility(causal=True, documents=documents(n), in_order=True),
+    "causal padded window": lambda n: Visibility(padding(n), causal=True, window=6),
+    "window": lambda n: Visibility(window=3),
     "all": lambda n: Visibility(padding(n), causal=True, window=5, documents=documents(n)),
+}
+CASES: dict[str, Callable[[int], Visibility]] = {
+    **COMPILED,
+    "padding": lambda n: Visibility(padding(n)),
+    "causal": lambda n: Visibility(causal=True),
+    "causal window": lambda n: Visibility(causal=True, window=4),
+    "causal window of one token": lambda n: Visibility(causal=True, window=1),
+    "documents": lambda n: Visibility(documents=documents(n)),
+    "pairs": lambda n: Visibility(pairs=torch.rand(B, 1, n, n) < 0.6),
 }
 
 
 def tokens(
-    length: int, dtype: torch.dtype = torch.float64, batch: int = B, heads: int = H, kv: int = KV
+    length: int = N, dtype: torch.dtype = torch.float64, heads: int = H, kv: int = KV
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys, values and coefficients."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(batch, h, length, D, dtype=dtype) for h in (heads, kv, kv))
+    q, k, v = (torch.randn(B, h, length, D, dtype=dtype) for h in (heads, kv, kv))
     coeffs = torch.tensor([[0.3, 0.9, -0.4]] * heads, dtype=torch.promote_types(dtype, torch.float))
     return tuple(x.requires_grad_() for x in (q, k, v, coeffs))  # type: ignore[return-value]
 
@@ -54,6 +77,106 @@ def attention(visible: Visibility, scale: float | None = None) -> Callable[..., 
         return operator.polynomial(coeffs, v)
 
     return attend
+
+
+def formula(visible: Visibility) -> Tensor:
+    """True where a query sees a key, entry by entry."""
+    allowed = torch.ones(B, 1, N, N, dtype=torch.bool)
+    for b in range(B):
+        for i in range(N):
+            for j in range(N):
+                seen = visible.keys is None or bool(visible.keys[b, 0, j])
+                seen &= not visible.causal or j <= i
+                seen &= visible.window is None or abs(i - j) < visible.window
+                own = visible.documents
+                seen &= own is None or bool(own[b, 0, i] == own[b, 0, j])
+                allowed[b, 0, i, j] = seen
+    return allowed if visible.pairs is None else visible.pairs
+
+
+@pytest.mark.parametrize("entries", [1, 200, 2**25])
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_of_any_size_give_the_dense_map(
+    name: str, entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", entries)
+    visible, given = CASES[name](N), tokens()
+    q, k, v, coeffs = given
+    dense = DenseOperator.from_qk(q, k, formula(visible))
+    expected = dense.polynomial(coeffs, v)
+    operator = AttentionOperator(q, k, enable_gqa=True, visible=visible)
+    y = operator.polynomial(coeffs, v)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(operator.dense(), dense.matrix)
+    torch.testing.assert_close(SDPAOperator(operator.call).apply(v), dense.apply(v))
+    g = torch.randn_like(y)
+    found, wanted = (torch.autograd.grad(z, given, g) for z in (y, expected))
+    torch.testing.assert_close(found, wanted)
+    some, x = operator.second_pass([0, 3]), torch.randn(B, 2, N, D, dtype=torch.float64)
+    assert some is not None
+    torch.testing.assert_close(some.apply(x), dense.matrix[:, [0, 3]] @ x)
+
+
+def test_a_key_mask_with_causality_needs_no_square_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    length = 2048
+    q, coeffs = torch.randn(1, 1, length, 8), torch.tensor([0.3, 0.9, -0.4])
+    mask = torch.ones(1, 1, 1, length, dtype=torch.bool)
+    mask[..., :100] = False
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", length * 64)
+    with LargestTensor() as largest:
+        y = AttentionOperator(q, q, mask, is_causal=True).polynomial(coeffs, q)
+    # a mask in float32, which torch makes of a bool one, and nothing above
+    assert largest.bytes <= 4 * 64 * length
+    expected = DenseOperator.from_qk(q, q, mask, is_causal=True).polynomial(coeffs, q)
+    torch.testing.assert_close(y, expected)
+
+
+def test_gradients_keep_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", 4 * N)
+    q, k, v, _ = tokens(kv=H)
+    saved: list[int] = []
+
+    def note(x: Tensor) -> Tensor:
+        saved.append(x.untyped_storage().nbytes())
+        return x
+
+    visible = CASES["causal padding"](N)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        SDPAOperator(AttentionCall(q, k, visible=visible)).apply(v)
+    assert saved
+    assert max(saved) <= q.untyped_storage().nbytes()
+
+
+def test_the_mask_of_a_short_sequence_is_written_once() -> None:
+    visible, given = CASES["causal padding"](N), tokens()
+    attention(visible)(*given)
+    mask = visible.whole(N, CPU)
+    attention(visible)(*given)
+    assert visible.whole(N, CPU) is mask
+
+
+def test_dropout_drops_the_same_entries_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", 4 * N)
+    q, k, *_ = tokens(kv=H)
+    call = AttentionCall(q, k, dropout_p=0.4, visible=CASES["causal padding"](N))
+    eye = torch.eye(N, dtype=torch.float64).expand(B, H, N, N)
+    torch.manual_seed(1)
+    _, once, twice = SDPAOperator(call).powers(eye, 2)
+    torch.testing.assert_close(twice, once @ once)
+
+
+def test_what_takes_its_place_is_refused() -> None:
+    q, k, v, coeffs = tokens(kv=H)
+    with pytest.raises(ValueError, match="visible takes the place of attn_mask"):
+        AttentionOperator(q, k, is_causal=True, visible=CASES["window"](N)).polynomial(coeffs, v)
+
+
+def test_keys_and_causality_are_a_key_mask() -> None:
+    q, k, *_ = tokens()
+    simple = AttentionCall(q, k, visible=CASES["causal padding"](N)).with_key_mask()
+    assert (simple.is_causal, simple.visible) == (True, None)
+    assert simple.attn_mask is not None
+    assert simple.attn_mask.shape == (B, 1, 1, N)
 
 
 class Recorded:
@@ -82,7 +205,7 @@ def fresh_compiler() -> None:
 
 
 @pytest.mark.parametrize("entries", [64, 2**25])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_the_compiled_map_and_its_gradients_are_the_dense_ones(
     name: str, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,10 +223,8 @@ def test_the_compiled_map_and_its_gradients_are_the_dense_ones(
     y = torch.compile(attention(visible, -0.7), fullgraph=True, backend="aot_eager")(*given)
     torch.testing.assert_close(y, expected)
     g = torch.randn_like(y)
-    for got, wanted in zip(
-        torch.autograd.grad(y, given, g), torch.autograd.grad(expected, given, g), strict=True
-    ):
-        torch.testing.assert_close(got, wanted)
+    found, wanted = (torch.autograd.grad(z, given, g) for z in (y, expected))
+    torch.testing.assert_close(found, wanted)
 
 
 def saved_bytes(y: Tensor) -> int:
@@ -124,7 +245,7 @@ def saved_bytes(y: Tensor) -> int:
 
 
 @pytest.mark.parametrize("entries", [16 * 1024, 2**25])
-@pytest.mark.parametrize("name", ["causal padding", "documents", "padding and window"])
+@pytest.mark.parametrize("name", ["causal padding", "causal documents", "causal padded window"])
 def test_a_compiled_step_keeps_no_mask(
     name: str, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,21 +345,15 @@ def test_torch_finds_the_operator_well_behaved(
     q = q.detach().mT.contiguous().mT.requires_grad_()
     x = torch.randn(B, length, KV, 6, dtype=dtype).transpose(1, 2).requires_grad_()
     description = (None, padding(length), None, True, 5, documents(length))
-    torch.library.opcheck(blocked.attend_operator, (*detached(q, k, x), *description))
+    plain = [y.detach() for y in (q, k, x)]
+    torch.library.opcheck(blocked.attend_operator, (*plain, *description))
     # modes that look at storages cannot look into the tensors of torch.func in the gradient
     traced = ("test_autograd_registration", "test_aot_dispatch_dynamic")
     torch.library.opcheck(blocked.attend_operator, (q, k, x, *description), test_utils=traced)
     g = torch.randn(B, H, length, 6, dtype=dtype)
-    for gradient, of in zip(
-        blocked.attend_operator_backward(g, *detached(q, k, x), *description),
-        (q, k, x),
-        strict=True,
-    ):
+    gradients = blocked.attend_operator_backward(g, *plain, *description)
+    for gradient, of in zip(gradients, plain, strict=True):
         # as the compiler is told
         assert gradient.shape == of.shape
         assert gradient.dtype == of.dtype
         assert gradient.is_contiguous()
-
-
-def detached(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.detach() for x in tensors)

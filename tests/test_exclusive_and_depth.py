@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -169,12 +170,18 @@ def tokens(seed: int = 2) -> Tensor:
     return torch.randn(2, 7, 32, dtype=torch.float64, generator=torch.manual_seed(seed))
 
 
-def with_depth(model: nn.Module, filter: Callable[[int], gfsa.GraphFilter] | None = None) -> None:
+def with_depth(model: Any, filter: Callable[[int], gfsa.GraphFilter] | None = None) -> Any:
+    """The model, plugged with random filters."""
     gfsa.plug(model, filter=filter or gfsa.Exclusive, depth=True)
     torch.manual_seed(3)
     for found in gfsa.filters_of(model).values():
         if found.theta is not None:
             nn.init.normal_(found.theta, std=0.3)
+    return model
+
+
+def learned_share(heads: int) -> gfsa.GraphFilter:
+    return gfsa.GFSA(heads).exclude(0.3, learn=True)
 
 
 def gradients(model: nn.Module, y: Tensor) -> list[Tensor]:
@@ -182,18 +189,16 @@ def gradients(model: nn.Module, y: Tensor) -> list[Tensor]:
 
 
 class TestDepthTerm:
-    def test_starts_as_the_model_and_is_the_formula(self) -> None:
+    def test_starts_as_the_model_and_is_the_formula(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, x = stack(2), tokens()
         expected = model(x)
         gfsa.plug(model, filter=lambda heads: gfsa.Polynomial(heads, degree=1), depth=True)
         assert torch.equal(model(x), expected)
-        second = gfsa.filters_of(model)["layers.1.self_attn"]
+        r = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)
+        gfsa.filters_of(model)["layers.1.self_attn"].theta.data[:, -1] = r  # type: ignore[union-attr]
         seen: list[Tensor] = []
         for found in gfsa.filters_of(model).values():
             found.register_forward_pre_hook(lambda _, args: seen.append(args[1].detach()))
-        assert second.theta is not None
-        with torch.no_grad():
-            second.theta[:, -1] = torch.tensor([0.5, -1.0, 0.0, 2.0])
         calls: list[Tensor] = []
         polynomial = gfsa.operators.AttentionOperator.polynomial
 
@@ -201,11 +206,9 @@ class TestDepthTerm:
             calls.append(v.detach())
             return polynomial(self, coeffs, v, *rest)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gfsa.operators.AttentionOperator, "polynomial", recorded)
-            model(x)
-        r = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)[:, None, None]
-        torch.testing.assert_close(calls[1], seen[1] + r * seen[0])
+        monkeypatch.setattr(gfsa.operators.AttentionOperator, "polynomial", recorded)
+        model(x)
+        torch.testing.assert_close(calls[1], seen[1] + r[:, None, None] * seen[0])
 
     def test_copies_are_apart_and_unplug_restores(self, tmp_path: Path) -> None:
         model, x = stack(), tokens()
@@ -214,7 +217,7 @@ class TestDepthTerm:
         expected = model(x)
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(copied(x), expected)
-            ours, theirs = (next(iter(gfsa.filters_of(m).values())) for m in (model, copied))
+            ours, theirs = (gfsa.filters_of(m)["layers.0.self_attn"] for m in (model, copied))
             assert ours.first_values is not theirs.first_values
         gfsa.save(model, tmp_path)
         state = model.state_dict()
@@ -238,10 +241,8 @@ class TestDepthTerm:
                 model.load_state_dict(other.state_dict())
 
     def test_prune_keeps_the_terms(self) -> None:
-        model, x = stack(), tokens()
-        with_depth(model, lambda heads: gfsa.GFSA(heads).exclude(0.2, learn=True))
+        model, x = with_depth(stack(), learned_share), tokens()
         for found in gfsa.filters_of(model).values():
-            assert found.theta is not None
             found.theta.data[:, 2] = 0.0
         expected = model(x)
         report = gfsa.prune(model)
@@ -249,16 +250,14 @@ class TestDepthTerm:
         torch.testing.assert_close(model(x), expected)
 
     def test_folded_filters_keep_their_place(self) -> None:
-        model, x = stack(), tokens()
-        with_depth(model, gfsa.GFSA)
+        model, x = with_depth(stack(), gfsa.GFSA), tokens()
         expected = model(x)
         for name, found in gfsa.filters_of(model).items():
             model.get_submodule(name).gfsa = found.fold()
         torch.testing.assert_close(model(x), expected)
 
     def test_checkpointing_finds_the_values_of_its_own_forward(self) -> None:
-        model = stack(kind=Checkpointed)
-        with_depth(model)
+        model = with_depth(stack(kind=Checkpointed))
         x, other = tokens(), tokens(5)
         expected = gradients(model, model(x))
         y = model(x, reentrant=False)
@@ -266,19 +265,14 @@ class TestDepthTerm:
         with torch.no_grad():
             model(other)
         later = model(other, reentrant=False)
-        for got, wanted in zip(gradients(model, y), expected, strict=True):
-            torch.testing.assert_close(got, wanted)
-        expected = gradients(model, model(other))
-        for got, wanted in zip(gradients(model, later), expected, strict=True):
-            torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(gradients(model, y), expected)
+        torch.testing.assert_close(gradients(model, later), gradients(model, model(other)))
 
     def test_checkpointing_of_rows_that_end_in_the_same_document(self) -> None:
-        model = stack(kind=Checkpointed)
-        with_depth(model)
+        model = with_depth(stack(kind=Checkpointed))
         mask = torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)) == 0
         rows = [tokens(), tokens()]
         rows[1][:, :3] = tokens(5)[:, :3]
-
         expected, got = (
             gradients(model, sum(model(x, reentrant, mask) for x in rows))
             for reentrant in (None, False)
@@ -287,8 +281,7 @@ class TestDepthTerm:
 
     @pytest.mark.parametrize("learn", ["gfsa", "linear1"])
     def test_checkpointing_below_a_frozen_first_layer(self, learn: str) -> None:
-        model = stack(kind=Checkpointed)
-        with_depth(model)
+        model = with_depth(stack(kind=Checkpointed))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(learn in name and "layers.0" not in name)
         learned = [p for p in model.parameters() if p.requires_grad]
@@ -300,16 +293,13 @@ class TestDepthTerm:
         torch.testing.assert_close(got, expected)
 
     def test_checkpointing_of_tokens_that_are_not_finite(self) -> None:
-        model = stack(kind=Checkpointed)
-        with_depth(model)
-        x = tokens()
+        model, x = with_depth(stack(kind=Checkpointed)), tokens()
         x[0, 0] = torch.nan
         expected, got = (gradients(model, model(x, reentrant)[1]) for reentrant in (None, False))
         torch.testing.assert_close(got, expected, equal_nan=True)
 
     def test_checkpointing_refuses_rows_that_it_cannot_tell_apart(self) -> None:
-        model = stack(kind=Checkpointed)
-        with_depth(model)
+        model = with_depth(stack(kind=Checkpointed))
         for layer in model.layers[1:]:
             nn.init.zeros_(layer.self_attn.in_proj_weight[64:])
         y = sum(model(x, False) for x in (tokens(), tokens(5)))
@@ -317,39 +307,27 @@ class TestDepthTerm:
             y.sum().backward()
 
     def test_reentrant_checkpointing_is_refused(self) -> None:
-        model = stack(kind=Checkpointed)
-        with_depth(model)
+        model = with_depth(stack(kind=Checkpointed))
         y = model(tokens().requires_grad_(), reentrant=True)
         with pytest.raises(ValueError, match="use_reentrant=False"):
             y.sum().backward()
 
     def test_each_thread_has_its_own_values(self) -> None:
-        model = stack()
-        with_depth(model)
+        model = with_depth(stack())
         inputs = [tokens(seed) for seed in range(4)]
         expected = [model(x) for x in inputs]
-        together = threading.Barrier(len(inputs))
-        got: dict[int, Tensor] = {}
+        together = threading.Barrier(len(inputs), timeout=60)
 
         def wait(*_: object) -> None:
-            together.wait(timeout=60)
+            together.wait()
 
         for layer in model.layers:
             layer.register_forward_pre_hook(wait)
-
-        def run(number: int) -> None:
-            got[number] = model(inputs[number])
-
-        threads = [threading.Thread(target=run, args=(n,)) for n in range(len(inputs))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert all(torch.equal(got[n], y) for n, y in enumerate(expected))
+        with ThreadPoolExecutor(len(inputs)) as pool:
+            assert all(map(torch.equal, pool.map(model, inputs), expected))
 
     def test_a_dropped_first_layer_leaves_no_values_of_an_earlier_forward(self) -> None:
-        model, x = stack(), tokens()
-        with_depth(model)
+        model, x = with_depth(stack()), tokens()
         layers = model.layers
         model.layers = layers[:-1]
         model(x)
@@ -369,8 +347,7 @@ class TestDepthTerm:
         def interrupt(*_: object) -> None:
             raise error
 
-        model, x = stack(), tokens()
-        with_depth(model)
+        model, x = with_depth(stack()), tokens()
         handle = model.layers[3].register_forward_pre_hook(interrupt)
         with pytest.raises(error):
             model(x)
@@ -396,20 +373,17 @@ class TestDepthTerm:
         torch.testing.assert_close(gradients(model, model(x)), expected)
 
     def test_compiles_block_by_block_without_a_break(self) -> None:
-        model, x = stack(), tokens()
-        with_depth(model)
+        model, x = with_depth(stack()), tokens()
         expected = gradients(model, model(x))
         other = copy.deepcopy(model)
         for layer in (*model.layers, *other.layers):
             layer.compile(fullgraph=True, backend="aot_eager")
-        for got, wanted in zip(gradients(model, model(x)), expected, strict=True):
-            torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(gradients(model, model(x)), expected)
         with torch.compiler.set_stance("fail_on_recompile"):
             assert torch.equal(other(x), model(x))
 
     def test_exports(self) -> None:
-        model, x = stack(2), tokens()
-        with_depth(model)
+        model, x = with_depth(stack(2)), tokens()
         exported = torch.export.export(model, (x,)).module()
         torch.testing.assert_close(exported(x), model(x))
 
@@ -434,8 +408,7 @@ class TestDepthTerm:
             gfsa.plug(grid, depth=True)
 
     def test_refuses_a_first_layer_that_runs_twice(self) -> None:
-        model, x = stack(), tokens()
-        with_depth(model)
+        model, x = with_depth(stack()), tokens()
         model.layers.append(model.layers[0])
         with pytest.raises(ValueError, match="run twice in this forward"):
             model(x)
@@ -484,22 +457,17 @@ class TestDecoding:
     @pytest.mark.parametrize("degree", [1, 2])
     @torch.no_grad()
     def test_cached_is_uncached(self, kind: str, degree: int) -> None:
-        model = decoder(kind)
-        with_depth(model, None if degree == 1 else lambda h: gfsa.GFSA(h).exclude(0.3, learn=True))
+        model = with_depth(decoder(kind), None if degree == 1 else learned_share)
         ids = torch.randint(1, 64, (2, 14))
         expected = model(ids, use_cache=False).logits
-        step = model(ids[:, :5], use_cache=True)
-        logits = [step.logits]
-        for token in range(5, 14):
-            cache = step.past_key_values
-            step = model(ids[:, token : token + 1], past_key_values=cache, use_cache=True)
-            logits.append(step.logits)
+        cache, logits = transformers.DynamicCache(config=model.config), []
+        for new in ids.split([5, *[1] * 9], 1):
+            logits.append(model(new, past_key_values=cache).logits)
         torch.testing.assert_close(torch.cat(logits, 1), expected)
 
     @torch.no_grad()
     def test_a_cache_can_be_copied_and_pickled(self) -> None:
-        model, ids = decoder("grouped"), torch.randint(1, 64, (2, 5))
-        with_depth(model)
+        model, ids = with_depth(decoder("grouped")), torch.randint(1, 64, (2, 5))
         cache = model(ids, use_cache=True).past_key_values
         copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
         expected, *got = (
@@ -515,29 +483,25 @@ class TestDecoding:
             model(ids[:, :1], past_key_values=cache)
 
     @pytest.mark.parametrize("options", [{"num_beams": 3}, {"cache_implementation": "static"}])
-    def test_generate(self, options: dict[str, object]) -> None:
-        model = decoder("grouped")
-        with_depth(model, lambda heads: gfsa.GFSA(heads).exclude(0.3, learn=True))
+    def test_generate(self, options: dict[str, Any]) -> None:
+        model = with_depth(decoder("grouped"), learned_share)
         ids = torch.randint(1, 64, (2, 5))
         common = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-        beams = {name: value for name, value in options.items() if name == "num_beams"}
+        common["num_beams"] = options.pop("num_beams", 1)
         got = model.generate(ids, **common, **options, disable_compile=True)
-        assert torch.equal(got, model.generate(ids, **common, **beams, use_cache=False))
+        assert torch.equal(got, model.generate(ids, **common, use_cache=False))
 
 
 def attended(model: nn.Module, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Map, mixed values and output of each layer, with ``need_weights=True``."""
     found: list[Any] = []
     handles = []
+    maps = {"need_weights": True, "average_attn_weights": False}
     for layer in model.layers:
         seen: list[Tensor] = []
         handles += [
             layer.self_attn.register_forward_pre_hook(
-                lambda _, args, kwargs: (
-                    args,
-                    kwargs | {"need_weights": True, "average_attn_weights": False},
-                ),
-                with_kwargs=True,
+                lambda _, args, kwargs: (args, kwargs | maps), with_kwargs=True
             ),
             layer.self_attn.register_forward_hook(
                 lambda _, args, y, seen=seen: found.append((y[1], *seen))
@@ -559,8 +523,7 @@ def lens_of(model: nn.Module, x: Tensor) -> list[Any]:
 
 class TestEverywhere:
     def test_returned_maps_are_what_the_output_was_computed_with(self) -> None:
-        model = stack()
-        with_depth(model)
+        model = with_depth(stack())
         for weights, mixed, y in attended(model, tokens()):
             torch.testing.assert_close(weights @ mixed, y)
 
@@ -580,8 +543,7 @@ class TestEverywhere:
             gfsa.plug(model, layers=[1])
 
     def test_lens_measures_the_map_with_its_terms(self) -> None:
-        model, x = stack(), tokens()
-        with_depth(model)
+        model, x = with_depth(stack()), tokens()
         (_, mixed, y), *_ = attended(model, x)
         readings = lens_of(model, x)
         own = readings[0].own
@@ -613,8 +575,7 @@ class TestEverywhere:
         torch.testing.assert_close(compiled(x, use_cache=False).logits, expected)
 
     def test_packed_rows_stay_apart(self) -> None:
-        model = decoder("grouped")
-        with_depth(model)
+        model = with_depth(decoder("grouped"))
         first, second = torch.randint(1, 64, (1, 6)), torch.randint(1, 64, (1, 4))
         places = torch.cat((torch.arange(6), torch.arange(4)))[None]
         packed = model(torch.cat((first, second), 1), position_ids=places, use_cache=False).logits

@@ -28,11 +28,8 @@ def linear_cases(draw):
     torch.manual_seed(draw(st.integers(0, 2**16)))
     batch = draw(st.sampled_from([(), (1,), (2,), (0,), (2, 2)]))
     heads, length = draw(st.integers(1, 3)), draw(st.integers(0, 9))
-    dim, value_dim, degree = (
-        draw(st.integers(1, 6)),
-        draw(st.integers(1, 6)),
-        draw(st.integers(0, 5)),
-    )
+    dim, value_dim = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    degree = draw(st.integers(0, 5))
     layout = draw(st.sampled_from(["contiguous", "projected", "sliced"]))
     q, k = (tokens(*batch, heads, length, dim, layout=layout) for _ in range(2))
     v = tokens(*batch, heads, length, value_dim, layout=layout)
@@ -117,8 +114,10 @@ def test_under_autocast_the_output_is_autocasts_and_the_sums_are_not() -> None:
     assert torch.equal(y, linear_graph_filter_attention(*cast, coeffs))
 
 
-def test_refuses_a_mask_it_would_misread() -> None:
+def test_refuses_a_mask_it_would_misread_and_cross_attention() -> None:
     q, coeffs = torch.randn(2, 3, 5, 4), torch.ones(3)
+    with pytest.raises(ValueError, match="cross-attention has no powers"):
+        linear_graph_filter_attention(q, q[..., :4, :], q[..., :4, :], coeffs)
     with pytest.raises(ValueError, match=r"bool.*\(2, 5\), True for padding, got torch\.int64"):
         linear_graph_filter_attention(q, q, q, coeffs, torch.zeros(2, 5, dtype=torch.long))
     with pytest.raises(ValueError, match=r"shape \(2, 5\).*got torch\.bool of shape \(5,\)"):
@@ -128,36 +127,19 @@ def test_refuses_a_mask_it_would_misread() -> None:
         linear_graph_filter_attention(flat, flat, flat, coeffs, torch.zeros(5, dtype=torch.bool))
 
 
-def test_refuses_cross_attention() -> None:
-    q, k = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 7, 4)
-    with pytest.raises(ValueError, match="cross-attention has no powers"):
-        linear_graph_filter_attention(q, k, k, torch.ones(3))
-
-
 def test_transforms_of_functions() -> None:
-    q, k, v, coeffs = tokens(4, 2, 6, 3), tokens(2, 6, 3), tokens(2, 6, 3), torch.randn(2, 3)
-
-    def loss(q, coeffs):
-        return linear_graph_filter_attention(q, k, v, coeffs).square().sum()
-
-    found = torch.func.vmap(torch.func.grad(loss, (0, 1)), (0, None))(q, coeffs.double())
-    for place, one in enumerate(q):
-        leaves = one.clone().requires_grad_(), coeffs.double().requires_grad_()
-        expected = torch.autograd.grad(loss(*leaves), leaves)
-        torch.testing.assert_close((found[0][place], found[1][place]), expected)
-
-
-def test_forward_mode_and_gradients_of_many_results() -> None:
+    """vmap, forward mode, and gradients of many results at once."""
     q, k, v = (tokens(2, 2, 5, 3) for _ in range(3))
     coeffs = torch.randn(2, 3, dtype=torch.float64)
 
     def attend(q, coeffs):
         return linear_graph_filter_attention(q, k, v, coeffs).sum(-1)
 
-    by_rows = torch.autograd.functional.jacobian(attend, (q, coeffs))
-    at_once = torch.autograd.functional.jacobian(attend, (q, coeffs), vectorize=True)
-    forward = torch.autograd.functional.jacobian(
-        attend, (q, coeffs), vectorize=True, strategy="forward-mode"
-    )
-    torch.testing.assert_close(at_once, by_rows)
-    torch.testing.assert_close(forward, by_rows)
+    expected = torch.autograd.functional.jacobian(attend, (q, coeffs))
+    for strategy in ("reverse-mode", "forward-mode"):
+        found = torch.autograd.functional.jacobian(
+            attend, (q, coeffs), vectorize=True, strategy=strategy
+        )
+        torch.testing.assert_close(found, expected)
+    by_sample = torch.func.vmap(linear_graph_filter_attention, (0, 0, 0, None))(q, k, v, coeffs)
+    torch.testing.assert_close(by_sample.sum(-1), attend(q, coeffs))

@@ -18,22 +18,13 @@ from gfsa import cli, info
 runner = CliRunner()
 
 
-def test_help_names_every_command():
-    shown = runner.invoke(cli.build(), ["--help"])
-    assert shown.exit_code == 0
-    for name in cli.COMMANDS:
-        assert name in shown.output
-
-
 @pytest.mark.parametrize("command", ["", "diagnose", "demo", "train", "results"])
-def test_flags_do_not_look_as_if_they_took_a_value(command):
+def test_help_names_commands_and_flags_without_a_value(command):
     shown = runner.invoke(cli.build(), [*command.split(), "--help"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0
     assert "--help" in shown.output
     assert "bool" not in shown.output.lower()
-
-
-def test_version():
-    assert runner.invoke(cli.build(), ["--version"]).output.strip() == gfsa.__version__
+    assert command or all(name in shown.output for name in cli.COMMANDS)
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
@@ -69,27 +60,25 @@ main()
 """
 
 
-def run_script(*arguments: str, **environment: str) -> str:
-    ran = subprocess.run(
-        [sys.executable, "-c", AS_A_SCRIPT, *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return ran.stdout
+def run(program: str, *arguments: str, **environment: str) -> str:
+    command, given = [sys.executable, "-c", program, *arguments], {**os.environ, **environment}
+    return subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])
 def test_help_and_version_import_neither_torch_nor_a_framework(flag):
-    assert run_script(flag).splitlines()[-1] == "[]"
+    *shown, imported = run(AS_A_SCRIPT, flag).splitlines()
+    assert imported == "[]"
+    assert flag == "--help" or shown == [gfsa.__version__]
 
 
-def test_a_shell_completes_commands_and_their_options():
-    asked = {"_GFSA_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
-    assert run_script(**asked, COMP_WORDS="gfsa inf").split()[0] == "info"
-    asked = {"_GFSA_COMPLETE": "complete_bash", "COMP_CWORD": "2"}
-    assert run_script(**asked, COMP_WORDS="gfsa diagnose --unt").split()[0] == "--untrained"
+@pytest.mark.parametrize(
+    ("word", "typed", "completed"),
+    [("1", "gfsa inf", "info"), ("2", "gfsa diagnose --unt", "--untrained")],
+)
+def test_a_shell_completes_commands_and_their_options(word, typed, completed):
+    asked = {"_GFSA_COMPLETE": "complete_bash", "COMP_CWORD": word, "COMP_WORDS": typed}
+    assert run(AS_A_SCRIPT, **asked).split()[0] == completed
 
 
 @pytest.mark.parametrize(("name", "distribution"), sorted(cli.ELSEWHERE.items()))
@@ -131,13 +120,6 @@ import gfsa_experiments.models
 assert models is gfsa_experiments.models
 assert not hasattr(gfsa, "no_such_name")
 """
-
-
-def run(program: str) -> str:
-    finished = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    return finished.stdout.strip()
 
 
 def test_pulls_in_torch_and_the_standard_library_only() -> None:
@@ -184,13 +166,10 @@ def test_prints_versions_devices_and_kernels():
     assert all(text in shown.output for text in (*versions, "cpu", "not fused"))
 
 
-def test_absent_packages_are_said_to_be_absent(monkeypatch):
+def test_absent_packages_and_kernels_that_cannot_run_are_named(monkeypatch):
     monkeypatch.setattr(info, "PACKAGES", ("no-such-package",))
     assert info.versions()["no-such-package"] is None
     assert "absent" in runner.invoke(cli.build(), ["info"]).output
-
-
-def test_kernels_that_cannot_run_say_why():
     found = {call: answer for call, answer in info.decisions().items() if call.startswith("cpu")}
     assert {answer.backend for answer in found.values()} == {"sdpa"}
     assert all("need an NVIDIA GPU" in str(answer) for answer in found.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -34,11 +35,10 @@ def test_constant_tokens_are_scaled_by_the_sum_of_the_coefficients(
     """The rows of A sum to one, so the rows of H sum to Σ c_k."""
     q, k, v, coeffs = draw_inputs(seed, degree)
     constant = v[..., :1, :].expand_as(v)
+    expected = coeffs.sum(-1)[:, None, None] * constant
     y = graph_filter_attention(q, k, constant, coeffs, is_causal=is_causal, backend=backend)
-    assert relative_error(y, coeffs.sum(-1)[:, None, None] * constant) <= 1e-12
-    if not is_causal:
-        y = linear_graph_filter_attention(q, k, constant, coeffs)
-        assert relative_error(y, coeffs.sum(-1)[:, None, None] * constant) <= 1e-12
+    assert relative_error(y, expected) <= 1e-12
+    assert relative_error(linear_graph_filter_attention(q, k, constant, coeffs), expected) <= 1e-12
 
 
 @given(seeds, degrees, backends, st.integers(1, 6))
@@ -55,14 +55,12 @@ def test_the_future_never_leaks(seed: int, degree: int, backend: str, now: int) 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_gradient_comes_from_the_future(backend: str) -> None:
-    q, k, v, coeffs = draw_inputs(0, 3)
-    for x in (q, k, v):
-        x.requires_grad_()
+    *inputs, coeffs = draw_inputs(0, 3)
+    q, k, v = (x.requires_grad_() for x in inputs)
     y = graph_filter_attention(q, k, v, coeffs, is_causal=True, backend=backend)
-    y[..., :3, :].square().sum().backward()
-    for x in (q, k, v):
-        assert x.grad[..., :3, :].any()
-        assert not x.grad[..., 3:, :].any()
+    for gradient in torch.autograd.grad(y[..., :3, :].square().sum(), (q, k, v)):
+        assert gradient[..., :3, :].any()
+        assert not gradient[..., 3:, :].any()
 
 
 @given(seeds, degrees, backends)
@@ -72,12 +70,9 @@ def test_tokens_in_another_order_give_the_same_in_that_order(
     q, k, v, coeffs = draw_inputs(seed, degree)
     order = torch.randperm(7)
     shuffled = [x[..., order, :] for x in (q, k, v)]
-    y = graph_filter_attention(q, k, v, coeffs, backend=backend)
-    moved = graph_filter_attention(*shuffled, coeffs, backend=backend)
-    assert relative_error(moved, y[..., order, :]) <= 1e-12
-    y = linear_graph_filter_attention(q, k, v, coeffs)
-    moved = linear_graph_filter_attention(*shuffled, coeffs)
-    assert relative_error(moved, y[..., order, :]) <= 1e-12
+    for attend in (partial(graph_filter_attention, backend=backend), linear_graph_filter_attention):
+        y, moved = attend(q, k, v, coeffs), attend(*shuffled, coeffs)
+        assert relative_error(moved, y[..., order, :]) <= 1e-12
 
 
 @given(seeds, degrees, backends, st.integers(0, 4), st.sampled_from(["left", "right"]))
@@ -86,12 +81,9 @@ def test_padding_changes_nothing(
 ) -> None:
     q, k, v, coeffs = draw_inputs(seed, degree)
     y = graph_filter_attention(q, k, v, coeffs, backend=backend)
-    real = torch.ones(7, dtype=torch.bool)
-    noise = 10 * torch.randn(3, 2, 3, pads, 4, dtype=torch.float64)
-    hidden = torch.zeros(pads, dtype=torch.bool)
-    order = (lambda a, b: [b, a]) if side == "left" else (lambda a, b: [a, b])
-    padded = [torch.cat(order(x, junk), -2) for x, junk in zip((q, k, v), noise, strict=True)]
-    keep = torch.cat(order(real, hidden))
+    before, after = (pads, 0) if side == "left" else (0, pads)
+    keep = F.pad(torch.ones(7, dtype=torch.bool), (before, after))
+    padded = [F.pad(x, (0, 0, before, after), value=10 * torch.randn(()).item()) for x in (q, k, v)]
     z = graph_filter_attention(*padded, coeffs, keep[None, None, None, :], backend=backend)
     assert relative_error(z[..., keep, :], y) <= 1e-12
 
@@ -166,9 +158,7 @@ def test_give_the_identitys_term_alone(backend: str, options: dict, dtype: torch
     torch.testing.assert_close(y[empty], identity_term[empty])
     y.backward(torch.randn_like(y))
     assert y.isfinite().all()
-    for x in (q, k, v, coeffs):
-        assert x.grad is not None
-        assert x.grad.isfinite().all()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v, coeffs))
     # what such a row asks for moves nothing
     assert not q.grad[empty].any()
 
@@ -258,16 +248,11 @@ def test_documents_in_one_row_as_in_plain_attention(backend: str, bad: float, ro
 
 
 def test_sequences_of_a_nested_tensor_are_apart() -> None:
-    offsets, tokens = torch.tensor([0, 3, 8, 10]), torch.randn(10, 2, 4)
-    with_nan = tokens.clone()
-    with_nan[5] = math.nan
-    q, v = (
-        torch.nested.nested_tensor_from_jagged(x, offsets).transpose(1, 2)
-        for x in (tokens, with_nan)
-    )
+    offsets, tokens = torch.tensor([0, 3, 8, 10]), torch.randn(2, 10, 2, 4)
+    tokens[1, 5] = math.nan
+    q, v = (torch.nested.nested_tensor_from_jagged(x, offsets).transpose(1, 2) for x in tokens)
     y = graph_filter_attention(q, q, v, torch.tensor([0.5, 0.3, 0.2]))
-    found = [bool(spoilt(part).any()) for part in y.unbind()]
-    assert found == [False, True, False]
+    assert [bool(spoilt(part).any()) for part in y.unbind()] == [False, True, False]
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -95,9 +96,7 @@ def test_padding_of_efficient_attention(qk: tuple[Tensor, Tensor]) -> None:
     visible = LinearOperator(*qk, padding).visibility()
     assert torch.equal(visible.visible_keys(), ~padding)
     assert LinearOperator(*qk).visibility() == Visibility()
-
-
-def test_a_matrix_and_a_function_tell_nothing() -> None:
+    # a matrix and a function tell nothing
     assert DenseOperator(torch.eye(3)).visibility() is None
     assert FunctionOperator(lambda x: x).visibility() is None
 
@@ -138,10 +137,7 @@ def test_spans_of_documents_out_of_order_contain_their_token(
     visible = Visibility(causal=True, window=window, documents=packed, in_order=True)
     first, last = visible.spans(12, torch.device("cpu"))[0]
     token = torch.arange(12)
-    assert (first >= 0).all()
-    assert (first <= token).all()
-    assert (token <= last).all()
-    assert (last < 12).all()
+    assert ((first >= 0) & (first <= token) & (token <= last) & (last < 12)).all()
 
 
 @pytest.mark.parametrize("what", ["spans", "whole"])
@@ -167,15 +163,13 @@ def test_nothing_of_a_captured_graph_is_kept(what: str, monkeypatch: pytest.Monk
 
 def test_spans_do_not_say_everything() -> None:
     numbers = documents([6, 6])
+    by_head = numbers.expand(1, 2, 12)
     for visible, reason in (
         (Visibility(torch.ones(1, 1, 12).bool(), causal=True, window=3), "padding"),
         (Visibility(window=3), "later tokens"),
         (Visibility(causal=True, window=0), "not even itself"),
         (Visibility(causal=True, documents=numbers), "in_order"),
-        (
-            Visibility(causal=True, documents=numbers.expand(1, 2, 12), in_order=True),
-            "from head to head",
-        ),
+        (Visibility(causal=True, documents=by_head, in_order=True), "from head to head"),
     ):
         assert reason in (refusal_of_spans(visible) or "")
 
@@ -214,8 +208,7 @@ def test_it_is_where_the_tokens_are() -> None:
     with pytest.raises(ValueError, match="q is on meta, attn_mask on cpu"):
         AttentionOperator(x, x, keys).polynomial(torch.ones(3, device="meta"), x)
     elsewhere = Visibility(causal=True, documents=visible.documents.to("meta"), in_order=True)
-    here = Visibility(causal=True, documents=visible.documents, in_order=True)
-    assert elsewhere.signature() != here.signature()
+    assert elsewhere.signature() != visible.signature()
 
 
 def test_parts_of_it_keep_their_order() -> None:
@@ -224,13 +217,14 @@ def test_parts_of_it_keep_their_order() -> None:
     assert Visibility(causal=True).signature() != Visibility(causal=True, in_order=True).signature()
 
 
-@pytest.mark.parametrize("inference", [False, True])
-def test_documents_that_change_in_place_are_read_again(inference: bool) -> None:
-    with torch.inference_mode(inference):
-        check_documents_that_change_in_place()
+@pytest.fixture(params=[False, True], ids=["", "inference mode"])
+def inference(request: pytest.FixtureRequest) -> Iterator[None]:
+    with torch.inference_mode(request.param):
+        yield
 
 
-def check_documents_that_change_in_place() -> None:
+@pytest.mark.usefixtures("inference")
+def test_documents_that_change_in_place_are_read_again() -> None:
     documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
     visible = Visibility(causal=True, documents=documents, in_order=True)
     q, k, v = torch.randn(3, 1, 2, N, D).unbind()

@@ -24,9 +24,7 @@ from gfsa.filters.spec import (
     check_finite,
     check_multiplier,
     check_order,
-    check_positive_int,
     check_shapes,
-    check_size,
     is_same_filter,
     kind_of,
     per_head,
@@ -67,7 +65,6 @@ class GraphFilter(nn.Module):
     basis: Tensor
     theta: nn.Parameter | None
     base_share: Tensor | None
-
     #: where a plugged layer's attention dropout acts: on entries of A before its powers
     #: ("attention"), or on entries of H ("filter")
     dropout_after: DropoutPlace = "attention"
@@ -95,17 +92,13 @@ class GraphFilter(nn.Module):
         lr_multiplier: float = 1.0,
     ) -> None:
         super().__init__()
-        check_positive_int("num_heads", num_heads)
+        check_shapes(num_heads, base, basis, theta)
         check_multiplier(lr_multiplier)
         self.num_heads = num_heads
         self.lr_multiplier = float(lr_multiplier)
-        check_shapes(num_heads, base, basis, theta)
-        if basis is None:
-            basis = base.new_zeros(0, base.shape[-1])
+        basis = base.new_zeros(0, base.shape[-1]) if basis is None else basis
         learned = len(basis)
-        check_size(num_heads, 1, base.shape[-1])
-        if theta is None:
-            theta = base.new_zeros(learned)
+        theta = base.new_zeros(learned) if theta is None else theta
         # exact copies that neither .half() rounds nor device="meta" empties; the buffers and the
         # parameter, on torch's default device as in any module, are made from them. None of them
         # is an inference tensor, which could not be trained afterwards
@@ -247,14 +240,10 @@ class GraphFilter(nn.Module):
         return theta.to_local() if self.heads_are_sharded else theta.full_tensor()
 
     def keep_heads(self, rank: int, processes: int, *, theta_is_cut: bool) -> slice:
-        """Compute the coefficients of one process's heads alone (tensor parallel), and return them.
+        """Cut the constants to the heads of one process (tensor parallel), and return these heads.
 
-        Heads do not interact inside attention, so a process needs the rows of its own heads, the
-        first ones at rank 0. The constants are cut here; θ is the caller's to cut, or to shard.
-
-        Args:
-            theta_is_cut: whether θ is a plain tensor of these heads' rows. The rows of a DTensor
-                are initialised from all rows, so that the initial values stay whole.
+        θ is the caller's to cut, or to shard. Where it is cut, it becomes a plain tensor of these
+        heads' rows; a DTensor's rows are initialised from all rows, which therefore stay whole.
         """
         count = self.num_heads // processes
         heads = slice(rank * count, (rank + 1) * count)
@@ -268,10 +257,9 @@ class GraphFilter(nn.Module):
         return heads
 
     def _fill_constants(self) -> None:
-        """Give the constants their values if only they are still on the meta device.
+        """Give the constants values where load_state_dict(assign=True) has left them without.
 
-        load_state_dict(assign=True), which filled the filter, has no values for them. Without a θ
-        they are on the host until a forward shows where the model is.
+        Without a θ they are on the host until a forward shows where the model is.
         """
         if not self.base.is_meta:
             return
@@ -310,10 +298,7 @@ class GraphFilter(nn.Module):
         return v
 
     def mixed(self, operator: Operator, v: Tensor) -> Tensor:
-        """The values that :meth:`forward` filters, for a caller that needs them, too.
-
-        ``operator`` is marked, so that a forward with it takes them as they are.
-        """
+        """The values that :meth:`forward` filters; it takes them as they are from ``operator``."""
         if (self.first_values is not None or self.has_depth) and not operator.values_are_mixed:
             v = self.mix_values(v)
             operator.values_are_mixed = True

@@ -25,10 +25,10 @@ class _Current(threading.local):
 
     def __init__(self) -> None:
         self.values: Tensor | None = None
-        # the modules around the stack that are running, by id. A set and not their number: torch
-        # calls no hook after a forward that Ctrl-C ended, and the next one must set it right
+        # the running modules around the stack, by id. A set and not their number: torch calls no
+        # hook after a forward that Ctrl-C ended, and the next one must set it right
         self.around: set[int] = set()
-        # whether any is; compiled layers read this alone, and are not compiled for each id
+        # whether any is running; compiled layers read this alone, and are not compiled for each id
         self.running = False
 
 
@@ -73,11 +73,9 @@ class FirstValues:
             current.values = None
 
     def add(self, v: Tensor, r: Tensor, layer: int) -> Tensor:
-        """``v + r·V⁰``, called by the layers above; ``layer`` is a number of their own.
+        """``v + r·V⁰`` for the layers above, which have a number ``layer`` each.
 
-        Args:
-            v: ``(..., H, N, D)``; under grouped queries H counts key heads.
-            r: ``(query heads,)``.
+        v is ``(..., H, N, D)``, where H counts key heads, and r ``(query heads,)``.
         """
         recomputed = _is_recomputed()
         first = self._of_graph(v, layer) if recomputed else self.current.values
@@ -104,20 +102,19 @@ class FirstValues:
 
     def _await(self, first: Tensor, mixed: Tensor, v: Tensor, layer: int) -> None:
         """Remember V⁰ until its gradient has come, or the graph is gone."""
-        node: Any = mixed.grad_fn
-        if node is not None:
+        if mixed.grad_fn is not None:
             # under checkpointing the graph saves no tensors, and would let go of V⁰
-            node.metadata["gfsa_first_values"] = first
+            mixed.grad_fn.metadata["gfsa_first_values"] = first
         key = id(first)
-        if key not in self._awaited:
-            reference = weakref.ref(first, lambda _: self._forget(key))
-            self._awaited[key] = reference, {}
-            if first.requires_grad:
-                first.register_hook(lambda _: self._forget(key))
-        self._awaited[key][1][layer] = _some_of(v)
 
-    def _forget(self, key: int) -> None:
-        self._awaited.pop(key, None)
+        def forget(_: Any) -> None:
+            self._awaited.pop(key, None)
+
+        if key not in self._awaited:
+            self._awaited[key] = weakref.ref(first, forget), {}
+            if first.requires_grad:
+                first.register_hook(forget)
+        self._awaited[key][1][layer] = _some_of(v)
 
     def _of_graph(self, v: Tensor, layer: int) -> Tensor:
         """V⁰ of the forward that is run again."""
@@ -130,18 +127,20 @@ class FirstValues:
         ]
         if not fitting:
             raise ValueError(
-                "the depth term cannot be recomputed by gradient checkpointing here: no forward "
-                "with gradients and these values waits for its backward pass. Reentrant "
-                "checkpointing would lose the gradient of the first layer's values; use "
-                "use_reentrant=False, and one backward pass for each forward"
+                f"{_NOT_RECOMPUTED}: no forward with gradients and these values waits for its "
+                "backward pass. Reentrant checkpointing would lose the gradient of the first "
+                "layer's values; use use_reentrant=False, and one backward pass for each forward"
             )
         if not all(torch.equal(first, fitting[0]) for first in fitting[1:]):
             raise ValueError(
-                "the depth term cannot be recomputed by gradient checkpointing here: several "
-                "forwards with other first values wait for their backward pass, and this layer's "
-                "values are the same in them. Call backward after each forward"
+                f"{_NOT_RECOMPUTED}: several forwards with other first values wait for their "
+                "backward pass, and this layer's values are the same in them. Call backward after "
+                "each forward"
             )
         return fitting[0]
+
+
+_NOT_RECOMPUTED = "the depth term cannot be recomputed by gradient checkpointing here"
 
 
 def _some_of(v: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gfsa.filters.base import GraphFilter, monomial
-from gfsa.filters.spec import as_number, check_multiplier, check_order, check_positive_int, per_head
+from gfsa.filters.spec import as_number, check_heads, check_multiplier, check_order, per_head
 
 Power = Literal["extrapolated", "exact"]
 NAMES = ("w0", "w1", "wK")
@@ -61,7 +61,7 @@ class GFSA(GraphFilter):
         power: Power = "extrapolated",
         lr_multiplier: float = 1.0,
     ) -> None:
-        check_positive_int("num_heads", num_heads)
+        check_heads(num_heads)
         if K is not None:
             check_order("K", K, least=2, otherwise=", or None for w0·I + w1·A alone")
         check_multiplier(lr_multiplier)
@@ -71,15 +71,12 @@ class GFSA(GraphFilter):
         values = {name: per_head(name, value, num_heads) for name, value in given.items()}
         learn = _in_order(learn)
         if K is None:
-            if bool(values["wK"].any()):
+            wrong = f"learn={learn!r}" if "wK" in learn and learn != NAMES else ""
+            wrong = f"wK={wK!r:.80}" if bool(values["wK"].any()) else wrong
+            if wrong:
                 raise ValueError(
-                    f"K=None leaves no high-order term, but wK={wK!r:.80} was given; leave it out, "
-                    "or pass an integer K of at least 2"
-                )
-            if "wK" in learn and learn != NAMES:
-                raise ValueError(
-                    f"K=None leaves no wK to learn, but learn={learn!r}; leave 'wK' out of it, or "
-                    "pass an integer K of at least 2"
+                    f"K=None leaves no high-order term and no wK to learn, but {wrong} was given; "
+                    "leave wK out of it, or pass an integer K of at least 2"
                 )
             learn = tuple(name for name in learn if name != "wK")
 

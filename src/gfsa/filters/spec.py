@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
 EXTRA = "_extra_state"
 """The key of a filter's state under which its description is."""
-
 KINDS: dict[str, type[GraphFilter]] = {}
 """The filters that can be built from their description: the classes of ``gfsa.filters``."""
-
 MOST_DEGREE = 16
 """Degree of a rebuilt filter, unless the caller allows more: every power is an attention pass."""
 
@@ -106,14 +104,9 @@ def numbers_of(filter: GraphFilter) -> dict[str, Tensor]:
 def build(
     entry: Mapping[str, Any], heads: int, name: str, source: str, max_degree: int = MOST_DEGREE
 ) -> GraphFilter:
-    """A described filter without its numbers.
+    """The filter of a description, which may have any content, without its numbers.
 
-    Args:
-        entry: the description, from a file that may have any content.
-        heads: of the layer; the description must have as many.
-        name: of the layer, for messages.
-        source: where the description is from, for messages.
-        max_degree: the highest degree that is accepted.
+    ``name`` is that of the layer, which has ``heads``; ``source`` is where the description is from.
     """
     kind, arguments = entry.get("kind"), entry.get("arguments")
     if not isinstance(kind, str) or kind not in KINDS or not isinstance(arguments, dict):
@@ -150,9 +143,9 @@ def build(
     return built
 
 
-def check_positive_int(name: str, value: Any) -> None:
+def check_heads(num_heads: Any) -> None:
     """Accept an integer from 1 to a limit that no model reaches."""
-    check_order(name, value, least=1, most=_MOST_HEADS)
+    check_order("num_heads", num_heads, least=1, most=_MOST_HEADS)
 
 
 def check_order(
@@ -198,7 +191,8 @@ def check_number(
 
 
 def check_shapes(num_heads: int, base: Any, basis: Any, theta: Any) -> None:
-    """Refuse tensors of a subclass that do not fit together."""
+    """Refuse tensors of a subclass that do not fit together, or are larger than any model needs."""
+    check_heads(num_heads)
     for name, given in {"base": base, "basis": basis, "theta": theta}.items():
         if not isinstance(given, Tensor) and (name == "base" or given is not None):
             raise TypeError(
@@ -222,6 +216,7 @@ def check_shapes(num_heads: int, base: Any, basis: Any, theta: Any) -> None:
             f"the theta of a filter must be (L,) or (heads, L), here {(learned,)} or "
             f"{(num_heads, learned)}; got {tuple(theta.shape)}"
         )
+    check_size(num_heads, 1, powers)
 
 
 def check_finite(base: Tensor, basis: Tensor, theta: Tensor) -> None:

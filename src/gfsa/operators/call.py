@@ -64,11 +64,9 @@ class AttentionCall(NamedTuple):
             return "only torch's attention knows which tokens of a nested tensor belong together"
         # context parallel replaces torch's function, so that a call with the tokens of one process
         # attends to all tokens
-        if F.scaled_dot_product_attention is not TORCH_ATTENTION:
-            return (
-                "torch's attention is replaced (context parallel), and only the replacement knows A"
-            )
-        return None
+        if F.scaled_dot_product_attention is TORCH_ATTENTION:
+            return None
+        return "torch's attention is replaced (context parallel), and only the replacement knows A"
 
     def of_heads(self, heads: Sequence[int]) -> AttentionCall:
         """The map of some query heads, keys repeated for each of them, no entry dropped."""
@@ -189,16 +187,16 @@ def check_call(call: AttentionCall, v: Tensor) -> None:
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     if not enable_gqa:
-        if not (q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
-            raise ValueError(
-                "q, k and v differ in their batch or head dimensions: "
-                f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; "
-                "expand them, or pass enable_gqa=True if k and v have fewer heads"
-            )
-        return
+        if q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
+            return
+        raise ValueError(
+            "q, k and v differ in their batch or head dimensions: "
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; "
+            "expand them, or pass enable_gqa=True if k and v have fewer heads"
+        )
     if q.dim() < 3:
         raise ValueError("enable_gqa needs inputs with a head dimension, (..., H, N, D)")
-    if not (q.shape[:-3] == k.shape[:-3] == v.shape[:-3]) or k.shape[-3] != v.shape[-3]:
+    if q.shape[:-3] != k.shape[:-3] or k.shape[:-2] != v.shape[:-2]:
         raise ValueError(
             "with enable_gqa, k and v must agree in heads and all three in batch, "
             f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
@@ -245,9 +243,7 @@ def _check_described(visible: Visibility, q: Tensor) -> None:
     _check_devices(q.device, keys=visible.keys, pairs=visible.pairs, documents=visible.documents)
     tokens = tuple(q.shape[:-1])
     for name, part in (("keys", visible.keys), ("documents", visible.documents)):
-        if part is None:
-            continue
-        shape = tuple(part.shape)
+        shape = tokens if part is None else tuple(part.shape)
         if not _broadcasts(shape, tokens) or shape[-1] != tokens[-1]:
             raise ValueError(
                 f"visible.{name} of shape {shape} does not fit the tokens' (..., H, N) = {tokens}: "
@@ -294,10 +290,9 @@ def in_full_precision(coeffs: Tensor) -> Tensor:
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """A context without autocast, for operators, which choose their precision themselves."""
-    if torch.compiler.is_compiling() or (
-        _has_autocast(device.type) and torch.is_autocast_enabled(device.type)
-    ):
-        return torch.autocast(device.type, enabled=False)
+    kind, compiling = device.type, torch.compiler.is_compiling()
+    if compiling or (_has_autocast(kind) and torch.is_autocast_enabled(kind)):
+        return torch.autocast(kind, enabled=False)
     return nullcontext()
 
 

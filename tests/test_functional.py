@@ -37,12 +37,8 @@ OPTIONS = {
     "head groups, causal": {"enable_gqa": True, "is_causal": True},
     "scale": {"scale": 0.7},
 }
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+DTYPES |= {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def draw(dtype: torch.dtype, enable_gqa: bool = False, **_: object) -> list[Tensor]:
@@ -78,12 +74,8 @@ class TestIdentityAtInit:
         inputs, cotangent = draw(dtype), tokens(2, 4, LENGTH, 8, dtype=dtype)
         plain = F.scaled_dot_product_attention(*inputs)
         filtered = graph_filter_attention(*inputs, filter.coefficients())
-        for ours, theirs in zip(
-            torch.autograd.grad(filtered, inputs, cotangent),
-            torch.autograd.grad(plain, inputs, cotangent),
-            strict=True,
-        ):
-            assert torch.equal(ours, theirs)
+        ours, theirs = (torch.autograd.grad(y, inputs, cotangent) for y in (filtered, plain))
+        assert all(map(torch.equal, ours, theirs))
 
     @pytest.mark.parametrize("filter", AT_INIT.values(), ids=AT_INIT)
     @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -114,16 +106,15 @@ class TestIdentityAtInit:
         assert torch.equal(y, expected)
 
 
-class TestAttentionOperator:
-    @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
-    def test_powers_and_matrix(self, backend: str) -> None:
-        q, k, v = draw(torch.float64)
-        operator = AttentionOperator(q, k, is_causal=True, backend=backend)
-        matrix = operator.dense()
-        assert relative_error(matrix.sum(-1), torch.ones(2, 4, LENGTH)) <= 1e-12
-        assert not matrix.triu(1).any()
-        for exponent, power in enumerate(operator.powers(v, 3)):
-            assert relative_error(power, torch.linalg.matrix_power(matrix, exponent) @ v) <= 1e-12
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+def test_powers_and_matrix(backend: str) -> None:
+    q, k, v = draw(torch.float64)
+    operator = AttentionOperator(q, k, is_causal=True, backend=backend)
+    matrix = operator.dense()
+    assert relative_error(matrix.sum(-1), torch.ones(2, 4, LENGTH)) <= 1e-12
+    assert not matrix.triu(1).any()
+    for exponent, power in enumerate(operator.powers(v, 3)):
+        assert relative_error(power, torch.linalg.matrix_power(matrix, exponent) @ v) <= 1e-12
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -145,11 +136,9 @@ def test_a_float32_mask_serves_every_dtype(given: torch.dtype) -> None:
     results = {}
     for backend in BACKENDS:
         y = graph_filter_attention(q, k, v, torch.tensor([0.0, 0.5, 0.5]), bias, backend=backend)
-        (gradient,) = torch.autograd.grad(y.float().square().sum(), bias)
-        results[backend] = y, gradient
+        results[backend] = y, *torch.autograd.grad(y.float().square().sum(), bias)
     room = 1e-6 if given == torch.float64 else 0.05
-    assert relative_error(results["sdpa"][0], results["dense"][0]) <= room
-    assert relative_error(results["sdpa"][1], results["dense"][1]) <= room
+    assert all(e <= room for e in map(relative_error, results["sdpa"], results["dense"]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -173,8 +162,7 @@ class TestNoHostSync:
             operator = AttentionOperator(q, k, **options, backend=backend)
             filter(operator, v).sum().backward()
         assert filter.theta.grad is not None
-        assert dispatched.count("_local_scalar_dense") == 0
-        assert dispatched.count("is_nonzero") == 0
+        assert dispatched.count("_local_scalar_dense") == dispatched.count("is_nonzero") == 0
 
     def test_linear_attention(self) -> None:
         q, k, v = draw(torch.float32)
@@ -187,27 +175,22 @@ class TestNoHostSync:
         assert dispatched.count("_local_scalar_dense") == 0
 
 
-class TestCompile:
-    @pytest.mark.parametrize("name", ["causal", "bool mask with empty rows", "head groups"])
-    def test_one_graph(self, name: str) -> None:
-        options = OPTIONS[name]
-        torch._dynamo.reset()
-        filter = gfsa.GFSA(4, w0=0.1, wK=-0.2)
-        q, k, v = draw(torch.float64, **options)
+@pytest.mark.parametrize("name", ["causal", "bool mask with empty rows", "head groups"])
+def test_compiles_into_one_graph(name: str) -> None:
+    options = OPTIONS[name]
+    torch._dynamo.reset()
+    filter = gfsa.GFSA(4, w0=0.1, wK=-0.2)
+    q, k, v = draw(torch.float64, **options)
 
-        def attend(q, k, v):
-            return graph_filter_attention(q, k, v, filter.coefficients(), **options)
+    def attend(q, k, v):
+        return graph_filter_attention(q, k, v, filter.coefficients(), **options)
 
-        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-        y, expected = compiled(q, k, v), attend(q, k, v)
-        assert relative_error(y, expected) <= 1e-12
-        inputs = (q, k, v, filter.theta)
-        for ours, theirs in zip(
-            torch.autograd.grad(y.sum(), inputs),
-            torch.autograd.grad(expected.sum(), inputs),
-            strict=True,
-        ):
-            assert relative_error(ours, theirs) <= 1e-6
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    y, expected = compiled(q, k, v), attend(q, k, v)
+    assert relative_error(y, expected) <= 1e-12
+    inputs = (q, k, v, filter.theta)
+    ours, theirs = (torch.autograd.grad(z.sum(), inputs) for z in (y, expected))
+    assert all(e <= 1e-6 for e in map(relative_error, ours, theirs))
 
 
 def zeros(*shape: int) -> Tensor:

@@ -32,9 +32,10 @@ FILTERS = {
 
 
 def draw(dtype: torch.dtype, sharpness: float) -> tuple[list[Tensor], Tensor]:
-    shape = (2, 4, 128, 32)
-    inputs = [(torch.randn(shape) * size).to(dtype) for size in (sharpness, sharpness, 1.0)]
-    return inputs, torch.randn(shape).to(dtype)
+    """Queries, keys and values, and the gradient of the output."""
+    sizes = (sharpness, sharpness, 1.0, 1.0)
+    *inputs, cotangent = ((torch.randn(2, 4, 128, 32) * size).to(dtype) for size in sizes)
+    return inputs, cotangent
 
 
 def run(attend, inputs: list[Tensor], cotangent: Tensor, dtype: torch.dtype) -> list[Tensor]:

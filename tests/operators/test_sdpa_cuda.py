@@ -1,4 +1,4 @@
-"""Torch's CUDA kernels under the filter: same bits at init, one mask, empty rows, no waiting."""
+"""Torch's CUDA kernels under the filter: same bits at init, one mask, blocks, no waiting."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gfsa import GFSA, graph_filter_attention
 from gfsa.functional import which_backend
+from gfsa.operators import AttentionOperator, DenseOperator, Visibility, blocked
 from support.attention import relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -161,3 +162,48 @@ def test_filter_is_built_where_torch_builds() -> None:
     assert {x.device.type for x in (*filter.parameters(), *filter.buffers())} == {"cuda"}
     expected = GFSA(4, w0=0.1, wK=[0.1, 0.2, 0.3, 0.4]).coefficients()
     assert torch.equal(filter.coefficients().cpu(), expected)
+
+
+LONG = 1024
+
+
+def described(name: str) -> Visibility:
+    keys = torch.ones(2, 1, LONG, dtype=torch.bool, device="cuda")
+    keys[0, :, : LONG // 3] = False
+    if name == "documents":
+        documents = torch.arange(LONG, device="cuda")[None] // 300
+        return Visibility(causal=True, documents=documents, in_order=True)
+    return Visibility(keys, causal=True, window=200 if name == "padding and window" else None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 3e-2)],
+)
+@pytest.mark.parametrize("entries", [2**16, 2**25])
+@pytest.mark.parametrize("name", ["causal padding", "documents", "padding and window"])
+def test_a_compiled_step_in_blocks_is_the_dense_one(
+    name: str, entries: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocked, "MOST_ENTRIES", entries)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    visible = described(name)
+    q, k, v = (torch.randn(2, heads, LONG, D, device="cuda", dtype=dtype) for heads in (4, 2, 2))
+    coeffs = torch.tensor([[0.3, 0.9, -0.4]] * 4, device="cuda", dtype=torch.float64)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
+        operator = AttentionOperator(q, k, enable_gqa=True, visible=visible, backend="sdpa")
+        return operator.polynomial(coeffs, v)
+
+    inputs = [q, k, v, coeffs.to(torch.promote_types(dtype, torch.float32))]
+    inputs = [x.requires_grad_() for x in inputs]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    dense = DenseOperator.from_qk(*exact[:2], visible.rows(0, LONG, LONG, q.device))
+    expected = dense.polynomial(exact[3], exact[2])
+    y = torch.compile(attend, fullgraph=True)(*inputs)
+    assert relative_error(y, expected) < tolerance
+    g = torch.randn_like(y)
+    found = torch.autograd.grad(y, inputs, g)
+    wanted = torch.autograd.grad(expected, exact, g.double())
+    assert all(error < tolerance for error in map(relative_error, found, wanted))

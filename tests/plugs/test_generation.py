@@ -426,7 +426,7 @@ def test_a_cache_keeps_powers_of_the_same_heads_in_short_and_long_calls(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU a short prompt by itself would be processed in all heads."""
-    monkeypatch.setattr(attention, "worth_taking_apart", lambda *_: False)
+    monkeypatch.setattr(attention.AttentionOperator, "second_pass", lambda *_: None)
     model = plugged_in_heads(unplugged(plugged("llama")), [0, 2])
     agree(
         generate(model, prompt("left"), cache_implementation=kind),

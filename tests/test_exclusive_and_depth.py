@@ -124,7 +124,6 @@ class TestExclusiveFilter:
             nn.init.normal_(filter.theta, std=0.3)
         operator = gfsa.operators.AttentionOperator(q, k)
         coeffs, share = filter.coefficients(), filter.share()
-        assert share is not None
         coeffs = nn.functional.pad(coeffs, (0, 3 - coeffs.shape[1]))
         expected = by_hand(q, k, v, coeffs, share)
         torch.testing.assert_close(filter(operator, v), expected)
@@ -527,7 +526,6 @@ class TestEverywhere:
         model, x = stack(), tokens()
         gfsa.plug(model, filter=gfsa.Exclusive, layers=[2, 4], depth=True)
         last = gfsa.filters_of(model)["layers.3.self_attn"]
-        assert last.theta is not None
         nn.init.constant_(last.theta, 0.5)
         expected = model(x)
         # the lens plugs the other layers for a while
@@ -543,14 +541,12 @@ class TestEverywhere:
         (_, mixed, y), *_ = attended(model, x)
         readings = lens_of(model, x)
         own = readings[0].own
-        assert own is not None
         cosine = nn.functional.cosine_similarity(y, mixed, dim=-1).mean((0, 2))
         torch.testing.assert_close(torch.tensor(own.cosine, dtype=cosine.dtype), cosine)
         # a share of 1 leaves nothing along v, so that p was the weighted part of A·v
         assert all(abs(part) > 1e-3 for layer in readings for part in layer.own.part)
         assert all(0 < weight < 1 for layer in readings for weight in layer.own.weight)
         spectrum = readings[0].spectrum
-        assert spectrum is not None
         assert spectrum.map_response != spectrum.filter_response
 
     def test_a_filter_that_is_no_polynomial_takes_no_term(self) -> None:
@@ -607,7 +603,6 @@ def test_vllm_serves_the_exclusive_term(monkeypatch: pytest.MonkeyPatch) -> None
     q, k, v = (torch.randn(9, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
     y = layer(q.flatten(1), k.flatten(1), v.flatten(1)).view(9, 4, 8)
     share = filter.share()
-    assert share is not None
     hidden = ~torch.ones(9, 9).tril().bool()
     rows = (x.transpose(0, 1)[None] for x in (q, k, v))
     expected = by_hand(*rows, filter.coefficients(), share, hidden)

@@ -123,7 +123,7 @@ def test_the_dense_operator_of_a_call_is_the_specification() -> None:
     expected = DenseOperator.from_qk(q, k, mask, True, 0.3).matrix
     assert torch.equal(DenseOperator.from_call(call).matrix, expected)
     call = call._replace(dropout_after="attention")
-    assert torch.equal(DenseOperator.from_call(call, drops=False).matrix, expected)
+    assert torch.equal(DenseOperator.from_call(call.without_dropout()).matrix, expected)
     assert not torch.equal(DenseOperator.from_call(call).matrix, expected)
     # some heads have their rows of the map
     some = call.of_heads([0, 2, 3])

@@ -113,7 +113,6 @@ def test_blocks_of_any_size_give_the_dense_map(
     found, wanted = (torch.autograd.grad(z, given, g) for z in (y, expected))
     torch.testing.assert_close(found, wanted)
     some, x = operator.second_pass([0, 3]), torch.randn(B, 2, N, D, dtype=torch.float64)
-    assert some is not None
     torch.testing.assert_close(some.apply(x), dense.matrix[:, [0, 3]] @ x)
 
 
@@ -171,11 +170,16 @@ def test_what_takes_its_place_is_refused() -> None:
         AttentionOperator(q, k, is_causal=True, visible=CASES["window"](N)).polynomial(coeffs, v)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_there_may_be_no_tokens(name: str) -> None:
+    q, k, v, coeffs = tokens(0)
+    assert attention(CASES[name](0))(q, k, v, coeffs).shape == q.shape
+
+
 def test_keys_and_causality_are_a_key_mask() -> None:
     q, k, *_ = tokens()
     simple = AttentionCall(q, k, visible=CASES["causal padding"](N)).with_key_mask()
     assert (simple.is_causal, simple.visible) == (True, None)
-    assert simple.attn_mask is not None
     assert simple.attn_mask.shape == (B, 1, 1, N)
 
 

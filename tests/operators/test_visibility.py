@@ -67,7 +67,6 @@ def test_an_operator_sees_where_its_map_is_not_zero(
     if kind == "attention":
         operator = AttentionOperator(q, k, call.attn_mask, is_causal=causal)
     visible = operator.visibility()
-    assert visible is not None
     rows = [visible.rows(i, i + 2, N, q.device).expand(B, H, 2, N) for i in range(0, N, 2)]
     assert torch.equal(torch.cat(rows, -2), seen)
     weights = mean_matrix(visible, N, q).expand(B, H, N, N)
@@ -85,7 +84,6 @@ def test_masks_of_libraries_with_a_batch_dimension() -> None:
     keys = torch.ones(B, N, dtype=torch.bool)
     keys[0, 0] = False
     visible = Visibility.from_masks(pairs, keys, causal=True)
-    assert visible.pairs is not None
     expected = pairs & keys[:, None] & torch.ones(N, N, dtype=torch.bool).tril()
     assert torch.equal(visible.pairs[:, 0], expected)
 

@@ -122,7 +122,7 @@ class AttentionOperator(Operator):
     def dense(self) -> Tensor:
         # the map before any dropout: a mask drawn here would differ from the one applied
         with no_autocast(self.call.q.device):
-            return DenseOperator.from_call(self.call, drops=False).dense()
+            return DenseOperator.from_call(self.call.without_dropout()).dense()
 
     def which(self, coeffs: Tensor, v: Tensor, exclusive: bool = False) -> routes.Decision:
         """What :meth:`polynomial` runs for these arguments, and why; computes nothing."""

@@ -54,7 +54,7 @@ def apply_by_rows(
         return _attend(q, k, x, visible.whole(length, q.device), dropout_p, scale)
 
     def of_block(q: Tensor, k: Tensor, x: Tensor, rows: slice, keys: slice) -> Tensor:
-        mask = visible.block(rows, keys, q.device)
+        mask = visible.block(rows.start, rows.stop, keys.start, keys.stop, q.device)
         return _attend(q[..., rows, :], k[..., keys, :], x[..., keys, :], mask, dropout_p, scale)
 
     blocks = blocks_of(visible, length)
@@ -105,7 +105,7 @@ def blocks_of(visible: Visibility, length: int) -> list[tuple[slice, slice]]:
 
 def rows_at_once(visible: Visibility, length: int) -> int:
     """How many queries share one mask."""
-    if visible.pairs is not None:
+    if visible.pairs is not None or length == 0:
         return length
     copies = _masks_in(visible)
     if visible.window is None:
@@ -118,7 +118,7 @@ def rows_at_once(visible: Visibility, length: int) -> int:
 def _masks_in(visible: Visibility) -> int:
     """How many masks of queries and keys there are: one, one per sequence, or one per head."""
     described = [part for part in (visible.keys, visible.documents) if part is not None]
-    return max([1, *(part.numel() // part.shape[-1] for part in described)])
+    return max([1, *(part.shape[:-1].numel() for part in described)])
 
 
 def _is_differentiated(q: Tensor, k: Tensor, x: Tensor) -> bool:
@@ -175,7 +175,7 @@ def attend_operator_backward(
     dk, dx = (torch.zeros(y.shape, dtype=precise, device=y.device) for y in (k, x))
     with no_autocast(q.device):
         for rows, keys in blocks_of(visible, q.shape[-2]):
-            mask = visible.block(rows, keys, q.device)
+            mask = visible.block(rows.start, rows.stop, keys.start, keys.stop, q.device)
 
             def attend(q: Tensor, k: Tensor, x: Tensor, mask: Tensor = mask) -> Tensor:
                 return _attend(q, k, x, mask, 0.0, scale)

@@ -49,6 +49,11 @@ class AttentionCall(NamedTuple):
 
     # torch 2.6's compiler knows neither _replace nor properties of named tuples
 
+    def without_dropout(self) -> AttentionCall:
+        """The same map, no entry dropped."""
+        q, k, mask, _, is_causal, scale, enable_gqa, _, visible = self
+        return AttentionCall(q, k, mask, 0.0, is_causal, scale, enable_gqa, visible=visible)
+
     def with_key_mask(self) -> AttentionCall:
         """The same map by a key mask and causality, where ``visible`` has nothing else."""
         visible = self.visible

@@ -92,15 +92,15 @@ class DenseOperator(Operator):
         return cls(matrix, dropout_p, dropout_after)
 
     @classmethod
-    def from_call(cls, call: AttentionCall, drops: bool = True) -> DenseOperator:
-        """:meth:`from_qk` with the arguments of ``call``; ``drops=False`` leaves out dropout."""
+    def from_call(cls, call: AttentionCall) -> DenseOperator:
+        """:meth:`from_qk` with the arguments of ``call``."""
         mask = call.attn_mask
         if call.visible is not None:
             length = call.k.shape[-2]
             mask = call.visible.rows(0, length, length, call.q.device)
         return cls.from_qk(
             *(call.q, call.k, mask, call.is_causal, call.scale),
-            dropout_p=call.dropout_p if drops else 0.0,
+            dropout_p=call.dropout_p,
             dropout_after=call.dropout_after,
         )
 

@@ -107,14 +107,10 @@ def decisions() -> dict[str, Decision]:
     from gfsa.functional import which_backend
 
     # device, dtype, tokens, head dim, whether causal; on a CPU all lengths are served alike
-    calls = [
-        ("cuda", torch.bfloat16, 128, 64, False),
-        ("cuda", torch.bfloat16, 1024, 64, True),
-        ("cuda", torch.bfloat16, 2048, 128, True),
-        ("cpu", torch.float32, 128, 64, False),
-    ]
-    if not torch.cuda.is_available():
-        del calls[:-1]
+    calls: list[tuple[str, torch.dtype, int, int, bool]] = [("cpu", torch.float32, 128, 64, False)]
+    if torch.cuda.is_available():
+        sizes = ((128, 64, False), (1024, 64, True), (2048, 128, True))
+        calls = [*(("cuda", torch.bfloat16, *size) for size in sizes), *calls]
     found: dict[str, Decision] = {}
     for (device, dtype, length, head_dim, causal), degree in itertools.product(calls, (1, 2)):
         # one number stands for all tokens: nothing is computed

@@ -102,9 +102,10 @@ class FirstValues:
 
     def _await(self, first: Tensor, mixed: Tensor, v: Tensor, layer: int) -> None:
         """Remember V⁰ until its gradient has come, or the graph is gone."""
-        if mixed.grad_fn is not None:
+        node: Any = mixed.grad_fn
+        if node is not None:
             # under checkpointing the graph saves no tensors, and would let go of V⁰
-            mixed.grad_fn.metadata["gfsa_first_values"] = first
+            node.metadata["gfsa_first_values"] = first
         key = id(first)
 
         def forget(_: Any) -> None:

@@ -70,8 +70,8 @@ def combine(
         powers: ``m+1`` tensors ``(..., H, N, D)``; the last one decides the output's dtype.
         in_one_go: let the kernel that adds the last term also round the sum, which saves a launch.
             Only for plain tensors of one shape that are neither differentiated nor traced.
-        exclusive: the share a, ``(H,)`` or a number, of which each token subtracts its own ``a·p``
-            from c0 (:func:`own_share`); needs the first power, ``A·v``.
+        exclusive: the share a, ``(H,)`` or a number: each token subtracts its own ``a·p`` from c0
+            (:func:`own_share`); needs the first power, ``A·v``.
     """
     if powers[-1].is_nested:
         like: Any = powers[-1]

@@ -142,8 +142,8 @@ def _needs_operator(visible: Visibility, q: Tensor, k: Tensor, x: Tensor, dropou
     return _is_differentiated(q, k, x) and bool(masks > 4 * q.numel())
 
 
-# the fields of a Visibility; a graph that is compiled has no pairs
 _GIVEN = "Tensor q, Tensor k, Tensor x, float? scale"
+# those of a Visibility; pairs are always None here
 _FIELDS = "Tensor? keys, Tensor? pairs, bool causal, SymInt? window, Tensor? documents"
 
 
@@ -154,7 +154,7 @@ def attend_operator(q: Tensor, k: Tensor, x: Tensor, scale: float | None, *field
     """:func:`apply_by_rows` as one operator, without dropout."""
     with no_autocast(q.device):
         y = apply_by_rows(Visibility(*fields), q, k, x, scale=scale)
-    # whatever the arguments are: the compiler is told the layout before anything has run
+    # the compiler is told this layout before anything has run
     return y.contiguous()
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from gfsa.functional import graph_filter_attention
 from gfsa.kernels import op, routes, sweep, two_pass
-from gfsa.kernels.launching import Options
+from gfsa.kernels.launching import Inputs, Options
 from gfsa.kernels.op import filter_attention
 from support import packed_cases
 from support.fused_cases import Problem, assert_as_exact_as_attention, error
@@ -76,7 +76,7 @@ def test_u_is_added_as_it_is_saved(head_dim: int) -> None:
     """
     q, k, v, *_ = causal(2, 4, 1024, head_dim).tensors()
     coeffs = torch.tensor([0.01, 1.0, 0.0], device="cuda").repeat(4, 1)
-    out, u, _ = sweep.forward(q, k, v, coeffs, None, None, Options(0.1, True))
+    out, u, _ = sweep.forward(Inputs(q, k, v, coeffs, None, None, Options(0.1, True)))
     # the coefficient as the kernel has it, in float32
     expected = coeffs[0, 0].double() * v.double() + u.double()
     assert error(out, expected) <= 0.25 * torch.finfo(BF16).eps
@@ -103,12 +103,12 @@ def test_many_heads_many_times(problem: Problem) -> None:
 def check_many_times(inputs: list[Tensor], spans: Tensor | None) -> None:
     """Each run gives the same bits, and every number is that of two passes to rounding."""
     options = Options(inputs[0].shape[-1] ** -0.5, True)
-    expected = two_pass.forward(*inputs, spans, None, options)
-    first = sweep.forward(*inputs, spans, None, options)
+    expected = two_pass.forward(Inputs(*inputs, spans, None, options))
+    first = sweep.forward(Inputs(*inputs, spans, None, options))
     for x, y in zip(first, expected, strict=True):
         assert (x.double() - y.double()).abs().max() <= 0.02 * y.abs().max()
     for _ in range(10):
-        again = sweep.forward(*inputs, spans, None, options)
+        again = sweep.forward(Inputs(*inputs, spans, None, options))
         for x, y in zip(again, first, strict=True):
             assert torch.equal(x, y)
 
@@ -133,7 +133,7 @@ def swept_by(
     monkeypatch.setattr(sweep, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(sweep, "heads_at_a_time", lambda problem, degree: span)
     grids = launched_grids(monkeypatch)
-    out, *_ = sweep.forward(*inputs, spans, None, Options(0.1, True))
+    out, *_ = sweep.forward(Inputs(*inputs, spans, None, Options(0.1, True)))
     # the plan of the spans is launched before; a grid is never larger than there are blocks
     assert grids[-1] == programs
     return out
@@ -149,7 +149,7 @@ def test_no_deadlock(
 ) -> None:
     """Fewer programs than the GPU holds, and more; few heads, whose blocks wait for each other."""
     *inputs, _ = causal(2, 6, tokens, head_dim, 3).tensors()
-    expected, *_ = sweep.forward(*inputs, None, None, Options(0.1, True))
+    expected, *_ = sweep.forward(Inputs(*inputs, None, None, Options(0.1, True)))
     got = swept_by(programs, span, tuple(inputs), None, monkeypatch)
     assert torch.equal(got, expected)
 
@@ -158,14 +158,14 @@ def test_two_at_a_time() -> None:
     """Two launches on two streams keep their flags apart, and share the GPU."""
     q, k, v, coeffs, _ = causal(8, 12, 1024, 64).tensors()
     options = Options(0.1, True)
-    expected, *_ = sweep.forward(q, k, v, coeffs, None, None, options)
+    expected, *_ = sweep.forward(Inputs(q, k, v, coeffs, None, None, options))
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(2)]
     results = []
     for _ in range(20):
         for stream in streams:
             with torch.cuda.stream(stream):
-                results.append(sweep.forward(q, k, v, coeffs, None, None, options)[0])
+                results.append(sweep.forward(Inputs(q, k, v, coeffs, None, None, options))[0])
     torch.cuda.synchronize()
     for got in results:
         assert torch.equal(got, expected)
@@ -229,16 +229,16 @@ def test_documents_are_documents_alone(lengths: list[int], head_dim: int) -> Non
     case = packed(lengths, heads=4, head_dim=head_dim, key_heads=2)
     q, k, v, coeffs, _ = case.tensors()
     options = Options(0.1, True)
-    together = sweep.forward(q, k, v, coeffs, spans_of(case), None, options)
+    together = sweep.forward(Inputs(q, k, v, coeffs, spans_of(case), None, options))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     for start, length in zip(starts, lengths, strict=True):
         parts = [x.narrow(2, start, length).contiguous() for x in (q, k, v)]
-        alone = sweep.forward(*parts, coeffs, None, None, options)
+        alone = sweep.forward(Inputs(*parts, coeffs, None, None, options))
         for x, y in zip(together, alone, strict=True):
             assert torch.equal(x.narrow(2, start, length), y)
     whole = packed([2048], heads=4, head_dim=head_dim, key_heads=2)
-    one = sweep.forward(q, k, v, coeffs, spans_of(whole), None, options)
-    for x, y in zip(one, sweep.forward(q, k, v, coeffs, None, None, options), strict=True):
+    one = sweep.forward(Inputs(q, k, v, coeffs, spans_of(whole), None, options))
+    for x, y in zip(one, sweep.forward(Inputs(q, k, v, coeffs, None, None, options)), strict=True):
         assert torch.equal(x, y)
 
 
@@ -279,7 +279,7 @@ def test_no_deadlock_with_documents(
     case = packed(*rows, heads=6, key_heads=2, head_dim=head_dim, window=window)
     *inputs, _ = case.tensors()
     spans = spans_of(case)
-    expected, *_ = sweep.forward(*inputs, spans, None, Options(0.1, True))
+    expected, *_ = sweep.forward(Inputs(*inputs, spans, None, Options(0.1, True)))
     got = swept_by(programs, span, tuple(inputs), spans, monkeypatch)
     assert torch.equal(got, expected)
 
@@ -294,10 +294,9 @@ def test_beside_a_kernel_that_holds_half_the_gpu(head_dim: int) -> None:
         results = []
 
         def run_aside(spans: Tensor | None = spans, results: list[Tensor] = results) -> None:
+            given = Inputs(q, k, v, coeffs, spans, None, Options(0.1, True))
             with torch.cuda.stream(stream):
-                results.append(
-                    sweep.forward(q, k, v, coeffs, spans, None, Options(0.1, True))[0].clone()
-                )
+                results.append(sweep.forward(given)[0].clone())
             stream.synchronize()
 
         torch.cuda.synchronize()
@@ -334,8 +333,8 @@ def test_beside_nothing_but_its_own_memory(rows: tuple[list[int], ...] | None) -
         q, k, v = (x[:, :, :1100].copy_(torch.randn_like(x[:, :, :1100])) for x in sea[:3])
         coeffs = torch.rand(4, 3, device="cuda")
         spans = None if rows is None else spans_of(packed(*rows))
-        got, *_ = sweep.forward(q, k, v, coeffs, spans, None, Options(0.1, True))
+        got, *_ = sweep.forward(Inputs(q, k, v, coeffs, spans, None, Options(0.1, True)))
         clean = [x.contiguous() for x in (q, k, v)]
-        expected, *_ = sweep.forward(*clean, coeffs, spans, None, Options(0.1, True))
+        expected, *_ = sweep.forward(Inputs(*clean, coeffs, spans, None, Options(0.1, True)))
         assert torch.isfinite(got).all()
         assert torch.equal(got, expected)

@@ -201,7 +201,7 @@ def test_a_tensor_is_described_once_for_each_place(monkeypatch: pytest.MonkeyPat
 def test_coefficients_are_made_where_their_numbers_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model's layers may lie on another GPU than the current one."""
     seen: list[Tensor] = []
-    monkeypatch.setattr(coefficients, "launch_on_device_of", lambda x, *_: seen.append(x))
+    monkeypatch.setattr(coefficients, "on_device_of", lambda x, *_: seen.append(x))
     theta, parts, basis = torch.zeros(4, 2), torch.zeros(4, 3, 8), torch.zeros(2, 3)
     coefficients.evaluate(Coefficients(theta, torch.zeros(4, 3), basis))
     for given in (basis, None):

@@ -24,9 +24,10 @@ from torch import Tensor
 from gfsa.kernels.degree_one import own_part
 from gfsa.kernels.launching import (
     LOG2E,
+    Forward,
+    Inputs,
     Kernel,
     Launch,
-    Options,
     Problem,
     Tiles,
     empty_like,
@@ -166,17 +167,9 @@ def tiles(length: int, is_causal: bool) -> Tiles:
     return WIDE if length >= WIDE_FROM and not is_causal else TILES
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-    keeps: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(given: Inputs) -> Forward:
     """As every route of ``op.py``, without a mask."""
+    q, k, v, coeffs, mask, _, options, keeps = given
     out, (u, lse) = empty_like(q), kept(q, keeps and options.exclusive)
     problem = problem_of(q, k, mask, options)
     launch = _launch(problem, coeffs.shape[1], _strides(q, v), bool(u.numel()))

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from gfsa.kernels.launching import (
     SPANS,
+    Forward,
+    Inputs,
     Kernel,
     Launch,
-    Options,
     Problem,
     empty_like,
     gluon_kernel,
@@ -189,18 +190,9 @@ MOST_HEADS = 128
 LEAST_HEADS = 4
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-    keeps: bool = True,
-    degree: int = 2,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(given: Inputs, degree: int = 2) -> Forward:
     """As every route of ``op.py``; spans at most, and no dropout."""
+    q, k, v, coeffs, mask, _, options, keeps = given
     problem = problem_of(q, k, mask, options)
     spans, _ = pointers(mask, None, unused=q)
     out = empty_like(q)

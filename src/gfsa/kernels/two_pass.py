@@ -37,6 +37,9 @@ from gfsa.kernels import launching
 from gfsa.kernels.launching import (
     JIT_OPTIONS,
     LOG2E,
+    Forward,
+    Gradients,
+    Inputs,
     Kernel,
     Launch,
     Options,
@@ -653,17 +656,9 @@ def tiles(
     return entries[min(limit for limit in entries if limit >= head_dim)]
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-    keeps: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(given: Inputs) -> Forward:
     """As every route of ``op.py``."""
+    q, k, v, coeffs, mask, seed, options, _ = given
     launches = _launches(problem_of(q, k, mask, options))
     extra = pointers(mask, seed, unused=q)
     if cudnn_would_run(q, k, v, mask, options):
@@ -677,7 +672,7 @@ def forward(
     return out, u, lse
 
 
-def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(g: Tensor, saved: Saved, options: Options) -> Gradients:
     """As every route of ``op.py``."""
     q, k, v, u, out, lse, coeffs, mask, seed = saved
     launches = _launches(problem_of(q, k, mask, options))

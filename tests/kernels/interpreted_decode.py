@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 import gfsa
@@ -21,6 +20,7 @@ from support.far_strides import PAST_INT32, spread
 transformers = pytest.importorskip("transformers")
 
 from gfsa.operators import past as cached  # noqa: E402
+from support.decoders import decoder  # noqa: E402
 
 assert support.triton_interpreter
 
@@ -308,41 +308,6 @@ def test_the_registered_operator(static: bool, degree: int) -> None:
     torch.library.opcheck(kernels.registered, arguments, test_utils=checks)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_compiled_decoding_calls_one_operator_a_layer(
-    degree: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one graph, without torch's attention; what it does to the cache, later tokens see."""
-    subject = model("llama", degree=degree)
-    torch._dynamo.reset()
-    ids = torch.randint(1, 32, (2, 9))
-    with torch.no_grad():
-        wanted = subject(ids, use_cache=False).logits[:, 5:]
-    monkeypatch.setattr(cached, "refusal_of_decoding", lambda *_: None)
-    graphs: list[Any] = []
-
-    def keep(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    cache = transformers.StaticCache(config=subject.config, max_cache_len=16)
-    compiled = torch.compile(subject, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
-    rows = []
-    with torch.no_grad():
-        subject(ids[:, :5], past_key_values=cache)
-        for step in range(5, 9):
-            position = torch.full((2, 1), step)
-            token = ids[:, step : step + 1]
-            rows.append(compiled(token, past_key_values=cache, position_ids=position).logits)
-    torch.testing.assert_close(torch.cat(rows, 1), wanted, atol=2e-5, rtol=2e-5)
-    (graph,) = graphs
-    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    text = graph.print_readable(print_output=False)
-    # the model has one layer
-    assert text.count("gfsa.decode.default") == 1
-    assert not any("attention" in name for name in called)
-
-
 @pytest.mark.parametrize(
     ("way", "prompt"),
     [
@@ -401,32 +366,15 @@ def test_a_static_window_before_and_after_it_is_full(
 
 
 def model(kind: str, layers: int = 1, degree: int = 2, exclusive: bool = False) -> Any:
-    torch.manual_seed(0)
-    common = {"vocab_size": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    if kind == "gpt2":
-        config = transformers.GPT2Config(
-            n_layer=layers, n_head=2, n_embd=16, n_positions=64, **common
-        )
-        built = transformers.GPT2LMHeadModel(config)
-    else:
-        config = transformers.MistralConfig(
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            sliding_window=4 if kind == "mistral" else None,
-            max_position_embeddings=64,
-            **common,
-        )
-        built = transformers.MistralForCausalLM(config)
+    sizes = {"width": 16, "heads": 2, "key_heads": 1, "vocabulary": 32, "positions": 64}
+    built = decoder(kind, layers=layers, window=4, **sizes)
     given = {"K": None} if degree == 1 else {"K": 3, "wK": -0.3}
 
     def make(heads: int) -> gfsa.GFSA:
         made = gfsa.GFSA(heads, w0=0.2, w1=0.9, **given)
         return made.exclude(0.7, learn=True) if exclusive else made
 
-    gfsa.plug(built.eval(), filter=make)
+    gfsa.plug(built, filter=make)
     return built
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +14,16 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from gfsa.functional import graph_filter_attention
 from gfsa.kernels import op, routes, sweep, two_pass
-from gfsa.kernels.launching import Inputs, Options
+from gfsa.kernels.launching import Inputs, Launch, Options
 from gfsa.kernels.op import filter_attention
 from support import packed_cases
+from support.capturing import captured
 from support.fused_cases import Problem, assert_as_exact_as_attention, error
-from support.grids import launched_grids
-from support.holding import hold_multiprocessors
 from support.packed_cases import Packed
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -127,15 +131,23 @@ def swept_by(
     inputs: tuple[Tensor, ...],
     spans: Tensor | None,
     monkeypatch: pytest.MonkeyPatch,
+    degree: int = 2,
 ) -> Tensor:
     """The filter by so many programs, ``span`` heads at a time."""
     sweep._launch.cache_clear()
     monkeypatch.setattr(sweep, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(sweep, "heads_at_a_time", lambda problem, degree: span)
-    grids = launched_grids(monkeypatch)
-    out, *_ = sweep.forward(Inputs(*inputs, spans, None, Options(0.1, True)))
+    grids: list[tuple[int, ...]] = []
+    launch = Launch.__call__
+
+    def note(self: Launch, *args: Any, **options: Any) -> None:
+        grids.append(self.grid)
+        launch(self, *args, **options)
+
+    monkeypatch.setattr(Launch, "__call__", note)
+    out, *_ = sweep.forward(Inputs(*inputs, spans, None, Options(0.1, True)), degree)
     # the plan of the spans is launched before; a grid is never larger than there are blocks
-    assert grids[-1] == programs
+    assert grids[-1] == (programs, 1, 1)
     return out
 
 
@@ -175,13 +187,12 @@ def test_captured_and_compiled() -> None:
     """By the same kernels as a call whose gradient may follow, so to the bit."""
     q, k, v, coeffs, _ = causal(2, 64, 1024, 64).tensors()
     eager = graph_filter_attention(q, k, v, coeffs, is_causal=True, backend="fused")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = filter_attention(q, k, v, coeffs, None, None, Options(64**-0.5, True))
+    options = Options(64**-0.5, True)
+    graph, found = captured(lambda: filter_attention(q, k, v, coeffs, None, None, options))
     for _ in range(3):
-        captured.zero_()
+        found.zero_()
         graph.replay()
-        assert torch.equal(captured, eager)
+        assert torch.equal(found, eager)
     compiled = torch.compile(graph_filter_attention, fullgraph=True)
     assert torch.equal(compiled(q, k, v, coeffs, is_causal=True, backend="fused"), eager)
 
@@ -263,7 +274,7 @@ LONG_ROWS = ([9000, 1, 1, 698, 5000, 1600], [50] * 326)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("window", [400, None])
+@pytest.mark.parametrize(("degree", "window"), [(1, 400), (2, 400), (2, None)])
 @pytest.mark.parametrize(
     ("programs", "span", "rows"),
     [*((*few, SHORT_ROWS) for few in FEW), *((*many, LONG_ROWS) for many in MANY_PROGRAMS)],
@@ -273,15 +284,51 @@ def test_no_deadlock_with_documents(
     span: int,
     rows: tuple[list[int], ...],
     window: int | None,
+    degree: int,
     head_dim: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = packed(*rows, heads=6, key_heads=2, head_dim=head_dim, window=window)
+    case = packed(*rows, heads=6, key_heads=2, head_dim=head_dim, window=window, degree=degree)
     *inputs, _ = case.tensors()
     spans = spans_of(case)
-    expected, *_ = sweep.forward(Inputs(*inputs, spans, None, Options(0.1, True)))
-    got = swept_by(programs, span, tuple(inputs), spans, monkeypatch)
+    expected, *_ = sweep.forward(Inputs(*inputs, spans, None, Options(0.1, True)), degree)
+    got = swept_by(programs, span, tuple(inputs), spans, monkeypatch, degree)
     assert torch.equal(got, expected)
+
+
+@triton.jit
+def _hold(released, held, PATIENCE: tl.constexpr):
+    """Stay until ``released`` is not zero, or PATIENCE nanoseconds are over."""
+    tl.atomic_add(held, 1)
+    start = _now()
+    while (tl.atomic_add(released, 0) == 0) & (_now() - start < PATIENCE):
+        pass
+    tl.atomic_add(held, -1)
+
+
+@triton.jit
+def _now():
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@contextmanager
+def hold_multiprocessors(count: int, patience: float = 5.0) -> Iterator[Tensor]:
+    """Hold so many multiprocessors, each by one program of 1,024 threads; how many still run."""
+    released, programs = torch.zeros(2, dtype=torch.int32, device="cuda").unbind()
+    # what is run while the kernel holds on must be loaded by then: loading waits for all kernels
+    released.fill_(0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        _hold[(count,)](released, programs, int(patience * 1e9), num_warps=32)
+    try:
+        while int(programs) < count:
+            pass
+        yield programs
+    finally:
+        released.fill_(1)
+        torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -303,9 +350,11 @@ def test_beside_a_kernel_that_holds_half_the_gpu(head_dim: int) -> None:
         # memory and code are there from then on: neither waits for the kernel that holds on
         run_aside()
         run_aside()
-        with hold_multiprocessors(sweep.multiprocessors(q.device.index) // 2) as held:
+        half = sweep.multiprocessors(q.device.index) // 2
+        with hold_multiprocessors(half) as held:
             run_aside()
-            assert held.still_runs()
+            # none has lost its patience
+            assert int(held) == half
         assert torch.equal(results[2], results[0])
 
 
@@ -313,16 +362,12 @@ def test_a_captured_sweep_sees_new_documents() -> None:
     first, second = packed(MIXED, heads=4), packed([100, 900, 1000, 48], heads=4, window=300)
     q, k, v, coeffs, _ = first.tensors()
     spans, options = spans_of(first).clone(), Options(0.1, True)
-    filter_attention(q, k, v, coeffs, spans, None, options)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = filter_attention(q, k, v, coeffs, spans, None, options)
+    graph, found = captured(lambda: filter_attention(q, k, v, coeffs, spans, None, options))
     for case in (first, second):
         spans.copy_(spans_of(case))
         graph.replay()
         expected = filter_attention(q, k, v, coeffs, spans, None, options)
-        assert torch.equal(captured, expected)
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("rows", [None, ([500, 1, 599], [1100])])

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from gfsa.kernels import hopper, routes
 from gfsa.kernels.launching import Options, Saved, problem_of
 from gfsa.kernels.op import kernels_for, run_backward, run_forward
+from support.capturing import captured
 from support.fused_cases import Problem, assert_as_exact_as_attention, error
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -133,12 +134,10 @@ def test_beside_nothing_but_its_own_memory() -> None:
 def test_captured() -> None:
     g, saved, options = saved_by(wide(2, 16, 1024, 128))
     expected = run_backward("hopper", g, saved, options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run_backward("hopper", g, saved, options)
+    graph, found = captured(lambda: run_backward("hopper", g, saved, options))
     for _ in range(3):
-        for x in captured:
+        for x in found:
             x.zero_()
         graph.replay()
-        for x, y in zip(captured, expected, strict=True):
+        for x, y in zip(found, expected, strict=True):
             assert error(x, y) <= 0.5 * torch.finfo(BF16).eps

@@ -54,7 +54,6 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         Problem(2, 1, 48, 32, projected=True),
         Problem(1, 2, 50, 16, is_causal=True),
         Problem(2, 1, 40, 24, mask="keys"),
-        Problem(3, 1, 37, 16, mask="keys", is_causal=True),
         Problem(1, 2, 35, 16, mask="full"),
         Problem(1, 2, 20, 16, mask="per head", is_causal=True),
         Problem(1, 4, 34, 16, 2),
@@ -66,17 +65,17 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         Problem(1, 2, 1, 16),
         # documents and windows
         Packed([[32, 48, 16]]),
-        Packed([[1, 1, 33, 1, 2, 58, 1]]),
-        Packed([[5, 59], [32, 32], [64]], heads=1, projected=True, scale=-0.3),
-        Packed([[70, 27]], heads=2, key_heads=1),
-        Packed([[70]], window=1),
-        Packed([[40]], window=1000),
-        Packed([[110]], heads=1, window=37),
-        Packed([[80, 3, 47], [20, 20, 90]], heads=2, key_heads=1, window=50),
+        Packed([[1, 1, 33, 1, 2, 25, 1]]),
+        Packed([[5, 43], [32, 16], [48]], heads=1, projected=True, scale=-0.3),
+        Packed([[45, 19]], heads=2, key_heads=1),
+        Packed([[40]], heads=1, window=1),
+        Packed([[40]], heads=1, window=1000),
+        Packed([[90]], heads=1, window=37),
+        Packed([[50, 3, 27], [20, 20, 40]], heads=2, key_heads=1, window=30),
         Packed([[40, 30]], heads=1, dropout_p=0.3, window=25),
         Packed([[1]]),
         # by the same kernels, with c2 = 0
-        Packed([[32, 48, 16]], degree=1),
+        Packed([[32, 10]], heads=1, degree=1),
         Packed([[40, 30]], heads=1, dropout_p=0.3, window=25, degree=1),
     ],
     ids=str,
@@ -188,7 +187,7 @@ def test_a_filter_learns_by_the_kernels(K: int, heads: int) -> None:
 @pytest.mark.parametrize("learn", [("w0", "w1"), ("w1",)], ids="-".join)
 def test_a_filter_of_degree_one_on_documents(learn: tuple[str, ...]) -> None:
     """The gradient of what it learns: of two numbers at most, although the kernels give three."""
-    packed = Packed([[20, 13], [33]], key_heads=1, window=9, degree=1)
+    packed = Packed([[12, 9], [21]], key_heads=1, window=9, degree=1)
     q, k, v, _, g = packed.tensors()
     layer = GFSA(2, K=None, learn=learn, w0=0.4, w1=0.7)
     results = []

@@ -133,9 +133,8 @@ def _run(given: Given, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Any
 
 def run_forward(route: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Forward:
     """A route's forward on tensors of any layout, on their device."""
-    found: Forward = on_device_of(
-        q, FORWARD[route], Inputs(*map(copyable_by_tile, (q, k, v)), *rest)
-    )
+    q, k, v = map(copyable_by_tile, (q, k, v))
+    found: Forward = on_device_of(q, FORWARD[route], Inputs(q, k, v, *rest))
     return found
 
 

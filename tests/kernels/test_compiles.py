@@ -363,7 +363,7 @@ def releases(ptx: str) -> list[str]:
     """
     from gfsa.kernels import gluon_sweep
 
-    lines = inspect.getsourcelines(gluon_sweep.done_with.fn)
+    lines = inspect.getsourcelines(gluon_sweep.next_item.fn)
     within = range(lines[1], lines[1] + len(lines[0]))
     file = re.search(r'\.file\s+(\d+) "[^"]*gluon_sweep\.py"', ptx)[1]
     found, here, last = [], False, ""

@@ -121,7 +121,7 @@ def flags_of(
     batch: int, total: int, blocks: int, spans: np.ndarray, n: int, tile: int
 ) -> np.ndarray:
     """What degree 2 finds before it begins: flags that are zero, and the plan of spans."""
-    numbers = total * blocks * 2 + sweep.LOOKED_AT
+    numbers = total * blocks * 2 + sweep.POLLED
     flags = np.zeros(numbers + batch * sweep.planned(blocks), dtype=int)
     if len(spans):
         rows = np.broadcast_to(spans, (batch, 2, n))

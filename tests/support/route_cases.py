@@ -51,9 +51,9 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case("two_pass", "two_pass", 2, (1, 2, 301, 64), causal=True),
+    Case("two_pass", "two_pass", 2, (2, 2, 301, 64), causal=True),
     Case("two_pass", "two_pass", 2, (1, 2, 70, 72), mask="keys"),
-    Case("two_pass", "two_pass", 1, (2, 1, 269, 32), causal=True, mask="keys"),
+    Case("two_pass", "two_pass", 1, (2, 2, 269, 32), causal=True, mask="keys"),
     Case("two_pass", "two_pass", 1, (1, 2, 269, 32), mask="documents"),
     Case("around_torch", "around_torch", 1, (2, 2, 300, 40)),
     Case("around_torch", "around_torch", 1, (2, 4, 300, 40), exclusive=True, key_heads=2),

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 import gfsa
@@ -21,6 +20,7 @@ from support.far_strides import PAST_INT32, spread
 transformers = pytest.importorskip("transformers")
 
 from gfsa.operators import past as cached  # noqa: E402
+from support.decoders import decoder  # noqa: E402
 
 assert support.triton_interpreter
 
@@ -91,9 +91,12 @@ def test_the_new_row_of_the_dense_filter(
     assert u[:, :, length:].isnan().all()
 
 
-def token_in_cache(rows: int, length: int, degree: int = 2) -> Tensor:
-    """The kernel's y for one head of a cache with room for ``rows`` tokens, against dense."""
-    torch.manual_seed(0)
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(("rows", "length"), [(131072, 1), (131072, 2049), (2000, 2000)])
+def test_a_cache_with_room_for_many_tokens(
+    rows: int, length: int, degree: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_splits", lambda *_: kernels.MOST_SPLITS)
     q, k, v = torch.randn(3, 1, 1, length, 8).unbind(0)
     coeffs = torch.randn(1, degree + 1)
     # the dense formula's last row
@@ -103,31 +106,17 @@ def token_in_cache(rows: int, length: int, degree: int = 2) -> Tensor:
     first = exact @ v.double()
     second = exact @ torch.cat([u[:, :, :-1].double(), first], 2)
     c0, c1, *c2 = coeffs.double()[0]
+    wanted = c0 * v[:, :, -1:].double() + c1 * first + (c2[0] * second if c2 else 0.0)
     k, v, u = (F.pad(x, (0, 0, 0, rows - length), value=float("nan")) for x in (k, v, u))
     u[:, :, length - 1] = float("nan")
     powers = u if degree == 2 else None
     count = torch.tensor(length)
     y = kernels.decode(q[:, :, -1:], k, v, powers, coeffs, None, count, 8**-0.5)
-    wanted = c0 * v[:, :, length - 1 : length].double() + c1 * first
-    wanted = wanted + c2[0] * second if c2 else wanted
     torch.testing.assert_close(y.double(), wanted, atol=5e-6, rtol=5e-6)
-    if degree == 1:
-        return y
-    torch.testing.assert_close(u[:, :, length - 1 : length].double(), first, atol=2e-6, rtol=2e-6)
-    assert u[:, :, length:].isnan().all()
-    return y
-
-
-@pytest.mark.parametrize("degree", [1, 2])
-@pytest.mark.parametrize(
-    ("rows", "length"),
-    [(131072, 1), (131072, 8193), (9000, 9000)],
-)
-def test_a_cache_with_room_for_many_tokens(
-    rows: int, length: int, degree: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "_splits", lambda *_: kernels.MOST_SPLITS)
-    token_in_cache(rows, length, degree)
+    if degree == 2:
+        new = u[:, :, length - 1 : length].double()
+        torch.testing.assert_close(new, first, atol=2e-6, rtol=2e-6)
+        assert u[:, :, length:].isnan().all()
 
 
 @pytest.mark.parametrize("degree", [1, 2])
@@ -308,41 +297,6 @@ def test_the_registered_operator(static: bool, degree: int) -> None:
     torch.library.opcheck(kernels.registered, arguments, test_utils=checks)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_compiled_decoding_calls_one_operator_a_layer(
-    degree: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one graph, without torch's attention; what it does to the cache, later tokens see."""
-    subject = model("llama", degree=degree)
-    torch._dynamo.reset()
-    ids = torch.randint(1, 32, (2, 9))
-    with torch.no_grad():
-        wanted = subject(ids, use_cache=False).logits[:, 5:]
-    monkeypatch.setattr(cached, "refusal_of_decoding", lambda *_: None)
-    graphs: list[Any] = []
-
-    def keep(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    cache = transformers.StaticCache(config=subject.config, max_cache_len=16)
-    compiled = torch.compile(subject, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
-    rows = []
-    with torch.no_grad():
-        subject(ids[:, :5], past_key_values=cache)
-        for step in range(5, 9):
-            position = torch.full((2, 1), step)
-            token = ids[:, step : step + 1]
-            rows.append(compiled(token, past_key_values=cache, position_ids=position).logits)
-    torch.testing.assert_close(torch.cat(rows, 1), wanted, atol=2e-5, rtol=2e-5)
-    (graph,) = graphs
-    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    text = graph.print_readable(print_output=False)
-    # the model has one layer
-    assert text.count("gfsa.decode.default") == 1
-    assert not any("attention" in name for name in called)
-
-
 @pytest.mark.parametrize(
     ("way", "prompt"),
     [
@@ -360,7 +314,7 @@ def test_a_static_window_before_and_after_it_is_full(
 ) -> None:
     """Rows of a window of 4 fill up, then move for each token; powers move with them."""
     subject = model("mistral", degree=degree)
-    tokens = 12
+    tokens = 8
     ids = torch.randint(1, 32, (2, tokens))
     padding = torch.ones_like(ids)
     padding[0, 0] = 1 if prompt == 1 else 0
@@ -401,32 +355,15 @@ def test_a_static_window_before_and_after_it_is_full(
 
 
 def model(kind: str, layers: int = 1, degree: int = 2, exclusive: bool = False) -> Any:
-    torch.manual_seed(0)
-    common = {"vocab_size": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    if kind == "gpt2":
-        config = transformers.GPT2Config(
-            n_layer=layers, n_head=2, n_embd=16, n_positions=64, **common
-        )
-        built = transformers.GPT2LMHeadModel(config)
-    else:
-        config = transformers.MistralConfig(
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            sliding_window=4 if kind == "mistral" else None,
-            max_position_embeddings=64,
-            **common,
-        )
-        built = transformers.MistralForCausalLM(config)
+    sizes = {"width": 16, "heads": 2, "key_heads": 1, "vocabulary": 32, "positions": 64}
+    built = decoder(kind, layers=layers, window=4, **sizes)
     given = {"K": None} if degree == 1 else {"K": 3, "wK": -0.3}
 
     def make(heads: int) -> gfsa.GFSA:
         made = gfsa.GFSA(heads, w0=0.2, w1=0.9, **given)
         return made.exclude(0.7, learn=True) if exclusive else made
 
-    gfsa.plug(built.eval(), filter=make)
+    gfsa.plug(built, filter=make)
     return built
 
 

@@ -1,9 +1,14 @@
-"""Filters of degree 1, their kernels in the interpreter around torch's attention on the CPU.
+"""Filters of degree 1: the kernels around torch's attention, and the forward kernel of one pass.
+
+The gradient of one pass is Gluon's.
 
 Not collected by itself: ``test_interpreted.py`` runs this file in a process of its own.
 """
 
 import support.triton_interpreter  # isort:skip  (before anything imports triton)
+
+import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,17 +17,17 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gfsa
-from gfsa.kernels import routes
+from gfsa.kernels import one_pass, op
 from gfsa.kernels.degree_one import combine_degree_one
-from gfsa.kernels.op import FusedOperator
-from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator
+from gfsa.kernels.launching import Options, Saved, Tiles, empty_like
+from gfsa.kernels.op import FusedOperator, filter_attention, run_forward
+from gfsa.kernels.routes import Kernels
+from gfsa.operators import AttentionCall, DenseOperator
 from support.fused_cases import (
     NAMES,
     Problem,
     assert_learns_by_the_kernels,
-    assert_same_bits,
     error,
-    outcome,
 )
 
 assert support.triton_interpreter
@@ -41,16 +46,8 @@ PROBLEMS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    # there is no GPU to ask
-    monkeypatch.setattr(routes, "capability", lambda device: (9, 0))
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-@pytest.mark.parametrize("share", [None, 0.7, "per head"])
-@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(("per_head", "share"), [(True, None), (False, 0.7), (True, "per head")])
 def test_agrees_with_the_specification(
     problem: Problem, per_head: bool, share: float | str | None
 ) -> None:
@@ -128,58 +125,139 @@ def test_rounded_once() -> None:
     assert (off <= 2**-11 * 1.001 * exact.abs() + 2**-25).all()
 
 
-@pytest.mark.parametrize("layout", ["expanded", "features apart", "off the border", "packed"])
-def test_any_layout(layout: str) -> None:
-    given = {
-        "expanded": lambda: torch.randn(1, 1, 20, 16).expand(1, 2, 20, 16),
-        "features apart": lambda: torch.randn(1, 2, 16, 20).transpose(2, 3),
-        "off the border": lambda: torch.randn(1, 2, 20, 17)[..., 1:],
-        "packed": lambda: torch.randn(1, 20, 3, 2, 16).permute(2, 0, 3, 1, 4)[2],
-    }[layout]
-    v, u, g, coeffs = given(), given(), given(), torch.randn(2, 2)
-    results = []
-    for x, y in ((v, u), (v.clone(), u.clone())):
-        inputs = [each.detach().requires_grad_() for each in (x, y, coeffs)]
-        results.append(outcome(combine_degree_one, inputs, g))
-    assert_same_bits(*results)
+IN_ONE_PASS = [
+    Problem(1, 2, 70, 16),
+    Problem(1, 2, 70, 24, is_causal=True, projected=True),
+    Problem(1, 1, 130, 64, is_causal=True),
+    Problem(1, 4, 20, 16, key_heads=2, is_causal=True, scale=0.7),
+    Problem(1, 1, 1, 8),
+]
 
 
-def test_compiled_whole() -> None:
-    q, k, v, coeffs, g = Problem(1, 2, 18, 16, projected=True).tensors()
-    inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2])]
-
-    def step(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
-        return FusedOperator(AttentionCall(q, k, is_causal=True)).polynomial(coeffs, v) * 2
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for x, y in zip(outcome(step, inputs, g), outcome(compiled, inputs, g), strict=True):
-        assert error(x, y) <= 2e-6
-
-
-def test_checkpointing_and_dropout() -> None:
-    """Recomputing the forward draws the same dropout mask again, which is torch's."""
-    q, k, v, coeffs, g = Problem(1, 2, 40, 16).tensors()
-    inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2])]
-
-    def run(q: Tensor, k: Tensor, v: Tensor, c: Tensor) -> Tensor:
-        return FusedOperator(AttentionCall(q, k, dropout_p=0.3)).polynomial(c, v)
-
-    def by_torch(q: Tensor, k: Tensor, v: Tensor, c: Tensor) -> Tensor:
-        return SDPAOperator(AttentionCall(q, k, dropout_p=0.3)).polynomial(c, v)
-
-    results = []
-    for work in (run, lambda *x: checkpoint(run, *x, use_reentrant=False), by_torch):
-        torch.manual_seed(5)
-        results.append(outcome(work, inputs, g))
-    kept, again, plain = results
-    for name, x, y, z in zip(NAMES, kept, again, plain, strict=True):
-        assert torch.equal(x, y), name
-        assert error(x, z) <= 2e-6, name
+def run_once(problem: Problem, exclusive: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+    """The output and the logsumexps to base 2, by the kernel and in float64."""
+    q, k, v, coeffs, _ = problem.tensors()
+    scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
+    if not exclusive:
+        coeffs = coeffs[:, :2].contiguous()
+    options = Options(scale, problem.is_causal, exclusive=exclusive)
+    out, u, lse = run_forward("one_pass", q, k, v, coeffs, None, None, options)
+    q, k, v, coeffs = (x.double() for x in (q, k, v, coeffs))
+    operator = DenseOperator.from_qk(q, k, None, problem.is_causal, scale)
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+    if problem.is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
+    exact = scores.logsumexp(-1) / math.log(2)
+    share = coeffs[:, 2] if exclusive else None
+    got = [out, lse[:, :, 0, : q.shape[2]], u]
+    return got, [operator.polynomial(coeffs[:, :2], v, share), exact, operator.apply(v)]
 
 
-def test_no_second_derivative_in_silence() -> None:
-    inputs = [x.requires_grad_() for x in (*torch.randn(2, 1, 1, 16, 16), torch.rand(1, 2))]
-    out = combine_degree_one(*inputs)
-    (dv,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(dv.sum(), inputs[:1])
+def agrees(got: list[Tensor], expected: list[Tensor]) -> None:
+    for x, y in zip(got, expected, strict=True):
+        # A·V is kept for the exclusive term alone
+        if x.numel():
+            assert x.shape == y.shape
+            assert (x.double() - y).norm() <= 2e-6 * max(y.norm(), 1e-3)
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize("problem", IN_ONE_PASS, ids=str)
+def test_one_pass_agrees_with_the_specification(problem: Problem, exclusive: bool) -> None:
+    agrees(*run_once(problem, exclusive))
+
+
+@pytest.fixture
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    rows, cols = request.param
+    monkeypatch.setattr(one_pass, "tiles", lambda *_: Tiles(rows, cols, 4, 2))
+    one_pass._launch.cache_clear()
+    yield
+    one_pass._launch.cache_clear()
+
+
+@pytest.mark.parametrize("tiles", [(16, 32), (32, 16)], indirect=True, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.usefixtures("tiles")
+def test_tiles_of_any_size(is_causal: bool) -> None:
+    agrees(*run_once(Problem(1, 1, 50, 24, is_causal=is_causal)))
+
+
+def test_every_block_of_every_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order the programs take them: two heads together, then the one that is left."""
+    problem = Problem(1, 3, 70, 16, is_causal=True)
+    monkeypatch.setattr(one_pass, "_heads_together", lambda problem: 2)
+    one_pass._launch.cache_clear()
+    agrees(*run_once(problem))
+    one_pass._launch.cache_clear()
+
+
+def test_heads_together_fill_the_cache() -> None:
+    problem = one_pass.problem_of
+    q = torch.empty(8, 12, 1024, 64, dtype=torch.bfloat16, device="meta")
+    together = one_pass._heads_together
+    assert together(problem(q, q, None, Options(0.1))) == 1
+    assert together(problem(q, q, None, Options(0.1, is_causal=True))) == 96
+    q = torch.empty(64, 12, 1024, 64, dtype=torch.bfloat16, device="meta")
+    assert together(problem(q, q, None, Options(0.1, is_causal=True))) == 96
+
+
+@pytest.fixture
+def dense_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient, whose kernels no interpreter runs, by the specification."""
+
+    def backward(
+        g: Tensor, saved: Saved, options: Options
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v, u, _, _, coeffs, _, _ = saved
+        scale, is_causal, _, exclusive = options
+        assert bool(u.numel()) == exclusive
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k, v, coeffs)]
+            operator = DenseOperator.from_qk(*inputs[:2], None, is_causal, scale)
+            share = inputs[3][:, 2] if exclusive else None
+            y = operator.polynomial(inputs[3][:, :2], inputs[2], share)
+        dq, dk, dv, dc = torch.autograd.grad(y, inputs, g)
+        like = [empty_like(x).copy_(dx) for x, dx in ((q, dq), (k, dk), (v, dv))]
+        return *like, dc[:, : 2 + exclusive, None].contiguous()
+
+    decided = Kernels("one_pass", "hopper")
+    monkeypatch.setitem(op.GRADIENT, "hopper once", backward)
+    monkeypatch.setattr(op, "kernels_of", lambda situation: decided)
+
+
+@pytest.mark.usefixtures("dense_gradient")
+def test_a_filter_learns_in_one_pass() -> None:
+    """θ's gradient, with checkpointing too, is the specification's."""
+    q, k, v, _, g = Problem(2, 3, 20, 16, is_causal=True, projected=True).tensors()
+    layer = gfsa.GFSA(3, K=None, w0=0.2, w1=0.7)
+    inputs = [x.requires_grad_() for x in (q, k, v)] + [layer.theta]
+    options = Options(0.25, is_causal=True)
+
+    def eager(q: Tensor, k: Tensor, v: Tensor, theta: Tensor) -> Tensor:
+        return filter_attention(
+            q, k, v, layer.polynomial_coefficients(), None, None, options, once=True
+        )
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, theta: Tensor) -> Tensor:
+        return layer(DenseOperator.from_qk(q, k, None, True, 0.25), v)
+
+    def checkpointed(*inputs: Tensor) -> Tensor:
+        return checkpoint(eager, *inputs, use_reentrant=False)
+
+    expected = [*torch.autograd.grad(dense(*inputs), inputs, g)]
+    for work in (eager, checkpointed):
+        for x, y in zip(torch.autograd.grad(work(*inputs), inputs, g), expected, strict=True):
+            assert error(x, y) <= 2e-6, work.__name__
+
+
+@pytest.mark.usefixtures("dense_gradient")
+def test_registration_of_one_pass() -> None:
+    q, k, v = torch.randn(3, 1, 20, 2, 16).transpose(2, 3).unbind(0)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for exclusive in (False, True):
+        given = (q, k, v, torch.randn(2, 2), *([torch.randn(2)] if exclusive else []))
+        inputs = [x.requires_grad_() for x in given]
+        share = () if exclusive else (None,)
+        arguments = (*inputs, *share, None, None, 0.25, True, 0.0, True, True)
+        torch.library.opcheck(op.forward, arguments, test_utils=checks)

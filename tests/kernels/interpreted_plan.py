@@ -17,7 +17,7 @@ from support.sweep_plan import HALF, ROWS, plan_of
 
 assert support.triton_interpreter
 
-LOOKED_AT = 32
+POLLED = 32
 
 
 def seen(*rows: Sequence[int], window: int | None = None) -> torch.Tensor:
@@ -52,11 +52,11 @@ def test_it_is_that_of_the_specification(spans: torch.Tensor, parts: int) -> Non
     blocks = -(-n // ROWS)
     numbers, row_flags = NUMBERS.value, 3 * blocks * 2
     size = (batch, blocks + 1, 2, numbers)
-    flags = torch.full((batch * row_flags + LOOKED_AT + batch * (2 * blocks + 2) * 11,), -1)
+    flags = torch.full((batch * row_flags + POLLED + batch * (2 * blocks + 2) * 11,), -1)
     flags = flags.to(torch.int32)
-    constants = (ROWS, HALF, parts * HALF, LOOKED_AT, 4, 64)
+    constants = (ROWS, HALF, parts * HALF, POLLED, 4, 64)
     plan_blocks[batch,](spans, flags, n, blocks, row_flags, 2 * n, *constants)
-    zeros, plans = flags.split([batch * row_flags + LOOKED_AT, batch * (2 * blocks + 2) * 11])
+    zeros, plans = flags.split([batch * row_flags + POLLED, batch * (2 * blocks + 2) * 11])
     assert not zeros.any()
     got = plans[: np.prod(size)].view(size).numpy()
     for row, of_row in zip(spans.numpy(), got, strict=True):

@@ -20,22 +20,15 @@ from torch._inductor import compile_fx  # noqa: E402
 from torch._inductor.graph import GraphLowering  # noqa: E402
 
 import gfsa  # noqa: E402
+from support.decoders import decoder  # noqa: E402
 from support.nothing_launched import nothing_launched  # noqa: E402
 
 LAYERS, HEADS, DIM, ROWS, HELD = 2, 2, 64, 128, 100
 
 
 def model(degree: int) -> Any:
-    config = transformers.GPT2Config(
-        vocab_size=50,
-        n_embd=HEADS * DIM,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        n_positions=ROWS,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    plugged = transformers.GPT2LMHeadModel(config).eval()
+    sizes = {"width": HEADS * DIM, "heads": HEADS, "key_heads": HEADS, "layers": LAYERS}
+    plugged = decoder("gpt2", vocabulary=50, positions=ROWS, **sizes)
     gfsa.plug(plugged, K=3 if degree == 2 else None, w0=0.1, w1=0.8)
     return plugged
 
@@ -99,6 +92,7 @@ def test_the_cache_is_written_where_it_is(degree: int, monkeypatch: pytest.Monke
     code, given = compiled_step(plugged, filled(plugged, degree), monkeypatch)
     calls = re.findall(r"torch\.ops\.gfsa\.decode\.default\((.*)\)", code)
     assert len(calls) == LAYERS
+    assert "scaled_dot" not in code
     for call in calls:
         k, v, u, *_, counters, _, _ = call.split(", ")[-11:]
         # arguments of the graph itself, not copies of them

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from gfsa.functional import graph_filter_attention
 from gfsa.kernels import op, routes
 from gfsa.kernels.launching import Options, Saved
 from gfsa.kernels.op import filter_attention, kernels_for, run_backward, run_forward
+from gfsa.kernels.routes import Backend
 from gfsa.operators import AttentionOperator, DenseOperator
+from support.capturing import captured
 from support.far_strides import spread
 from support.fused_cases import (
     NAMES,
@@ -33,6 +37,10 @@ from support.fused_cases import (
 from support.route_cases import CASES, HOPPER_CASES, Case, check
 
 BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def on_gpu(*shape: int, **options: Any) -> Problem:
+    return Problem(*shape, **{"dtype": BF16, "device": "cuda", **options})
 
 
 def fuzzed(count: int) -> list[Problem]:
@@ -62,25 +70,25 @@ def fuzzed(count: int) -> list[Problem]:
 
 
 KNOWN = [
-    Problem(2, 4, 64, 64, dtype=BF16, device="cuda"),
-    Problem(2, 4, 128, 64, dtype=BF16, device="cuda", projected=True),
-    Problem(2, 4, 197, 64, dtype=BF16, device="cuda", projected=True),
-    Problem(2, 4, 197, 64, dtype=FP16, device="cuda", is_causal=True),
-    Problem(2, 4, 256, 64, dtype=BF16, device="cuda"),
-    Problem(3, 4, 128, 64, dtype=BF16, device="cuda", mask="keys"),
-    Problem(3, 4, 100, 64, dtype=BF16, device="cuda", mask="keys", dropout_p=0.1),
-    Problem(3, 4, 197, 64, dtype=BF16, device="cuda", mask="keys", is_causal=True),
-    Problem(3, 4, 250, 64, dtype=BF16, device="cuda", dropout_p=0.1),
-    Problem(2, 4, 128, 64, 2, dtype=BF16, device="cuda", is_causal=True, projected=True),
-    Problem(3, 4, 60, 64, dtype=BF16, device="cuda", mask="full"),
-    Problem(3, 4, 128, 64, dtype=BF16, device="cuda", mask="full", projected=True),
-    Problem(3, 4, 128, 64, 2, dtype=BF16, device="cuda", mask="full", is_causal=True),
-    Problem(2, 4, 200, 64, dtype=BF16, device="cuda", mask="full", dropout_p=0.1),
-    Problem(2, 4, 256, 64, dtype=FP16, device="cuda", mask="full"),
-    Problem(2, 4, 128, 64, dtype=BF16, device="cuda", mask="per head"),
-    Problem(1, 2, 17, 8, dtype=BF16, device="cuda"),
-    Problem(1, 2, 2500, 128, dtype=BF16, device="cuda", projected=True),
-    Problem(2, 2, 2048, 128, dtype=BF16, device="cuda", is_causal=True),
+    on_gpu(2, 4, 64, 64),
+    on_gpu(2, 4, 128, 64, projected=True),
+    on_gpu(2, 4, 197, 64, projected=True),
+    on_gpu(2, 4, 197, 64, dtype=FP16, is_causal=True),
+    on_gpu(2, 4, 256, 64),
+    on_gpu(3, 4, 128, 64, mask="keys"),
+    on_gpu(3, 4, 100, 64, mask="keys", dropout_p=0.1),
+    on_gpu(3, 4, 197, 64, mask="keys", is_causal=True),
+    on_gpu(3, 4, 250, 64, dropout_p=0.1),
+    on_gpu(2, 4, 128, 64, 2, is_causal=True, projected=True),
+    on_gpu(3, 4, 60, 64, mask="full"),
+    on_gpu(3, 4, 128, 64, mask="full", projected=True),
+    on_gpu(3, 4, 128, 64, 2, mask="full", is_causal=True),
+    on_gpu(2, 4, 200, 64, mask="full", dropout_p=0.1),
+    on_gpu(2, 4, 256, 64, dtype=FP16, mask="full"),
+    on_gpu(2, 4, 128, 64, mask="per head"),
+    on_gpu(1, 2, 17, 8),
+    on_gpu(1, 2, 2500, 128, projected=True),
+    on_gpu(2, 2, 2048, 128, is_causal=True),
 ]
 
 
@@ -98,22 +106,22 @@ def _without_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 HOPPER = [
-    Problem(2, 4, 300, 64, dtype=BF16, device="cuda"),
-    Problem(3, 4, 1024, 64, dtype=FP16, device="cuda", is_causal=True, projected=True),
-    Problem(2, 6, 1100, 48, 2, dtype=BF16, device="cuda", is_causal=True, scale=-0.2),
-    Problem(2, 4, 260, 8, dtype=BF16, device="cuda", scale=0.3),
-    Problem(2, 4, 200, 96, dtype=FP16, device="cuda", projected=True),
-    Problem(2, 8, 1500, 80, 4, dtype=BF16, device="cuda"),
-    Problem(1, 4, 1996, 128, 1, dtype=FP16, device="cuda", is_causal=True, projected=True),
-    Problem(2, 2, 1920, 128, dtype=BF16, device="cuda"),
-    Problem(12, 16, 1024, 64, dtype=BF16, device="cuda", is_causal=True),
-    Problem(3, 4, 512, 64, dtype=BF16, device="cuda", mask="keys"),
-    Problem(3, 4, 1000, 64, 2, dtype=FP16, device="cuda", mask="keys", is_causal=True),
-    Problem(2, 2, 644, 72, dtype=BF16, device="cuda", mask="keys", projected=True),
-    Problem(2, 3, 1500, 80, dtype=BF16, device="cuda", mask="keys", is_causal=True),
-    Problem(3, 4, 1000, 128, 2, dtype=BF16, device="cuda", mask="keys", is_causal=True),
-    Problem(2, 4, 2048, 128, 1, dtype=FP16, device="cuda", mask="keys", is_causal=True),
-    Problem(2, 4, 1024, 128, dtype=BF16, device="cuda", mask="keys", projected=True),
+    on_gpu(2, 4, 300, 64),
+    on_gpu(3, 4, 1024, 64, dtype=FP16, is_causal=True, projected=True),
+    on_gpu(2, 6, 1100, 48, 2, is_causal=True, scale=-0.2),
+    on_gpu(2, 4, 260, 8, scale=0.3),
+    on_gpu(2, 4, 200, 96, dtype=FP16, projected=True),
+    on_gpu(2, 8, 1500, 80, 4),
+    on_gpu(1, 4, 1996, 128, 1, dtype=FP16, is_causal=True, projected=True),
+    on_gpu(2, 2, 1920, 128),
+    on_gpu(12, 16, 1024, 64, is_causal=True),
+    on_gpu(3, 4, 512, 64, mask="keys"),
+    on_gpu(3, 4, 1000, 64, 2, dtype=FP16, mask="keys", is_causal=True),
+    on_gpu(2, 2, 644, 72, mask="keys", projected=True),
+    on_gpu(2, 3, 1500, 80, mask="keys", is_causal=True),
+    on_gpu(3, 4, 1000, 128, 2, mask="keys", is_causal=True),
+    on_gpu(2, 4, 2048, 128, 1, dtype=FP16, mask="keys", is_causal=True),
+    on_gpu(2, 4, 1024, 128, mask="keys", projected=True),
 ]
 
 
@@ -144,16 +152,17 @@ def test_gradient_by_hopper_kernels(problem: Problem) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_mask_whose_keys_lie_far_apart(is_causal: bool) -> None:
     """The place of its last key does not fit into 32 bits."""
-    q, k, v, coeffs, g = Problem(2, 4, 512, 64, dtype=BF16, device="cuda").tensors()
-    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    *inputs, g = on_gpu(2, 4, 512, 64).tensors()
+    inputs = [x.requires_grad_() for x in inputs]
     mask = torch.ones(2, 1, 1, 512, dtype=torch.bool, device="cuda")
     # the last keys too: they are the ones that are far away
     mask[0, ..., :100] = mask[1, ..., 450:] = False
-    results = []
-    for keys in (mask, spread(mask, -1)):
-        out = filter_attention(*inputs, keys, None, Options(0.125, is_causal))
-        results.append([out, *torch.autograd.grad(out, inputs, g)])
-    assert_same_bits(*results)
+    options = Options(0.125, is_causal)
+    near, far = (
+        outcome(lambda *x, keys=keys: filter_attention(*x, keys, None, options), inputs, g)
+        for keys in (mask, spread(mask, -1))
+    )
+    assert_same_bits(near, far)
 
 
 @pytest.mark.usefixtures("_without_hopper_kernels")
@@ -161,17 +170,16 @@ def test_a_mask_whose_keys_lie_far_apart(is_causal: bool) -> None:
 @pytest.mark.parametrize("c2", [0.0, 1e-6, -1e-4, 0.01])
 def test_a_weak_second_pass_over_wide_heads(c2: float, dtype: torch.dtype) -> None:
     """The output tells what the second pass was, within its rounding."""
-    problem = Problem(2, 2, 2048, 128, dtype=dtype, device="cuda", is_causal=True)
-    q, k, v, _, g = problem.tensors()
+    *tokens, _, g = on_gpu(2, 2, 2048, 128, dtype=dtype, is_causal=True).tensors()
     coeffs = torch.tensor([[0.2, 0.9, c2], [0.0, 1.0, -c2]], device="cuda")
     results = []
-    for backend, inputs in (
-        ("fused", [q, k, v, coeffs]),
-        ("dense", [x.double() for x in (q, k, v, coeffs)]),
-    ):
-        inputs = [x.detach().requires_grad_() for x in inputs]
-        y = graph_filter_attention(*inputs, is_causal=True, backend=backend)
-        results.append([y.detach(), *torch.autograd.grad(y, inputs, g.to(y.dtype))])
+    for backend, number in (("fused", dtype), ("dense", torch.float64)):
+        inputs = [x.detach().to(number) for x in tokens]
+        inputs += [coeffs.double() if backend == "dense" else coeffs.clone()]
+        inputs = [x.requires_grad_() for x in inputs]
+        options = {"is_causal": True, "backend": backend}
+        work = partial(graph_filter_attention, **options)
+        results.append(outcome(work, inputs, g.to(number)))
     for name, mine, exact in zip(NAMES, *results, strict=True):
         assert torch.isfinite(mine).all(), name
         assert error(mine, exact) <= torch.finfo(dtype).eps, name
@@ -199,119 +207,74 @@ def test_memory_of_wide_heads() -> None:
 
 
 ONCE = [
-    Problem(2, 4, 128, 64, dtype=BF16, device="cuda", projected=True),
-    Problem(2, 4, 197, 64, dtype=BF16, device="cuda", mask="keys"),
-    Problem(2, 4, 1024, 64, dtype=BF16, device="cuda", is_causal=True, projected=True),
-    Problem(3, 4, 513, 40, dtype=FP16, device="cuda", mask="keys", is_causal=True),
-    Problem(2, 4, 1000, 64, dtype=BF16, device="cuda", scale=0.3),
-    Problem(2, 4, 256, 32, dtype=FP16, device="cuda", is_causal=True, projected=True),
-    Problem(2, 4, 300, 64, dtype=FP16, device="cuda", mask="full"),
-    Problem(2, 4, 2048, 64, dtype=BF16, device="cuda", is_causal=True),
-    Problem(2, 3, 2048, 128, dtype=FP16, device="cuda"),
-    Problem(2, 3, 513, 80, dtype=BF16, device="cuda", scale=-0.2),
+    on_gpu(2, 4, 128, 64, projected=True),
+    on_gpu(2, 4, 197, 64, mask="keys"),
+    on_gpu(2, 4, 1024, 64, is_causal=True, projected=True),
+    on_gpu(3, 4, 513, 40, dtype=FP16, mask="keys", is_causal=True),
+    on_gpu(2, 4, 1000, 64, scale=0.3),
+    on_gpu(2, 4, 256, 32, dtype=FP16, is_causal=True, projected=True),
+    on_gpu(2, 4, 300, 64, dtype=FP16, mask="full"),
+    on_gpu(2, 4, 2048, 64, is_causal=True),
+    on_gpu(2, 3, 2048, 128, dtype=FP16),
+    on_gpu(2, 3, 513, 80, scale=-0.2),
     # the Hopper gradient: lengths that fill no tile, after each of the forward passes
-    Problem(2, 3, 333, 64, dtype=FP16, device="cuda"),
-    Problem(2, 3, 1501, 64, dtype=BF16, device="cuda"),
-    Problem(2, 3, 1501, 64, dtype=FP16, device="cuda", is_causal=True, projected=True),
+    on_gpu(2, 3, 333, 64, dtype=FP16),
+    on_gpu(2, 3, 1501, 64),
+    on_gpu(2, 3, 1501, 64, dtype=FP16, is_causal=True, projected=True),
     # heads that share keys: short, one pass, in one sweep, around torch's attention
-    Problem(2, 4, 100, 64, key_heads=2, dtype=BF16, device="cuda", is_causal=True),
-    Problem(2, 8, 700, 64, key_heads=2, dtype=BF16, device="cuda", projected=True),
-    Problem(2, 8, 2048, 64, key_heads=2, dtype=BF16, device="cuda", is_causal=True, projected=True),
-    Problem(2, 8, 1500, 64, key_heads=2, dtype=FP16, device="cuda"),
-    Problem(2, 8, 300, 128, key_heads=2, dtype=BF16, device="cuda", is_causal=True),
-    Problem(2, 6, 300, 80, key_heads=2, dtype=FP16, device="cuda", mask="keys", projected=True),
-    Problem(2, 8, 1500, 128, key_heads=2, dtype=FP16, device="cuda"),
+    on_gpu(2, 4, 100, 64, key_heads=2, is_causal=True),
+    on_gpu(2, 8, 700, 64, key_heads=2, projected=True),
+    on_gpu(2, 8, 2048, 64, key_heads=2, is_causal=True, projected=True),
+    on_gpu(2, 8, 1500, 64, key_heads=2, dtype=FP16),
+    on_gpu(2, 8, 300, 128, key_heads=2, is_causal=True),
+    on_gpu(2, 6, 300, 80, key_heads=2, dtype=FP16, mask="keys", projected=True),
+    on_gpu(2, 8, 1500, 128, key_heads=2, dtype=FP16),
     # wide heads in one sweep; the last two with cuDNN's gradient
-    Problem(2, 3, 1024, 128, dtype=BF16, device="cuda", is_causal=True),
-    Problem(2, 3, 1500, 128, dtype=FP16, device="cuda", is_causal=True, projected=True),
-    Problem(2, 8, 2048, 128, key_heads=2, dtype=BF16, device="cuda", is_causal=True),
-    Problem(
-        2, 8, 1301, 128, key_heads=2, dtype=BF16, device="cuda", is_causal=True, projected=True,
+    on_gpu(2, 3, 1024, 128, is_causal=True),
+    on_gpu(2, 3, 1500, 128, dtype=FP16, is_causal=True, projected=True),
+    on_gpu(2, 8, 2048, 128, key_heads=2, is_causal=True),
+    on_gpu(
+        2, 8, 1301, 128, key_heads=2, is_causal=True, projected=True,
         scale=0.2,
     ),
-    Problem(1, 3, 4100, 128, dtype=FP16, device="cuda", is_causal=True, projected=True),
-    Problem(1, 4, 5000, 128, key_heads=2, dtype=BF16, device="cuda", is_causal=True),
+    on_gpu(1, 3, 4100, 128, dtype=FP16, is_causal=True, projected=True),
+    on_gpu(1, 4, 5000, 128, key_heads=2, is_causal=True),
 ]  # fmt: skip
+
+
+def check_degree_one(
+    problem: Problem, mask: Tensor | None, work: Callable[..., Tensor], share: bool, floor: float
+) -> None:
+    """At most twice the errors of torch's attention, and so many units of rounding."""
+    torch.manual_seed(1)
+    q, k, v, coeffs, g = problem.tensors()
+    shares = [torch.rand(problem.heads, device="cuda")] if share else []
+    if share:
+        # a token without a direction of its own
+        v[0, 0, 5] = 0.0
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2].contiguous(), *shares)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    dense = DenseOperator.from_qk(*exact[:2], mask, problem.is_causal, problem.scale)
+    expected = outcome(lambda q, k, v, c, *a: dense.polynomial(c, v, *a), exact, g.double())
+    floor *= torch.finfo(problem.dtype).eps
+    allowed = [*(2 * each + floor for each in attention_errors(problem)), 5e-3, 5e-3]
+    got = outcome(work, inputs, g)
+    for name, x, y, most in zip((*NAMES, "da"), got, expected, allowed, strict=False):
+        assert torch.isfinite(x).all(), name
+        assert error(x, y) <= most, (name, error(x, y), most)
 
 
 @pytest.mark.parametrize("problem", ONCE, ids=str)
 def test_degree_one_as_exact_as_attention(problem: Problem) -> None:
-    torch.manual_seed(1)
-    q, k, v, coeffs, g = problem.tensors()
     mask = problem.bool_mask()
-    results = []
-    for backend, dtype in (("fused", problem.dtype), ("dense", torch.float64)):
-        tokens = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-        numbers = coeffs[:, :2].to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-        y = graph_filter_attention(
-            *tokens,
-            numbers,
-            mask,
-            is_causal=problem.is_causal,
-            scale=problem.scale,
-            enable_gqa=problem.key_heads > 0,
-            backend=backend,
-        )
-        results.append([y.detach(), *torch.autograd.grad(y, [*tokens, numbers], g.to(dtype))])
-    floor = 0.2 * torch.finfo(problem.dtype).eps
-    plain = [2 * each + floor for each in attention_errors(problem)]
-    for name, most, mine, exact in zip(NAMES, [*plain, 5e-3], *results, strict=True):
-        assert torch.isfinite(mine).all(), name
-        assert error(mine, exact) <= most, name
-
-
-@pytest.mark.parametrize("length", [128, 1024, 2048])
-@pytest.mark.parametrize("untouched", [False, True], ids=["a filter", "at initialisation"])
-def test_degree_one_learns(length: int, untouched: bool) -> None:
-    """θ's gradient by the kernels, launched directly the second time, against torch's."""
-    layer = gfsa.GFSA(4, K=None, **({} if untouched else {"w0": 0.2, "w1": 0.7})).cuda()
-    problem = Problem(3, 4, length, 64, dtype=BF16, device="cuda", is_causal=True, projected=True)
-    q, k, v, _, g = problem.tensors()
-    inputs = [x.requires_grad_() for x in (q, k, v)] + [layer.theta]
-    results = []
-    for backend in ("fused", "fused", "sdpa"):
-        y = layer(AttentionOperator(q, k, is_causal=True, backend=backend), v)
-        results.append([y.detach(), *torch.autograd.grad(y, inputs, g)])
-    for name, first, again, other in zip(NAMES, *results, strict=True):
-        assert torch.equal(first, again), name
-        assert error(first, other) <= 0.02, name
-
-
-@pytest.mark.parametrize("length", [128, 1024])
-def test_degree_one_compiled(length: int) -> None:
-    """By name and by choice, short kernels and one pass."""
-    q, k, v, coeffs, g = Problem(2, 4, length, 64, dtype=BF16, device="cuda").tensors()
-    inputs = [x.detach().requires_grad_() for x in (q, k, v, coeffs[:, :2])]
-    for backend in ("fused", "auto"):
-
-        def step(*inputs: Tensor, backend: str = backend) -> Tensor:
-            return graph_filter_attention(*inputs, is_causal=True, backend=backend) * 2
-
-        y, z = step(*inputs), torch.compile(step, fullgraph=True)(*inputs)
-        # the same kernels in both
-        assert torch.equal(y, z), backend
-        for name, a, b in zip(
-            NAMES[1:],
-            torch.autograd.grad(y, inputs, g),
-            torch.autograd.grad(z, inputs, g),
-            strict=True,
-        ):
-            assert error(a, b) <= 0.02, (backend, name)
-
-
-@pytest.mark.parametrize(("length", "shares"), [(100, 0), (300, 0), (300, 1)])
-def test_degree_one_registration(length: int, shares: int) -> None:
-    tokens = torch.randn(3, 2, length, 4, 64, device="cuda", dtype=BF16).transpose(2, 3).unbind(0)
-    numbers = [torch.randn(4, 2, device="cuda"), *[torch.randn(4, device="cuda")] * shares]
-    inputs = [x.requires_grad_() for x in (*tokens, *numbers)]
-    share = () if shares else (None,)
-    given = (*inputs, *share, None, None, 0.125, True, 0.0, length > 196, True)
-    torch.library.opcheck(op.forward, given)
+    options = {"is_causal": problem.is_causal, "scale": problem.scale, "backend": "fused"}
+    options |= {"attn_mask": mask, "enable_gqa": problem.key_heads > 0}
+    check_degree_one(problem, mask, partial(graph_filter_attention, **options), False, 0.2)
 
 
 def test_degree_one_keeps_nothing_without_a_gradient() -> None:
     """The same kernel, without A·V: the same bits, in less memory."""
-    q, k, v, coeffs, _ = Problem(1, 4, 4000, 128, 2, dtype=BF16, device="cuda").tensors()
+    q, k, v, coeffs, _ = on_gpu(1, 4, 4000, 128, 2).tensors()
     numbers = coeffs[:, :2].contiguous().requires_grad_()
     options = Options(0.09, is_causal=True)
     kept = filter_attention(q, k, v, numbers, None, None, options, once=True)
@@ -324,7 +287,7 @@ def test_degree_one_keeps_nothing_without_a_gradient() -> None:
 @pytest.mark.parametrize("length", [129, 300, 1024])
 def test_degree_one_in_a_sea_of_nan(length: int, exclusive: bool) -> None:
     """Rows beyond the last token are neither read nor written."""
-    problem = Problem(2, 3, length, 64, dtype=BF16, device="cuda", is_causal=True)
+    problem = on_gpu(2, 3, length, 64, is_causal=True)
     q, k, v, coeffs, g = problem.tensors()
     seas, inside = [], []
     for x in (q, k, v, g):
@@ -346,82 +309,56 @@ def test_degree_one_in_a_sea_of_nan(length: int, exclusive: bool) -> None:
 
 
 EXCLUSIVE = [
-    Problem(2, 4, 100, 64, dtype=BF16, device="cuda"),
-    Problem(2, 4, 300, 64, 2, dtype=FP16, device="cuda", projected=True),
-    Problem(2, 4, 1000, 64, dtype=BF16, device="cuda", is_causal=True, projected=True),
-    Problem(2, 6, 1024, 64, 2, dtype=FP16, device="cuda", is_causal=True),
-    Problem(2, 4, 1025, 128, 1, dtype=BF16, device="cuda", is_causal=True),
-    Problem(1, 4, 4500, 128, 2, dtype=BF16, device="cuda", is_causal=True, projected=True),
-    Problem(2, 4, 300, 96, dtype=BF16, device="cuda", is_causal=True),
-    Problem(2, 4, 300, 256, 2, dtype=BF16, device="cuda", is_causal=True, projected=True),
-    Problem(3, 4, 300, 64, dtype=BF16, device="cuda", mask="keys"),
-    Problem(2, 4, 300, 64, dtype=BF16, device="cuda", mask="full"),
+    on_gpu(2, 4, 100, 64),
+    on_gpu(2, 4, 300, 64, 2, dtype=FP16, projected=True),
+    on_gpu(2, 4, 1000, 64, is_causal=True, projected=True),
+    on_gpu(2, 6, 1024, 64, 2, dtype=FP16, is_causal=True),
+    on_gpu(2, 4, 1025, 128, 1, is_causal=True),
+    on_gpu(1, 4, 4500, 128, 2, is_causal=True, projected=True),
+    on_gpu(2, 4, 300, 96, is_causal=True),
+    on_gpu(2, 4, 300, 256, 2, is_causal=True, projected=True),
+    on_gpu(3, 4, 300, 64, mask="keys"),
+    on_gpu(2, 4, 300, 64, mask="full"),
 ]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("problem", EXCLUSIVE, ids=str)
 def test_the_exclusive_term(problem: Problem, compiled: bool) -> None:
-    """As exact as attention; tokens without a direction, too."""
-    torch.manual_seed(1)
-    q, k, v, coeffs, g = problem.tensors()
-    # bf16's own rounding of these is not the kernels'
-    v[0, 0, 5] = 0.0
-    mask, grouped = problem.bool_mask(), bool(problem.key_heads)
-    share = torch.rand(problem.heads, device="cuda")
-    inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2].contiguous(), share)]
+    mask = problem.bool_mask()
+    options = {"is_causal": problem.is_causal, "enable_gqa": problem.key_heads > 0}
 
     def filtered(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, share: Tensor) -> Tensor:
-        options = {"is_causal": problem.is_causal, "enable_gqa": grouped}
         return graph_filter_attention(q, k, v, coeffs, mask, exclusive=share, **options)
 
     # one mask for all calls
     work = torch.compile(filtered, fullgraph=True, dynamic=False) if compiled else filtered
-    out = work(*inputs)
-    got = [out, *torch.autograd.grad(out, inputs, g)]
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    operator = DenseOperator.from_qk(*exact[:2], mask, problem.is_causal)
-    out = operator.polynomial(exact[3], exact[2], exact[4])
-    expected = [out, *torch.autograd.grad(out, exact, g.double())]
-    plain = [2 * e + 0.5 * torch.finfo(problem.dtype).eps for e in attention_errors(problem)]
-    for name, x, y, most in zip((*NAMES, "da"), got, expected, [*plain, 5e-3, 5e-3], strict=True):
-        assert torch.isfinite(x).all(), name
-        assert error(x, y) <= most, (name, error(x, y), most)
+    check_degree_one(problem, mask, work, True, 0.5)
 
 
 def test_the_exclusive_term_gives_the_same_bits_again() -> None:
-    problem = Problem(4, 5, 1024, 64, dtype=BF16, device="cuda", is_causal=True)
-    q, k, v, coeffs, g = problem.tensors()
-    share = coeffs[:, 2].contiguous()
-    inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2], share)]
+    *inputs, coeffs, g = on_gpu(4, 5, 1024, 64, is_causal=True).tensors()
+    inputs = [x.requires_grad_() for x in (*inputs, coeffs[:, :2], coeffs[:, 2].contiguous())]
     options = Options(0.125, is_causal=True, exclusive=True)
-    results = []
-    for _ in range(3):
-        out = filter_attention(*inputs[:4], None, None, options, once=True, share=share)
-        results.append([out, *torch.autograd.grad(out, inputs, g)])
-    assert_same_bits(*results)
+
+    def step(*tokens: Tensor) -> Tensor:
+        return filter_attention(*tokens[:4], None, None, options, once=True, share=tokens[4])
+
+    assert_same_bits(*(outcome(step, inputs, g) for _ in range(3)))
 
 
 @pytest.mark.parametrize("exclusive", [None, 0.7])
 def test_degree_one_in_a_captured_graph(exclusive: float | None) -> None:
-    q, k, v, coeffs, g = Problem(2, 4, 512, 64, dtype=BF16, device="cuda").tensors()
-    inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2].contiguous())]
+    *inputs, coeffs, g = on_gpu(2, 4, 512, 64).tensors()
+    inputs = [x.requires_grad_() for x in (*inputs, coeffs[:, :2].contiguous())]
+    options = {"is_causal": True, "backend": "fused", "exclusive": exclusive}
 
     def step() -> list[Tensor]:
-        y = graph_filter_attention(*inputs, is_causal=True, backend="fused", exclusive=exclusive)
-        return [y, *torch.autograd.grad(y, inputs, g)]
+        return outcome(partial(graph_filter_attention, **options), inputs, g)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            expected = step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = captured(step)
     graph.replay()
-    torch.cuda.synchronize()
-    assert_same_bits(found, expected)
+    assert_same_bits(found, step())
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 9])
@@ -429,7 +366,7 @@ def test_degree_one_in_a_captured_graph(exclusive: float | None) -> None:
 def test_a_handful_of_tokens(length: int, is_causal: bool) -> None:
     """Too few for errors to average out: measured by the largest result instead."""
     torch.manual_seed(4)
-    problem = Problem(2, 4, length, 64, is_causal=is_causal, dtype=BF16, device="cuda")
+    problem = on_gpu(2, 4, length, 64, is_causal=is_causal)
     got, expected = run(problem)
     size = max(x.norm().item() for x in expected[:4])
     for name, x, y in zip(NAMES, got, expected, strict=True):
@@ -479,20 +416,6 @@ def test_huge_scores_stay_finite() -> None:
             assert torch.isfinite(x).all()
 
 
-def test_both_paths_take_what_they_should() -> None:
-    q = torch.randn(1, 1, 197, 64, device="cuda", dtype=BF16)
-    if routes.capability(q.device) == (9, 0) and routes.TRITON == (3, 6):
-        assert kernels_for(q, None, Options(0.1)).forward == "short"
-    longer = torch.randn(1, 1, 300, 64, device="cuda", dtype=BF16)
-    assert kernels_for(longer, None, Options(0.1)).forward == "two_pass"
-    assert kernels_for(q, None, Options(-0.1)).forward == "two_pass"
-    mask = torch.ones(1, 2, 197, 197, device="cuda", dtype=torch.bool)
-    assert kernels_for(q, mask, Options(0.1)).forward == "two_pass"
-    assert kernels_for(q, mask[:, :1].mT, Options(0.1)).forward == "two_pass"
-    if routes.capability(q.device) == (9, 0) and routes.TRITON == (3, 6):
-        assert kernels_for(q, mask[:, :1], Options(0.1)).forward == "short"
-
-
 @pytest.mark.parametrize("length", [512, 1024])
 def test_attention_at_initialisation_has_attentions_bits(length: int) -> None:
     """Beyond the short kernels' reach the first pass is torch's own."""
@@ -502,32 +425,54 @@ def test_attention_at_initialisation_has_attentions_bits(length: int) -> None:
     assert torch.equal(graph_filter_attention(q, k, v, coeffs, backend="fused"), plain)
 
 
-@pytest.mark.parametrize("length", [128, 300])
-def test_a_filter_learns_by_the_kernels(length: int) -> None:
-    """θ's gradient, and calls that follow: of the same signature, of another, in other layouts."""
-    layer = gfsa.GFSA(4, w0=0.2, w1=0.7, wK=0.4).cuda()
-    for problem in (
-        Problem(3, 4, length, 64, dtype=BF16, device="cuda"),
-        Problem(3, 4, length, 64, dtype=BF16, device="cuda"),
-        Problem(2, 4, length, 64, dtype=BF16, device="cuda", projected=True),
-        Problem(2, 4, length, 64, 2, dtype=BF16, device="cuda", is_causal=True),
-    ):
+PLAIN: dict[str, Any] = {"K": None}
+LEARNED = [
+    *(
+        (options, [on_gpu(3, 4, length, 64, is_causal=True, projected=True)])
+        for options in (PLAIN, PLAIN | {"w0": 0.2, "w1": 0.7})
+        for length in (128, 1024, 2048)
+    ),
+    # calls that follow: of the same signature, of another, in other layouts
+    *(
+        (
+            {"w0": 0.2, "w1": 0.7, "wK": 0.4},
+            [
+                on_gpu(3, 4, length, 64),
+                on_gpu(3, 4, length, 64),
+                on_gpu(2, 4, length, 64, projected=True),
+                on_gpu(2, 4, length, 64, key_heads=2, is_causal=True),
+            ],
+        )
+        for length in (128, 300)
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "problems"), LEARNED, ids=lambda x: str(x)[:60])
+def test_a_filter_learns_by_the_kernels(options: dict[str, Any], problems: list[Problem]) -> None:
+    """θ's gradient by the kernels, launched directly the second time, against torch's."""
+    layer = gfsa.GFSA(4, **options).cuda()
+    for problem in problems:
         q, k, v, _, g = problem.tensors()
-        grouped = bool(problem.key_heads)
-        inputs = [x.requires_grad_() for x in (q, k, v)] + [layer.theta]
         results = []
-        for backend in ("fused", "sdpa"):
+        for backend in ("fused", "fused", "sdpa"):
+            inputs = [x.requires_grad_() for x in (q, k, v)] + [layer.theta]
             operator = AttentionOperator(
-                q, k, is_causal=problem.is_causal, enable_gqa=grouped, backend=backend
+                *(q, k),
+                is_causal=problem.is_causal,
+                enable_gqa=problem.key_heads > 0,
+                backend=backend,
             )
             y = layer(operator, v)
-            results.append([y.detach(), *torch.autograd.grad(y, inputs, g)])
-        for name, mine, other in zip(NAMES, *results, strict=True):
-            assert error(mine, other) <= 0.02, name
+            results.append([y, *torch.autograd.grad(y, inputs, g)])
+        first, again, other = results
+        assert_same_bits(first, again)
+        for name, x, y in zip(NAMES, first, other, strict=True):
+            assert error(x, y) <= 0.02, name
 
 
 def test_saved_tensors_may_come_back_in_another_layout() -> None:
-    q, k, v, coeffs, g = Problem(2, 4, 128, 64, dtype=BF16, device="cuda", projected=True).tensors()
+    q, k, v, coeffs, g = on_gpu(2, 4, 128, 64, projected=True).tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
     kept = torch.autograd.grad(filter_attention(*inputs, None, None, Options(0.125)), inputs, g)
     with torch.autograd.graph.save_on_cpu():
@@ -536,29 +481,53 @@ def test_saved_tensors_may_come_back_in_another_layout() -> None:
         assert torch.equal(mine, other), name
 
 
-@pytest.mark.parametrize("length", [100, 300])
-def test_operator_registration(length: int) -> None:
-    q, k, v = torch.randn(3, 2, 4, length, 64, device="cuda", dtype=BF16).unbind(0)
-    inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(4, 3, device="cuda"))]
-    mask = torch.rand(2, 1, 1, length, device="cuda") < 0.8
-    seed = torch.tensor([3], device="cuda")
-    for mask_, seed_, dropout_p in ((None, None, 0.0), (mask, seed, 0.1)):
-        given = (*inputs, None, mask_, seed_, 0.125, True, dropout_p, False, True)
-        torch.library.opcheck(op.forward, given)
+@pytest.mark.parametrize(
+    ("length", "powers", "dropout_p", "shares"),
+    [
+        *((length, 3, dropout_p, 0) for length in (100, 300) for dropout_p in (0.0, 0.1)),
+        *((100, 2, 0.0, 0), (300, 2, 0.0, 0), (300, 2, 0.0, 1)),
+    ],
+)
+def test_operator_registration(length: int, powers: int, dropout_p: float, shares: int) -> None:
+    tokens = torch.randn(3, 2, 4, length, 64, device="cuda", dtype=BF16)
+    if powers == 2:
+        tokens = torch.randn(3, 2, length, 4, 64, device="cuda", dtype=BF16).transpose(2, 3)
+    numbers = [torch.randn(4, powers, device="cuda"), *[torch.randn(4, device="cuda")] * shares]
+    inputs = [x.requires_grad_() for x in (*tokens.unbind(0), *numbers)]
+    mask = seed = None
+    if dropout_p:
+        mask = torch.rand(2, 1, 1, length, device="cuda") < 0.8
+        seed = torch.tensor([3], device="cuda")
+    share = () if shares else (None,)
+    # degree 1 in one pass
+    once = powers == 2 and length > 196
+    given = (*inputs, *share, mask, seed, 0.125, True, dropout_p, once, True)
+    torch.library.opcheck(op.forward, given)
 
 
-@pytest.mark.parametrize("length", [100, 300])
-@pytest.mark.parametrize("projected", [False, True])
-def test_compiled_whole(length: int, projected: bool) -> None:
-    problem = Problem(2, 4, length, 64, dtype=BF16, device="cuda", projected=projected)
-    q, k, v, coeffs, g = problem.tensors()
-    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+@pytest.mark.parametrize(
+    ("degree", "length", "projected", "backend"),
+    [
+        *((2, length, projected, "fused") for length in (100, 300) for projected in (False, True)),
+        # by name and by choice, short kernels and one pass
+        *((1, length, False, backend) for length in (128, 1024) for backend in ("fused", "auto")),
+    ],
+)
+def test_compiled_whole(degree: int, length: int, projected: bool, backend: Backend) -> None:
+    """By the same kernels; of degree 1 the compiler adds up gradients by itself."""
+    q, k, v, coeffs, g = on_gpu(2, 4, length, 64, projected=projected).tensors()
+    inputs = [x.detach().requires_grad_() for x in (q, k, v, coeffs[:, : degree + 1])]
 
-    def step(*inputs: torch.Tensor) -> torch.Tensor:
-        return graph_filter_attention(*inputs, backend="fused") * 2
+    def step(*inputs: Tensor) -> Tensor:
+        return graph_filter_attention(*inputs, is_causal=degree == 1, backend=backend) * 2
 
-    compiled = torch.compile(step, fullgraph=True)
-    assert_same_bits(outcome(step, inputs, g), outcome(compiled, inputs, g))
+    eager, compiled = (
+        outcome(work, inputs, g) for work in (step, torch.compile(step, fullgraph=True))
+    )
+    same = 1 if degree == 1 else len(eager)
+    assert_same_bits(eager[:same], compiled[:same])
+    for name, x, y in zip(NAMES, eager, compiled, strict=True):
+        assert error(x, y) <= 0.02, name
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
@@ -580,24 +549,16 @@ def test_traced_by_torch_jit(length: int) -> None:
 @pytest.mark.parametrize("length", [100, 300])
 def test_captured_in_a_graph(length: int) -> None:
     """Replays compute with what the inputs then hold, and draw a new dropout mask each time."""
-    problem = Problem(2, 4, length, 64, dtype=BF16, device="cuda")
-    q, k, v, coeffs, g = problem.tensors()
-    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    *inputs, g = on_gpu(2, 4, length, 64).tensors()
+    inputs = [x.requires_grad_() for x in inputs]
 
-    def step(dropout_p: float) -> list[torch.Tensor]:
-        y = graph_filter_attention(*inputs, dropout_p=dropout_p, backend="fused")
-        return [y, *torch.autograd.grad(y, inputs, g)]
+    def step(dropout_p: float) -> list[Tensor]:
+        options = {"dropout_p": dropout_p, "backend": "fused"}
+        return outcome(partial(graph_filter_attention, **options), inputs, g)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step(0.0)
-        step(0.5)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        plain, dropped = step(0.0), step(0.5)
+    graph, (plain, dropped) = captured(lambda: (step(0.0), step(0.5)))
     with torch.no_grad():
-        q.copy_(torch.randn_like(q))
+        inputs[0].copy_(torch.randn_like(inputs[0]))
     graph.replay()
     first = dropped[0].clone()
     assert_same_bits(plain, step(0.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from gfsa.kernels import decode as kernels
 from gfsa.kernels import routes
 from gfsa.kernels.decode import PreparedToken, decode
 from gfsa.operators import Coefficients, DenseOperator
+from support.decoders import decoder
 
 BF16 = torch.bfloat16
 
@@ -162,40 +162,14 @@ def _error(x: Tensor, y: Tensor) -> float:
     return float((x.double() - y).norm() / y.norm().clamp(min=1e-9))
 
 
-def gpt2(degree: int) -> Any:
-    config = transformers.GPT2Config(n_layer=4, n_head=4, n_embd=256, vocab_size=512)
-    return plugged(transformers.GPT2LMHeadModel, config, degree)
-
-
-GROUPED: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
-
-def llama(degree: int) -> Any:
-    return plugged(transformers.LlamaForCausalLM, transformers.LlamaConfig(**GROUPED), degree)
-
-
-def mistral(degree: int) -> Any:
-    """With a window that the prompt fits into, and the 30 tokens after it do not."""
-    config = transformers.MistralConfig(**GROUPED, sliding_window=16)
-    return plugged(transformers.MistralForCausalLM, config, degree)
-
-
 # in place of a degree: the exclusive filter
 EXCLUSIVE = 0
 
 
-def plugged(kind: Any, config: Any, degree: int) -> Any:
-    torch.manual_seed(0)
-    model = kind(config).cuda().eval()
+def plugged(kind: str, degree: int) -> Any:
+    """With a window, if there is one, that prompts fit into, and the tokens after them do not."""
+    sizes = {"width": 256, "heads": 4, "key_heads": 2, "layers": 4, "vocabulary": 512}
+    model = decoder(kind, positions=1024, window=16, **sizes).cuda()
     if degree == EXCLUSIVE:
         gfsa.plug(model, filter=gfsa.Exclusive)
     elif degree == 1:
@@ -225,15 +199,17 @@ class Launched(list[torch.dtype]):
 
 @pytest.mark.parametrize("degree", [1, 2, EXCLUSIVE])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize(("make", "beams"), [(gpt2, 1), (gpt2, 3), (llama, 1), (mistral, 1)])
+@pytest.mark.parametrize(
+    ("kind", "beams"), [("gpt2", 1), ("gpt2", 3), ("llama", 1), ("mistral", 1)]
+)
 def test_generation(
-    make: Callable[[int], Any],
+    kind: str,
     beams: int,
     cache: str,
     degree: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = make(degree)
+    model = plugged(kind, degree)
     launched = Launched(monkeypatch)
     ids = torch.randint(1, 512, (2, 9), device="cuda")
     mask = torch.ones_like(ids)
@@ -258,7 +234,7 @@ def test_generation(
 @pytest.mark.parametrize("degree", [1, 2])
 def test_a_captured_step_of_a_static_cache(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay reads the length from the device: each of them decodes the next token."""
-    model = gpt2(degree)
+    model = plugged("gpt2", degree)
     ids = torch.randint(1, 512, (2, 30), device="cuda")
 
     def filled() -> Any:
@@ -301,7 +277,7 @@ def test_a_captured_step_of_a_static_cache(degree: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_decoding_is_one_graph(mode: str, degree: int) -> None:
-    model = gpt2(degree)
+    model = plugged("gpt2", degree)
     torch._dynamo.reset()
     ids = torch.randint(1, 512, (2, 24), device="cuda")
     # rows that several programs share
@@ -324,7 +300,7 @@ def test_compiled_decoding_of_degree_one_with_a_growing_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The graph has neither powers nor counters of a cache to write to."""
-    model = gpt2(1)
+    model = plugged("gpt2", 1)
     launched = Launched(monkeypatch)
     ids = torch.randint(1, 512, (2, 300), device="cuda")
     cache = transformers.DynamicCache(config=model.config)
@@ -343,16 +319,16 @@ def test_compiled_decoding_of_degree_one_with_a_growing_cache(
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-@pytest.mark.parametrize("make", [llama, mistral], ids=["llama", "window"])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_compiled_decoding_of_grouped_heads_in_bfloat16(
-    make: Callable[[int], Any], degree: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, degree: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two query heads for each of two key heads of 64 features, captured, against dense.
 
     The window of 16 tokens is full after four of the decoded ones.
     """
-    model = make(degree).to(BF16)
-    exact = make(degree).to(BF16).double()
+    model = plugged(kind, degree).to(BF16)
+    exact = plugged(kind, degree).to(BF16).double()
     exact.set_attn_implementation("eager")
     ids = torch.randint(1, 512, (3, 24), device="cuda")
     prompt = 12

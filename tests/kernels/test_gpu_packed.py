@@ -16,12 +16,11 @@ pytest.importorskip("triton")
 
 from gfsa.filters import GFSA
 from gfsa.functional import graph_filter_attention
-from gfsa.kernels import op, sweep
-from gfsa.kernels.launching import Options
+from gfsa.kernels import op
 from gfsa.kernels.routes import Backend
 from gfsa.operators import AttentionOperator, Visibility
+from support.capturing import captured
 from support.fused_cases import NAMES, assert_same_bits, error, outcome
-from support.grids import launched_grids
 from support.packed_cases import Packed, assert_as_exact_as_attention, run
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -136,13 +135,7 @@ def test_captured_in_a_graph(degree: int) -> None:
     q, k, v, coeffs, g = first.tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
     documents = first.visible().documents
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step_of(documents, inputs, g)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = step_of(documents, inputs, g)
+    graph, replayed = captured(lambda: step_of(documents, inputs, g))
     for packed in (first, second):
         documents.copy_(packed.visible().documents)
         graph.replay()
@@ -191,34 +184,6 @@ def test_degree_one_is_one_pass(
     assert [mask.dtype for mask in taken] == [torch.int32]
     for name, mine, other in zip(NAMES, *results, strict=True):
         assert error(mine, other) <= 0.02, name
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(
-    # 12 heads of 128 blocks are enough for more programs than a GPU holds
-    ("programs", "span", "longer"),
-    [(1, 128, 0), (2, 1, 0), (7, 5, 0), (1000, 128, 15_200), (1000, 1, 15_200)],
-)
-def test_degree_one_by_any_number_of_programs(
-    programs: int, span: int, longer: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packed = on_gpu(
-        *([300, 1, 1, 698, 100 + longer], [50] * (22 + longer // 50)),
-        heads=6, key_heads=2, head_dim=head_dim, window=400, degree=1,
-    )  # fmt: skip
-    q, k, v, coeffs, _ = packed.tensors()
-    spans, options = packed.visible().spans(packed.length, q.device), Options(0.1, True)
-    with torch.no_grad():
-        expected = op.filter_attention(q, k, v, coeffs, spans, None, options, once=True)
-        sweep._launch.cache_clear()
-        monkeypatch.setattr(sweep, "multiprocessors", lambda device: programs)
-        monkeypatch.setattr(sweep, "heads_at_a_time", lambda problem, degree: span)
-        grids = launched_grids(monkeypatch)
-        got = op.filter_attention(q, k, v, coeffs, spans, None, options, once=True)
-    sweep._launch.cache_clear()
-    # a grid is never larger than there are blocks
-    assert grids[-1] == programs
-    assert torch.equal(got, expected)
 
 
 def test_degree_one_registration() -> None:

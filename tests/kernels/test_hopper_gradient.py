@@ -177,6 +177,11 @@ def padded(lengths: Sequence[int], causal: bool = False) -> Visibility:
     return Visibility(torch.stack(rows)[:, None], causal=causal)
 
 
+def check(found: list[tuple[np.ndarray, torch.Tensor]]) -> None:
+    for got, expected in found:
+        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize(
     # batch, heads, heads that share keys, tokens; what they see
@@ -203,8 +208,7 @@ def padded(lengths: Sequence[int], causal: bool = False) -> Visibility:
 def test_gradients(
     kernels: dict[str, Any], shape: tuple[int, int, int, int], visible: Visibility, width: int
 ) -> None:
-    for got, expected in run(kernels, shape, visible, width):
-        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+    check(run(kernels, shape, visible, width))
 
 
 @pytest.mark.parametrize("dim", [72, 80, 96, 120])
@@ -213,31 +217,25 @@ def test_features_that_products_leave_out(kernels: dict[str, Any], dim: int) -> 
     causal = (packed([20, 1, 31]), Visibility(causal=True), padded([-52, -31], causal=True))
     for visible in (*causal, Visibility(), padded([52, 9])):
         batch = 1 if visible.keys is None else len(visible.keys)
-        for got, expected in run(kernels, (batch, 2, 1, 52), visible, 128, dim, 128):
-            np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-10)
+        check(run(kernels, (batch, 2, 1, 52), visible, 128, dim, 128))
 
 
 @pytest.mark.parametrize(
     # batch, heads, heads that share keys, tokens
-    "shape",
+    ("shape", "causal"),
     [
-        (2, 2, 2, 160),
+        ((2, 2, 2, 160), True),
         # the last block is not full; five heads are no groups of three
-        (1, 5, 1, 76),
-        (1, 1, 1, 4),
+        ((1, 5, 1, 76), True),
+        ((1, 1, 1, 4), True),
+        # without a mask whole blocks of keys
+        ((1, 2, 1, 96), False),
     ],
 )
 def test_dq_added_up_with_dk_and_dv(
-    kernels: dict[str, Any], shape: tuple[int, int, int, int]
+    kernels: dict[str, Any], shape: tuple[int, int, int, int], causal: bool
 ) -> None:
-    for got, expected in run(kernels, shape, Visibility(causal=True), 128, with_queries=True):
-        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
-
-
-def test_dq_added_up_without_a_mask(kernels: dict[str, Any]) -> None:
-    """Whole blocks of keys."""
-    for got, expected in run(kernels, (1, 2, 1, 96), Visibility(), 128, with_queries=True):
-        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+    check(run(kernels, shape, Visibility(causal=causal), 128, with_queries=True))
 
 
 def run_once(
@@ -293,45 +291,22 @@ def run_once(
     return list(zip((gq, gk, gv, parts.sum(-1)), expected, strict=True))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    # (batch, heads, group, tokens), rows and columns of tiles
-    ("shape", "tiles"),
-    [
-        ((1, 2, 2, 64), (16, 16)),
-        # the last block is not full, nor are the last 16 logsumexps
-        ((2, 1, 1, 75), (16, 16)),
-        ((1, 1, 1, 75), (32, 32)),
-        # fewer tokens than a tile has rows
-        ((1, 2, 1, 5), (32, 32)),
-    ],
-)
-def test_gradients_of_degree_one(
-    kernels: dict[str, Any], shape: tuple[int, int, int, int], tiles: tuple[int, int], causal: bool
-) -> None:
-    for got, expected in run_once(kernels, shape, Visibility(causal=causal), *tiles, 2):
-        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize(
-    ("shape", "visible"),
-    [
-        ((2, 2, 1, 75), Visibility()),
-        ((1, 4, 2, 64), Visibility(causal=True)),
-        ((2, 2, 2, 75), packed([16, 20, 1, 1, 30, 7], [75])),
-    ],
-)
-def test_the_exclusive_term(
-    kernels: dict[str, Any], shape: tuple[int, int, int, int], visible: Visibility
-) -> None:
-    for got, expected in run_once(kernels, shape, visible, 16, 16, 3, exclusive=True):
-        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
-
-
 @pytest.mark.parametrize(
     # heads, group, tokens, rows and columns of tiles; what they see
     ("shape", "tile", "visible"),
     [
+        *(
+            (shape, tile, Visibility(causal=causal))
+            for causal in (False, True)
+            for shape, tile in [
+                ((2, 2, 64), 16),
+                # the last block is not full, nor are the last 16 logsumexps
+                ((1, 1, 75), 16),
+                ((1, 1, 75), 32),
+                # fewer tokens than a tile has rows
+                ((2, 1, 5), 32),
+            ]
+        ),
         # documents that begin inside of blocks and between them, of one token too; heads that
         # share keys
         ((2, 2, 75), 16, packed([16, 20, 1, 1, 30, 7], [75])),
@@ -344,12 +319,18 @@ def test_the_exclusive_term(
         ((2, 2, 90), 16, packed([50, 3, 37], [20, 20, 50], window=21)),
     ],
 )
-def test_documents_and_windows_of_degree_one(
-    kernels: dict[str, Any], shape: tuple[int, int, int], tile: int, visible: Visibility
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_gradients_of_degree_one(
+    kernels: dict[str, Any],
+    shape: tuple[int, int, int],
+    tile: int,
+    visible: Visibility,
+    exclusive: bool,
 ) -> None:
+    """Coefficients have a third column for the share, or if they were made for both degrees."""
     batch = 1 if visible.documents is None else len(visible.documents)
-    for got, expected in run_once(kernels, (batch, *shape), visible, tile, tile, 3):
-        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+    powers = 3 if exclusive or visible.needs_rows() else 2
+    check(run_once(kernels, (batch, *shape), visible, tile, tile, powers, exclusive))
 
 
 def test_no_tile_of_another_document_is_read(
@@ -363,8 +344,3 @@ def test_no_tile_of_another_document_is_read(
     # q, g, the output and dQ of a block of queries; q and g that a block of keys is seen by, its g,
     # dK and dV
     assert taken.count(2) == heads * (4 * blocks + 2 * seen + 3 * blocks)
-
-
-def test_coefficients_of_a_filter_have_three_columns(kernels: dict[str, Any]) -> None:
-    for got, expected in run_once(kernels, (1, 2, 1, 20), Visibility(causal=True), 16, 16, 3):
-        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)

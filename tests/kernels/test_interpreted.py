@@ -11,7 +11,7 @@ import pytest
 HERE = Path(__file__).parent
 FILES = sorted(HERE.glob("interpreted*.py"))
 # a process takes seconds to start; the files of each take about equally long
-PROCESSES = {"decode": FILES[:1], "layers": FILES[1:4], "masks and routes": FILES[4:]}
+PROCESSES = {"decode": FILES[:1], "layers": FILES[1:3], "masks and routes": FILES[3:]}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from gfsa.kernels import hopper, op, routes, sweep
-from gfsa.kernels.launching import Launch, Options, Saved
+from gfsa.kernels.launching import Inputs, Launch, Options, Saved
 from gfsa.operators import Visibility
 
 if routes.TRITON != routes.MEASURED_TRITON:
@@ -107,7 +107,7 @@ def test_a_program_for_each_multiprocessor_or_block(
     monkeypatch.setattr(sweep, "multiprocessors", lambda device: processors)
     q, k, v = (torch.zeros(2, heads, length, 64, dtype=torch.bfloat16) for heads in (6, 3, 3))
     options = Options(SCALE, True)
-    forward(q, k, v, torch.zeros(6, 3), None, None, options)
+    forward(Inputs(q, k, v, torch.zeros(6, 3), None, None, options))
     ((launch, _),) = launched
     assert launch.grid == (programs, 1, 1)
 
@@ -117,7 +117,8 @@ def test_a_program_for_each_multiprocessor_or_block(
 def test_the_causal_sweep(launched: list[Any], kind: str, dim: int) -> None:
     mask = seen_by(kind)
     q, k, v = tokens(HEADS, dim), tokens(2, dim), tokens(2, dim)
-    out, u, lse = sweep.forward(q, k, v, torch.zeros(HEADS, 3), mask, None, Options(SCALE, True))
+    given = Inputs(q, k, v, torch.zeros(HEADS, 3), mask, None, Options(SCALE, True))
+    out, u, lse = sweep.forward(given)
     names = [launch.kernel.function.fn.__name__ for launch, _ in launched]
     assert names == (["plan_blocks"] if mask is not None else []) + ["filter_sweep"]
     for launch, arguments in launched:

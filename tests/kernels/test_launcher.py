@@ -18,6 +18,13 @@ from gfsa.operators import AttentionCall
 BLOCK = (1, 1, 16, 16)
 
 
+@pytest.fixture(autouse=True)
+def _without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = SimpleNamespace(fill_tma_descriptor=None)
+    active = SimpleNamespace(utils=utils, get_current_stream=lambda index: 0)
+    monkeypatch.setattr(launching, "driver", SimpleNamespace(active=active))
+
+
 class FakeKernel:
     """Compiles and launches as a Triton kernel does, and keeps what it was given."""
 
@@ -62,11 +69,8 @@ def test_addresses_are_compiled_for_their_strides(monkeypatch: pytest.MonkeyPatc
     assert strides == [(128, 64, 4), (128, 64, 4), (128, 4, 8), (128, 4, 8)]
 
 
-def test_descriptors_on_a_gpu_without_a_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptors_on_a_gpu_without_a_copy_engine() -> None:
     """Triton takes them apart itself, in its own launching, and has no metadata of the engine."""
-    utils = SimpleNamespace(fill_tma_descriptor=None)
-    active = SimpleNamespace(utils=utils, get_current_stream=None)
-    monkeypatch.setattr(launching, "driver", SimpleNamespace(active=active))
     fake = FakeKernel([None])
     launch = Launch(Kernel(fake), (1, 1, 1), (), [BLOCK], (), (), num_warps=4)
     x = torch.zeros(1, 2, 16, 16)
@@ -97,9 +101,6 @@ def test_numbers_of_a_call_are_its_own(scratch: int, monkeypatch: pytest.MonkeyP
     def by_c(*arguments: Any) -> None:
         launched.append(arguments[13:])
 
-    utils = SimpleNamespace(fill_tma_descriptor=None)
-    active = SimpleNamespace(utils=utils, get_current_stream=lambda index: 0)
-    monkeypatch.setattr(launching, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(launching, "TRITON", launching.DIRECT_TRITON[0])
     fake = FakeKernel(None)
     fake.run.global_scratch_size, fake.run.launch = scratch, by_c
@@ -130,9 +131,6 @@ def test_a_launcher_with_other_arguments_is_not_relied_on(
         tried.append(arguments)
         raise TypeError("function takes exactly 12 arguments")
 
-    utils = SimpleNamespace(fill_tma_descriptor=None)
-    active = SimpleNamespace(utils=utils, get_current_stream=lambda index: 0)
-    monkeypatch.setattr(launching, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(launching, "TRITON", version)
     fake = FakeKernel(None)
     fake.run.launch = by_c

@@ -15,11 +15,11 @@ import gfsa
 from gfsa.kernels import coefficients, launching, short
 from gfsa.kernels import decode as kernels
 from gfsa.kernels.decode import PreparedToken
-from gfsa.kernels.launching import Direct, Launch, Options, Saved
+from gfsa.kernels.launching import Launch, Options, Saved
 from gfsa.kernels.op import FusedOperator, kernels_for
 from gfsa.kernels.short import Prepared, prepared_for
 from gfsa.operators import AttentionCall, AttentionOperator, Coefficients
-from support.nothing_launched import nothing_launched
+from support.nothing_launched import nothing_launched, without_c_functions
 
 BF16 = torch.bfloat16
 
@@ -201,7 +201,7 @@ def test_a_tensor_is_described_once_for_each_place(monkeypatch: pytest.MonkeyPat
 def test_coefficients_are_made_where_their_numbers_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model's layers may lie on another GPU than the current one."""
     seen: list[Tensor] = []
-    monkeypatch.setattr(coefficients, "launch_on_device_of", lambda x, *_: seen.append(x))
+    monkeypatch.setattr(coefficients, "on_device_of", lambda x, *_: seen.append(x))
     theta, parts, basis = torch.zeros(4, 2), torch.zeros(4, 3, 8), torch.zeros(2, 3)
     coefficients.evaluate(Coefficients(theta, torch.zeros(4, 3), basis))
     for given in (basis, None):
@@ -216,17 +216,6 @@ RESULT = POINTERS + 9
 NUMBERS = POINTERS + 12
 
 
-def direct_that_keeps(launched: list[tuple[Any, ...]], constants: tuple[Any, ...]) -> Direct:
-    """A launch whose C launcher keeps its arguments."""
-    direct: Any = Direct.__new__(Direct)
-    direct.c_launcher = lambda *arguments: launched.append(arguments)
-    direct.stream = lambda index: STREAM
-    direct.arguments, direct.tiles = [None] * 13, []
-    direct.constants = direct.fixed = constants
-    found: Direct = direct
-    return found
-
-
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The C launcher's arguments, launch by launch; all code counts as compiled."""
@@ -235,7 +224,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     def compiled(*given: Any) -> Launch:
         launch = made(*given)
-        launch.direct[()] = direct_that_keeps(arguments, launch.constants)
+        direct = launch.direct[()] = without_c_functions(launch, ())
+        direct.c_launcher = lambda *given: arguments.append(given)
+        direct.stream = lambda index: STREAM
         return launch
 
     monkeypatch.setattr(kernels, "_launch", compiled)

@@ -121,7 +121,7 @@ def flags_of(
     batch: int, total: int, blocks: int, spans: np.ndarray, n: int, tile: int
 ) -> np.ndarray:
     """What degree 2 finds before it begins: flags that are zero, and the plan of spans."""
-    numbers = total * blocks * 2 + sweep.LOOKED_AT
+    numbers = total * blocks * 2 + sweep.POLLED
     flags = np.zeros(numbers + batch * sweep.planned(blocks), dtype=int)
     if len(spans):
         rows = np.broadcast_to(spans, (batch, 2, n))
@@ -275,64 +275,3 @@ def test_each_item_once(kernels: Any) -> None:
     assert places[:5] == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]
     # the three heads that are left
     assert places[12:16] == [(4, 0), (5, 0), (6, 0), (4, 1)]
-
-
-SEEN = [
-    packed([130, 62, 64, 128, 1, 127, 600, 68]),
-    packed([1] * 300 + [880]),
-    packed([1180]),
-    *(Visibility(causal=True, window=window) for window in (1, 64, 65, 66, 127, 128, 200)),
-    packed([150, 250, 780], window=64),
-]
-
-
-def planned_blocks(visible: Visibility, n: int, parts: int) -> list[np.ndarray]:
-    """The numbers of a row's blocks in the order in which they are taken."""
-    spans = visible.spans(n, torch.device("cpu")).numpy().astype(int)[0]
-    return [block for slot in plan_of(spans, parts) for block in slot if block[sweep.END.value]]
-
-
-@pytest.mark.parametrize("visible", SEEN)
-def test_blocks_cover_a_row_in_an_order_without_deadlocks(visible: Visibility) -> None:
-    n = 1180
-    spans = visible.spans(n, torch.device("cpu")).numpy()[0]
-    covered: list[int] = []
-    for origin, block, end, *_ in planned_blocks(visible, n, 2):
-        rows = range(origin + block * sweep.ROWS, origin + end)
-        assert 0 < len(rows) <= sweep.ROWS
-        # whole tiles from the origin on that other blocks have made
-        assert spans[0, rows[0]] >= origin
-        assert set(range(origin, rows[0])) <= set(covered)
-        covered += rows
-    assert sorted(covered) == list(range(n))
-
-
-def test_long_documents_begin_with_blocks() -> None:
-    lengths = [130, 62, 64, 128, 1, 127, 600, 68]
-    starts = {
-        origin + block * sweep.ROWS
-        for origin, block, *_ in planned_blocks(packed(lengths), 1180, 2)
-    }
-    for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
-        assert start in starts or length < sweep.ROWS
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("visible", SEEN)
-def test_what_blocks_see(visible: Visibility, parts: int) -> None:
-    """In tiles that are not masked, a query sees all keys or none before its diagonal's tile."""
-    n, tile = 1180, parts * sweep.HALF
-    first = visible.spans(n, torch.device("cpu")).numpy()[0, 0]
-    for origin, block, end, *seen in planned_blocks(visible, n, parts):
-        begin, masked_until, latest = seen[:2], seen[2:4], seen[4:]
-        for half in range(2):
-            row = block * sweep.ROWS + half * sweep.HALF
-            rows = first[origin + row : origin + min(row + sweep.HALF, end)] - origin
-            if not len(rows):
-                continue
-            assert begin[half] == rows[0] // tile
-            assert latest[half] == rows.max()
-            diagonal = row // tile * tile
-            for col in range(begin[half] * tile, diagonal, tile):
-                partly = ((rows > col) & (rows < diagonal)).any()
-                assert partly == (col < masked_until[half])

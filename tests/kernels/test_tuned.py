@@ -160,10 +160,14 @@ def test_the_command_needs_a_gpu(file: Path) -> None:
     assert not file.exists()
 
 
-def test_the_command_writes_what_auto_reads(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_command(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> Result:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tune_gpu, "GPU", lambda device: FakeGPU())
-    shown = CliRunner().invoke(cli.build(), ["tune"])
+    monkeypatch.setattr(tune_gpu, "GPU", lambda device: gpu)
+    return CliRunner().invoke(cli.build(), ["tune"])
+
+
+def test_the_command_writes_what_auto_reads(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = run_command(FakeGPU(), monkeypatch)
     assert shown.exit_code == 0, shown.output
     assert "not served: no kernel of degree 1" in shown.output
     # faster at 128 and 1,024 tokens, not exact at 512, slower at 4,096
@@ -173,12 +177,6 @@ def test_the_command_writes_what_auto_reads(file: Path, monkeypatch: pytest.Monk
     assert len(shown.output.splitlines()) <= 24
     assert tuned.read(file) == {BLACKWELL: tuned_rows()}
     assert reason(100) is None
-
-
-def run_command(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> Result:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tune_gpu, "GPU", lambda device: gpu)
-    return CliRunner().invoke(cli.build(), ["tune"])
 
 
 class Interrupted(FakeGPU):

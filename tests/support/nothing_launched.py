@@ -29,7 +29,7 @@ def nothing_launched() -> Iterator[None]:
         strides = tuple([x.stride() for x in tensors])
         direct = launch.direct.get(strides)
         if direct is None:
-            direct = launch.direct[strides] = _without_c_functions(launch, tensors)
+            direct = launch.direct[strides] = without_c_functions(launch, tensors)
         direct(tensors, pointers, numbers)
 
     replaced: list[tuple[Any, str, Any]] = [
@@ -49,7 +49,7 @@ def nothing_launched() -> Iterator[None]:
         yield
 
 
-def _without_c_functions(launch: Any, tensors: Any) -> Any:
+def without_c_functions(launch: Any, tensors: Any) -> Any:
     """A direct launch whose C functions do nothing."""
     from gfsa.kernels.launching import Direct
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from gfsa.kernels.op import FusedOperator
 from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator, Visibility
-from support.dropout import surviving
-from support.fused_cases import NAMES, Problem, error
+from support.fused_cases import NAMES, Problem, error, surviving
 
 
 def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gfsa.kernels.launching import JIT_OPTIONS, Kernel, Launch, launch_on_device_of, padded
+from gfsa.kernels.launching import JIT_OPTIONS, Kernel, Launch, on_device_of, padded
 from gfsa.operators.base import Coefficients
 
 
@@ -91,7 +91,7 @@ def evaluate(coeffs: Coefficients) -> Tensor:
     heads, learned = theta.shape
     values = theta.new_empty(heads, 3)
     launch = _fold(theta.device.index, heads, learned, base.shape[1])
-    launch_on_device_of(theta, launch, (), theta, base, basis, values)
+    on_device_of(theta, launch, (), theta, base, basis, values)
     return values
 
 
@@ -144,7 +144,7 @@ def _of_theta(parts: Tensor, basis: Tensor) -> Tensor:
     learned, powers = basis.shape
     dtheta = parts.new_empty(heads, learned)
     launch = _unfold(parts.device.index, heads, learned, number, powers, given)
-    launch_on_device_of(parts, launch, (), parts, basis, dtheta)
+    on_device_of(parts, launch, (), parts, basis, dtheta)
     return dtheta
 
 
@@ -156,7 +156,7 @@ def total(parts: Tensor) -> Tensor:
     dc = parts.new_empty(heads, powers)
     # torch's own sum takes three times as long: a fifth of what attention on 128 tokens takes
     launch = _add_parts(parts.device.index, heads * powers, number)
-    launch_on_device_of(parts, launch, (), parts, dc)
+    on_device_of(parts, launch, (), parts, dc)
     return dc
 
 

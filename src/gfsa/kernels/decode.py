@@ -37,7 +37,6 @@ from gfsa.kernels.launching import (
     Grid,
     Kernel,
     Launch,
-    launch_on_device_of,
     multiprocessors,
     needs_registered_operator,
     on_device_of,
@@ -439,8 +438,7 @@ def _run(
         q if length is None else length,
         *(y, sums, arrived),
     )
-    with on_device_of(q):
-        launch((), *pointers, numbers=numbers)
+    on_device_of(q, launch, (), *pointers, numbers=numbers)
     return y
 
 
@@ -605,7 +603,7 @@ class PreparedToken:
             if self.is_only_gpu:
                 direct.at(stream, addresses, numbers)
             else:
-                launch_on_device_of(q, direct.at, stream, addresses, numbers)
+                on_device_of(q, direct.at, stream, addresses, numbers)
         except TypeError:
             # raised before anything is launched
             return decode(q, k, v, u, coeffs, mask, length, scale, counters)

@@ -149,8 +149,7 @@ def _run(v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool) -> Tensor:
     out = empty_like(u)
     given = u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, exclusive
     launch = _launch("combine_around", *given)
-    with on_device_of(u):
-        launch((v, u, out), coeffs)
+    on_device_of(u, launch, (v, u, out), coeffs)
     return out
 
 
@@ -185,8 +184,7 @@ class _Combine(torch.autograd.Function):
         given = u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, ctx.exclusive
         launch = _launch("grad_around", *given)
         parts = coeffs.new_empty(u.shape[1], 2 + ctx.exclusive, u.shape[0] * launch.grid[0])
-        with on_device_of(u):
-            launch((g, v, u, dv, du), coeffs, parts)
+        on_device_of(u, launch, (g, v, u, dv, du), coeffs, parts)
         needed = ctx.needs_input_grad
         sums = coefficients.gradients(parts, ctx.basis, 2, needed[2], needed[3])
         return dv, du, *sums, None

@@ -34,25 +34,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gfsa.kernels import launching
-from gfsa.kernels.gluon_short import LOG2E, directed, product_layout
+from gfsa.kernels.gluon_short import (
+    FLAT,
+    LOG2E,
+    VECTOR,
+    barriers,
+    directed,
+    product_layout,
+    tile_of,
+)
 
 KEY_MASK = gl.constexpr(launching.KEY_MASK)
 SPANS = gl.constexpr(launching.SPANS)
-# tiles and vectors as products and threads read them, whatever the copy engine's shape
-FLAT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # compiled code must not depend on these numbers, nor on the alignment of these tensors
 JIT_OPTIONS = {
     "do_not_specialize": ["heads", "mask_b", "mask_h", "mask_j"],
     "do_not_specialize_on_alignment": ["coeffs", "dc_out", "mask", "sums"],
 }
-
-
-@gluon.jit
-def tile_of(room, ROWS: gl.constexpr, D: gl.constexpr):
-    """Shared memory of one tile as a matrix."""
-    return room._reinterpret(room.dtype, [ROWS, D], FLAT)
 
 
 @gluon.jit
@@ -78,26 +77,28 @@ def scores(x, y, total, ADD: gl.constexpr, D: gl.constexpr, USED: gl.constexpr):
 
 
 @gluon.jit
-def place():
-    """``(block, blocks, head, heads)`` of a program, heads counted over all sequences.
+def place(heads, BM: gl.constexpr, LAST_FIRST: gl.constexpr):
+    """A program's ``(first row, sequence, head, head of all sequences, block, blocks, heads)``.
+
+    The last two count the blocks of a head, and the heads of all sequences.
 
     The grid is (heads of a group, blocks, groups): a block of all heads of the group, then the next
     one. Rows end with short loops, and so does the launch, where whole heads one after another
     would leave the last one's long loops alone at the end.
+
+    Args:
+        LAST_FIRST: under causality the longest rows first.
     """
     together = gl.num_programs(0)
-    head = gl.program_id(2) * together + gl.program_id(0)
-    return gl.program_id(1), gl.num_programs(1), head, gl.num_programs(2) * together
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for x in gl.static_range(COUNT):
-        mbarrier.init(bars.index(x), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    return bars
+    bh = gl.program_id(2) * together + gl.program_id(0)
+    block = gl.program_id(1)
+    blocks = gl.num_programs(1)
+    total = gl.num_programs(2) * together
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    b = bh // heads
+    h = bh % heads
+    return block * BM, b, h, bh, block, blocks, total
 
 
 @gluon.constexpr_function
@@ -133,6 +134,18 @@ def load(tensors, rooms, OF_KEYS: gl.constexpr, bars, b, h, group, row, step, pr
         if len(room.shape) == 5:
             room = room.index(step % 3 if room.shape[0] > 2 else now)
         tma.async_copy_global_to_shared(tensors[x], at, bar, room, pred=pred)
+
+
+@gluon.jit
+def load_next(
+    tensors, rooms, OF_KEYS: gl.constexpr, bars, b, h, group, col, BN: gl.constexpr, step, steps
+):  # fmt: skip
+    """Begin to load the tiles of the step after ``step``, while products of ``step`` run."""
+    # all warps are done with the step before
+    gl.thread_barrier()
+    load(tensors, rooms, OF_KEYS, bars, b, h, group, col + BN, step + 1, step + 1 < steps)
+    # here, or the compiler puts one at the next step's start, where nothing runs beside it
+    gl.thread_barrier()
 
 
 @gluon.jit
@@ -346,10 +359,7 @@ def grad_first_pass(
     gs = gl.allocate_shared_memory(dt, [3 if BM == BN else 4, 1, 1, BN, D], g_cols.layout)
     lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
     bars = barriers(3)
-    block, blocks, bh, total = place()
-    b = bh // heads
-    h = bh % heads
-    row = block * BM
+    row, b, h, bh, block, blocks, total = place(heads, BM, False)
     start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
     load((k_rows,), (ks,), (True,), bars, b, h, group, row, 0, True)
     cols = (q_cols, lse_cols, g_cols)
@@ -373,11 +383,7 @@ def grad_first_pass(
         mbarrier.wait(bars.index(now), (step // 2) & 1)
         s = scores(k, q, zero, False, D, USED)
         z = warpgroup_mma(operand, former_g, z, is_async=True)
-        # all warps are done with the step before; loads begin while products run
-        gl.thread_barrier()
-        load(cols, rings, OF_KEYS, bars, b, h, group, col + BN, step + 1, step + 1 < steps)
-        # here, or the compiler puts one at the next step's start, where nothing runs beside it
-        gl.thread_barrier()
+        load_next(cols, rings, OF_KEYS, bars, b, h, group, col, BN, step, steps)
         s = warpgroup_mma_wait(1, deps=[s])
         lse = vector_of(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
@@ -458,10 +464,7 @@ def grad_keys(
         dss = gl.allocate_shared_memory(dt, [BM, BN], FLAT)
         zero_q = gl.full([BN, D], 0.0, gl.float32, QL)
     bars = barriers(3)
-    block, _, bh, _ = place()
-    b = bh // heads
-    h = bh % heads
-    row = block * BM
+    row, b, h, bh, _, _, _ = place(heads, BM, False)
     sums += bh.to(gl.int64) * gl.cdiv(n, BN) * (BN * D)
     start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
     own = (k_rows, u_rows, v_rows)
@@ -491,11 +494,7 @@ def grad_keys(
         s = scores(k, q, zero, False, D, USED)
         da = scores(u, g, zero, False, D, USED)
         da = scores(v, du, da, True, D, USED)
-        # all warps are done with the step before; loads begin while products run
-        gl.thread_barrier()
-        load(cols, rings, OF_KEYS, bars, b, h, group, col + BN, step + 1, step + 1 < steps)
-        # here, or the compiler puts one at the next step's start, where nothing runs beside it
-        gl.thread_barrier()
+        load_next(cols, rings, OF_KEYS, bars, b, h, group, col, BN, step, steps)
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         lse = vector_of(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
@@ -553,13 +552,7 @@ def grad_queries(
     vs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], v_cols.layout)
     us = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], u_cols.layout)
     bars = barriers(3)
-    block, blocks, bh, _ = place()
-    if CAUSAL:
-        # the longest ones first
-        block = blocks - 1 - block
-    b = bh // heads
-    h = bh % heads
-    row = block * BM
+    row, b, h, bh, _, _, _ = place(heads, BM, CAUSAL)
     i, start, steps, first, latest = keys_of_queries(
         mask, b, row, n, mask_b, ROWS, BM, BN, CAUSAL, MASK
     )
@@ -596,11 +589,7 @@ def grad_queries(
         s = scores(q, k, zero, False, D, USED)
         da = scores(g, u, zero, False, D, USED)
         da = scores(du, v, da, True, D, USED)
-        # all warps are done with the step before; loads begin while products run
-        gl.thread_barrier()
-        load(cols, rings, OF_KEYS, bars, b, h, group, col + BN, step + 1, step + 1 < steps)
-        # here, or the compiler puts one at the next step's start, where nothing runs beside it
-        gl.thread_barrier()
+        load_next(cols, rings, OF_KEYS, bars, b, h, group, col, BN, step, steps)
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
         p = hide_keys(p, i, row, col, first, latest, shown, n, CAUSAL, MASK)

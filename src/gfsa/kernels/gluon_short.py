@@ -38,6 +38,11 @@ KEY_MASK = gl.constexpr(launching.KEY_MASK)
 FULL_MASK = gl.constexpr(launching.FULL_MASK)
 
 
+# tiles and vectors as products and threads read them, whatever the copy engine's shape
+FLAT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
 @gluon.constexpr_function
 def product_layout(warps, columns):
     """The layout of a matrix product's result, 16 rows a warp."""
@@ -50,6 +55,22 @@ def product_layout(warps, columns):
 def chunk_width(chunk, full_chunks, width, tail):
     """Columns of chunk number ``chunk``: the last one may be narrower."""
     return width if chunk < full_chunks else tail
+
+
+@gluon.jit
+def tile_of(room, ROWS: gl.constexpr, D: gl.constexpr):
+    """Shared memory of one tile as a matrix."""
+    return room._reinterpret(room.dtype, [ROWS, D], FLAT)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for x in gl.static_range(COUNT):
+        mbarrier.init(bars.index(x), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    return bars
 
 
 @gluon.jit
@@ -152,7 +173,7 @@ def drop(
     Args:
         p: in a layout of :func:`product_layout`, rows of keys if ``KEYS_FIRST``, else of queries.
         row: its rows, as a column; half_column: half of its columns, as a row.
-        threshold: see :func:`drop_threshold`.
+        threshold: see :func:`_dropout`.
     """
     # of the draw that this thread makes: the upper one if its rows are even, else the lower one
     half_row = ((row & ~8) | ((row & 1) << 3)) >> 1
@@ -169,11 +190,21 @@ def drop(
 
 
 @gluon.jit
-def drop_threshold(dropout_p):
-    """How many of the numbers 0 … 65535, of which an entry draws one, drop it."""
-    exact = dropout_p * 65536.0
-    whole = exact.to(gl.int32)
-    return whole + (exact - whole.to(gl.float32) > 0.5).to(gl.int32)
+def _dropout(dropout_p, seed_in, DROPOUT: gl.constexpr):
+    """What entries are multiplied by that stay, how many of 65,536 numbers drop one, and the seed.
+
+    An entry draws one of the numbers 0 … 65535.
+    """
+    keep_p = 1.0
+    dropped = 0
+    seed = 0
+    if DROPOUT:
+        keep_p = 1.0 / (1.0 - dropout_p)
+        exact = dropout_p * 65536.0
+        whole = exact.to(gl.int32)
+        dropped = whole + (exact - whole.to(gl.float32) > 0.5).to(gl.int32)
+        seed = gl.load(seed_in)
+    return keep_p, dropped, seed
 
 
 @gluon.constexpr_function
@@ -286,26 +317,15 @@ def filter_short(
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     RL: gl.constexpr = gl.SliceLayout(1, AL)
     CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
-    FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     qs = gl.allocate_shared_memory(dt, [2, 1, 1, N, D], q_in.layout)
     ks = gl.allocate_shared_memory(dt, [2, 1, 1, N, D], k_in.layout)
     vs = gl.allocate_shared_memory(dt, [2, 1, 1, N, D], v_in.layout)
     us = gl.allocate_shared_memory(dt, [1, 1, 1, N, D], u_out.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(bars.index(0), count=1)
-    mbarrier.init(bars.index(1), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
+    bars = barriers(2)
     first = gl.program_id(0)
     programs = gl.num_programs(0)
     sc = scale * LOG2E
-    keep_p = 1.0
-    seed = 0
-    dropped = 0
-    if DROPOUT:
-        keep_p = 1.0 / (1.0 - dropout_p)
-        dropped = drop_threshold(dropout_p)
-        seed = gl.load(seed_in)
+    keep_p, dropped, seed = _dropout(dropout_p, seed_in, DROPOUT)
     mbarrier.expect(bars.index(0), 3 * N * D * 2)
     _load(q_in, first, heads, 1, bars.index(0), qs.index(0), True)
     _load(k_in, first, heads, group, bars.index(0), ks.index(0), True)
@@ -325,10 +345,10 @@ def filter_short(
         _load(k_in, following, heads, group, bars.index(after), ks.index(after), more)
         _load(v_in, following, heads, group, bars.index(after), vs.index(after), more)
         mbarrier.wait(bars.index(now), phase)
-        q = qs.index(now)._reinterpret(dt, [N, D], FLAT)
-        k = ks.index(now)._reinterpret(dt, [N, D], FLAT)
-        v = vs.index(now)._reinterpret(dt, [N, D], FLAT)
-        u = us.index(unknown)._reinterpret(dt, [N, D], FLAT)
+        q = tile_of(qs.index(now), N, D)
+        k = tile_of(ks.index(now), N, D)
+        v = tile_of(vs.index(now), N, D)
+        u = tile_of(us.index(unknown), N, D)
         seen = mask + (bh // heads).to(gl.int64) * mask_b
         P = ()
         R = ()
@@ -502,8 +522,6 @@ def grad_short(
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     RL: gl.constexpr = gl.SliceLayout(1, AL)
     CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
-    FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     qs = gl.allocate_shared_memory(dt, [1, 1, N, D], q_in.layout)
     ks = gl.allocate_shared_memory(dt, [1, 1, N, D], k_in.layout)
     os = gl.allocate_shared_memory(dt, [1, 1, N, D], k_in.layout)
@@ -511,19 +529,15 @@ def grad_short(
     big = gl.allocate_shared_memory(dt, [4, 1, 1, N, D], k_in.layout)
     dls = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
     lss = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
-    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(bars.index(0), count=1)
-    mbarrier.init(bars.index(1), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    q = qs._reinterpret(dt, [N, D], FLAT)
-    k = ks._reinterpret(dt, [N, D], FLAT)
-    o = os._reinterpret(dt, [N, D], FLAT)
-    g = big.index(0)._reinterpret(dt, [N, D], FLAT)
-    u = big.index(1)._reinterpret(dt, [N, D], FLAT)
-    v = big.index(2)._reinterpret(dt, [N, D], FLAT)
-    du = big.index(3)._reinterpret(dt, [N, D], FLAT)
-    ds = big._reinterpret(dt, [N, 4 * D], FLAT)
+    bars = barriers(2)
+    q = tile_of(qs, N, D)
+    k = tile_of(ks, N, D)
+    o = tile_of(os, N, D)
+    g = tile_of(big.index(0), N, D)
+    u = tile_of(big.index(1), N, D)
+    v = tile_of(big.index(2), N, D)
+    du = tile_of(big.index(3), N, D)
+    ds = tile_of(big, N, 4 * D)
     bh = gl.program_id(0)
     b = bh // heads
     h = bh % heads
@@ -541,13 +555,7 @@ def grad_short(
     c0 = gl.load(coeffs + h * 3)
     c1 = gl.load(coeffs + h * 3 + 1)
     c2 = gl.load(coeffs + h * 3 + 2)
-    keep_p = 1.0
-    seed = 0
-    dropped = 0
-    if DROPOUT:
-        keep_p = 1.0 / (1.0 - dropout_p)
-        dropped = drop_threshold(dropout_p)
-        seed = gl.load(seed_in)
+    keep_p, dropped, seed = _dropout(dropout_p, seed_in, DROPOUT)
     seen = mask + b.to(gl.int64) * mask_b
     dc = dc_out + (h * 3 * batch + b).to(gl.int64) * N + rows
     # queries beyond the last one see nothing

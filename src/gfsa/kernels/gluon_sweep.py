@@ -51,13 +51,13 @@ SPANS = gl.constexpr(launching.SPANS)
 # queries an item, and queries a warpgroup: the flags count by warpgroups
 ROWS = gl.constexpr(128)
 HALF = gl.constexpr(64)
-# flags that are looked at together; after the last head's flags are as many numbers, the first of
+# flags that are polled together; after the last head's flags are as many numbers, the first of
 # which counts the items that were drawn
-LOOKED_AT = gl.constexpr(32)
+POLLED = gl.constexpr(32)
 
 # items that are drawn and not finished
-DRAWN = gl.constexpr(3)
-# what is told of a block with spans, after its item's number: what is planned for it, its sequence
+QUEUED = gl.constexpr(3)
+# what is sent about a block with spans, after its item's number: its plan, its sequence
 # and its head
 PLANNED = gl.constexpr(1)
 ORIGIN = gl.constexpr(1 + plan.ORIGIN.value)
@@ -69,7 +69,7 @@ LATEST = gl.constexpr(1 + plan.LATEST.value)
 NUMBERS = gl.constexpr(plan.NUMBERS.value)
 SEQUENCE = gl.constexpr(1 + plan.NUMBERS.value)
 HEAD = gl.constexpr(2 + plan.NUMBERS.value)
-TOLD = gl.constexpr(3 + plan.NUMBERS.value)
+MESSAGE = gl.constexpr(3 + plan.NUMBERS.value)
 
 
 @gluon.jit
@@ -130,7 +130,7 @@ def wait_for_room(items, slot, phase):
 
 @gluon.jit
 def give(items, item, slot, phase):
-    """Tell the other warps of the program the item that was drawn."""
+    """Send the item that was drawn to the other warps of the program."""
     numbers, full, _ = items
     wait_for_room(items, slot, phase)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -141,19 +141,19 @@ def give(items, item, slot, phase):
 
 
 @gluon.jit
-def tell(items, slot, WHICH: gl.constexpr, number):
+def send(items, slot, WHICH: gl.constexpr, number):
     """A number beside the item that is given next, where there is room: :func:`wait_for_room`."""
     numbers, _, _ = items
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    numbers.index(WHICH * DRAWN + slot).store(gl.full([1], number, gl.int32, layout))
+    numbers.index(WHICH * QUEUED + slot).store(gl.full([1], number, gl.int32, layout))
 
 
 @gluon.jit
-def told(items, slot, WHICH: gl.constexpr):
-    """The number that :func:`tell` left beside the item that was taken."""
+def received(items, slot, WHICH: gl.constexpr):
+    """The number that :func:`send` left beside the item that was taken."""
     numbers, _, _ = items
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(numbers.index(WHICH * DRAWN + slot).load(layout), 0)
+    return gl.max(numbers.index(WHICH * QUEUED + slot).load(layout), 0)
 
 
 @gluon.jit
@@ -162,11 +162,11 @@ def place_of(
 ):
     """``(head of all sequences, sequence, head, block, origin)`` of an item."""
     if is_planned(MASK, DEGREE):
-        b = told(items, slot, SEQUENCE)
-        h = told(items, slot, HEAD)
+        b = received(items, slot, SEQUENCE)
+        h = received(items, slot, HEAD)
         bh = b * heads + h
-        block = told(items, slot, BLOCK)
-        origin = told(items, slot, ORIGIN)
+        block = received(items, slot, BLOCK)
+        origin = received(items, slot, ORIGIN)
     else:
         bh, block = place(item, total, blocks, span)
         if DEGREE == 1:
@@ -179,7 +179,7 @@ def place_of(
 
 @gluon.jit
 def take(items, slot, phase):
-    """The item that was given; :func:`done_with` when it is finished."""
+    """The item that was given; :func:`next_item` when it is finished."""
     numbers, full, _ = items
     mbarrier.wait(full.index(slot), phase)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -187,28 +187,33 @@ def take(items, slot, phase):
 
 
 @gluon.jit
-def done_with(items, slot):
-    """Leave the item's slot to the next one, after all that :func:`take` and :func:`told` read."""
+def next_item(items, slot, phase):
+    """Leave an item's slot to others, and take the next item: its number, its slot and the phase.
+
+    All that :func:`take` and :func:`received` read has to be read before.
+    """
     _, _, empty = items
     # One thread arrives on behalf of all warps of the partition, so all of them must have read the
     # slot first. compute-sanitizer's racecheck reports a race between these reads and the next
     # item's writes all the same, as it does for any kernel whose warps hand over by such barriers.
     gl.thread_barrier()
     mbarrier.arrive(empty.index(slot), count=1)
+    slot, phase = following(slot, phase, QUEUED)
+    return take(items, slot, phase), slot, phase
 
 
 @gluon.jit
 def first_missing(flags, known):
     """The first half block from ``known`` on whose U is not there; earlier ones can be loaded.
 
-    At most LOOKED_AT are looked at. For one warp.
+    POLLED flags are read. For one warp.
     """
-    at = known + gl.arange(0, LOOKED_AT, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    at = known + gl.arange(0, POLLED, layout=gl.BlockedLayout([1], [32], [1], [0]))
     flag = gl.inline_asm_elementwise(
         "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [flags + at],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    first = gl.min(gl.where(flag == 0, at, known + LOOKED_AT), 0)
+    first = gl.min(gl.where(flag == 0, at, known + POLLED), 0)
     # the copy engine, which loads U, sees memory through a proxy of its own
     return gl.inline_asm_elementwise(
         "fence.acq_rel.gpu; fence.proxy.async; mov.b32 $0, $1;", "=r,r", [first],
@@ -257,18 +262,18 @@ def _seen(spans, row, n, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _tell_seen(items, slot, spans, row, n, TILE: gl.constexpr):
-    """Tell what a block's two warpgroups see; returns its first tile."""
-    # all is loaded before anything is told, so that loads wait for each other least
+def _send_seen(items, slot, spans, row, n, TILE: gl.constexpr):
+    """Send what a block's two warpgroups see; returns its first tile."""
+    # all is loaded before anything is sent, so that loads wait for each other least
     first, until, latest = _seen(spans, row, n, TILE)
     next_first, next_until, next_latest = _seen(spans, row + HALF, n, TILE)
-    tell(items, slot, FIRST_TILE, first)
-    tell(items, slot, MASKED_UNTIL, until)
-    tell(items, slot, LATEST, latest)
+    send(items, slot, FIRST_TILE, first)
+    send(items, slot, MASKED_UNTIL, until)
+    send(items, slot, LATEST, latest)
     # documents that are out of order may begin before
-    tell(items, slot, FIRST_TILE + 1, gl.maximum(next_first, first))
-    tell(items, slot, MASKED_UNTIL + 1, next_until)
-    tell(items, slot, LATEST + 1, next_latest)
+    send(items, slot, FIRST_TILE + 1, gl.maximum(next_first, first))
+    send(items, slot, MASKED_UNTIL + 1, next_until)
+    send(items, slot, LATEST + 1, next_latest)
     return first
 
 
@@ -296,11 +301,11 @@ def load_tokens(
                 if (gl.load(planned + END) > 0) | (item >= total * slots):
                     wait_for_room(items, islot, iphase)
                     for number in gl.static_range(PLANNED, PLANNED + NUMBERS):
-                        tell(items, islot, number, gl.load(planned + number))
-                    tell(items, islot, SEQUENCE, bh // heads)
-                    tell(items, islot, HEAD, bh % heads)
+                        send(items, islot, number, gl.load(planned + number))
+                    send(items, islot, SEQUENCE, bh // heads)
+                    send(items, islot, HEAD, bh % heads)
                     give(items, item, islot, iphase)
-                    islot, iphase = following(islot, iphase, DRAWN)
+                    islot, iphase = following(islot, iphase, QUEUED)
                     if item < total * slots:
                         ring = _load_item(
                             q_in, k_in, v_in, queries, keys, values, bh,
@@ -318,10 +323,10 @@ def load_tokens(
                 )
                 spans = mask + b.to(gl.int64) * mask_b
                 wait_for_room(items, islot, iphase)
-                begin = _tell_seen(items, islot, spans, block * ROWS, n, TILE)
+                begin = _send_seen(items, islot, spans, block * ROWS, n, TILE)
             # a number that is too high ends the other warps' loops
             give(items, item, islot, iphase)
-            islot, iphase = following(islot, iphase, DRAWN)
+            islot, iphase = following(islot, iphase, QUEUED)
             if item < total * blocks:
                 bh, _, _, block, _ = place_of(
                     item, items, islot, total, heads, blocks, span, MASK, DEGREE
@@ -387,7 +392,7 @@ def load_passes(
         bh, b, h, block, origin = place_of(item, items, islot, total, heads, blocks, span, MASK, 2)
         begin = 0
         if MASK == SPANS:
-            begin = told(items, islot, FIRST_TILE)
+            begin = received(items, islot, FIRST_TILE)
         missing = begin * PARTS
         for tile in range(begin, (2 * block + 2) // PARTS):
             mbarrier.wait(vempty.index(slot), phase)
@@ -400,9 +405,7 @@ def load_passes(
                 # the warpgroups make it; the slot's phase goes on
                 mbarrier.arrive(ufull.index(slot), count=1)
             slot, phase = following(slot, phase, STAGES)
-        done_with(items, islot)
-        islot, iphase = following(islot, iphase, DRAWN)
-        item = take(items, islot, iphase)
+        item, islot, iphase = next_item(items, islot, iphase)
 
 
 @gluon.jit
@@ -420,7 +423,7 @@ def store_passes(u_io, made, flags, items, total, heads, blocks, span, MASK: gl.
     while item < total * slots:
         bh, b, h, block, origin = place_of(item, items, islot, total, heads, blocks, span, MASK, 2)
         if MASK == SPANS:
-            end = told(items, islot, END)
+            end = received(items, islot, END)
         for half in gl.static_range(2):
             mbarrier.wait(ready.index(half), phase)
             row = block * ROWS + half * HALF
@@ -432,9 +435,7 @@ def store_passes(u_io, made, flags, items, total, heads, blocks, span, MASK: gl.
                 _store_half(u_io, own, flag, b, h, row, half)
             mbarrier.arrive(free.index(half), count=1)
         phase = phase ^ 1
-        done_with(items, islot)
-        islot, iphase = following(islot, iphase, DRAWN)
-        item = take(items, islot, iphase)
+        item, islot, iphase = next_item(items, islot, iphase)
 
 
 @gluon.jit
@@ -590,16 +591,16 @@ def _filter_half(
         )
         end = n
         if is_planned(MASK, DEGREE):
-            end = told(items, islot, END)
+            end = received(items, islot, END)
         row = block * ROWS + W * HALF
         # tiles before the diagonal's
         full = 2 * block // PARTS + MORE
         if MASK == SPANS:
             spans = mask + b.to(gl.int64) * mask_b
             diagonal = row + HALF - LAST
-            begin = told(items, islot, FIRST_TILE + W)
-            masked_until = told(items, islot, MASKED_UNTIL + W)
-            latest = told(items, islot, LATEST + W)
+            begin = received(items, islot, FIRST_TILE + W)
+            masked_until = received(items, islot, MASKED_UNTIL + W)
+            latest = received(items, islot, LATEST + W)
             full -= begin
         if not is_planned(MASK, DEGREE):
             c0, c1, c2 = _coefficients(coeffs, h, POWERS, DEGREE)
@@ -611,7 +612,7 @@ def _filter_half(
         mbarrier.wait(qfull.index(W), phase)
         q = _tile(qs, W, HALF, D)
         if MASK == SPANS and W == 1:
-            for _ in range(told(items, islot, FIRST_TILE), begin):
+            for _ in range(received(items, islot, FIRST_TILE), begin):
                 kslot, kphase, vslot, vphase = _pass_over(
                     keys, values, passes, kslot, kphase, vslot, vphase, STAGES, DEGREE
                 )
@@ -786,9 +787,7 @@ def _filter_half(
                 keys, values, passes, kslot, kphase, vslot, vphase, STAGES, DEGREE
             )
         phase = phase ^ 1
-        done_with(items, islot)
-        islot, iphase = following(islot, iphase, DRAWN)
-        item = take(items, islot, iphase)
+        item, islot, iphase = next_item(items, islot, iphase)
     if DEGREE == 1:
         tma.store_wait(0)
 
@@ -824,7 +823,7 @@ def filter_sweep(
     else:
         us = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], u_io.layout)
         own = gl.allocate_shared_memory(dt, [2, 1, 1, HALF, D], u_io.layout)
-    NUMBERS: gl.constexpr = DRAWN * (TOLD if MASK == SPANS else 1)
+    NUMBERS: gl.constexpr = QUEUED * (MESSAGE if MASK == SPANS else 1)
     numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], NUMBER)
     qfull = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     qempty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -839,8 +838,8 @@ def filter_sweep(
         free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
         passes = (us, ufull)
         made = (own, ready, free)
-    given = gl.allocate_shared_memory(gl.int64, [DRAWN, 1], BARRIER)
-    done = gl.allocate_shared_memory(gl.int64, [DRAWN, 1], BARRIER)
+    given = gl.allocate_shared_memory(gl.int64, [QUEUED, 1], BARRIER)
+    done = gl.allocate_shared_memory(gl.int64, [QUEUED, 1], BARRIER)
     for w in gl.static_range(2):
         mbarrier.init(qfull.index(w), count=1)
         mbarrier.init(qempty.index(w), count=1)
@@ -855,7 +854,7 @@ def filter_sweep(
         mbarrier.init(vempty.index(slot), count=2)
         if DEGREE == 2:
             mbarrier.init(ufull.index(slot), count=1)
-    for slot in gl.static_range(DRAWN):
+    for slot in gl.static_range(QUEUED):
         mbarrier.init(given.index(slot), count=1)
         mbarrier.init(done.index(slot), count=2 * DEGREE)
     fence_async_shared()
@@ -867,7 +866,7 @@ def filter_sweep(
     counter = flags
     if DEGREE == 2:
         counter += total * blocks * 2
-    plan = counter + LOOKED_AT
+    plan = counter + POLLED
     FIRST: gl.constexpr = gl.constexpr(0)
     SECOND: gl.constexpr = gl.constexpr(1)
     # the last two copy U, which degree 1 does not

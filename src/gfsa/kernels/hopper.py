@@ -19,6 +19,7 @@ from torch import Tensor
 from gfsa.kernels.launching import (
     NO_MASK,
     SPANS,
+    Gradients,
     Grid,
     Launch,
     Options,
@@ -60,7 +61,7 @@ PACKED_HEADS_AT_A_TIME = 2
 LEAST_WITH_QUERIES = 2048
 
 
-def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(g: Tensor, saved: Saved, options: Options) -> Gradients:
     """As every gradient of ``op.py``, with key masks or spans at most."""
     q, k, v, u, out, lse, coeffs, mask, _ = saved
     problem = problem_of(q, k, mask, options)
@@ -215,9 +216,7 @@ def used(head_dim: int) -> int:
     return next(features for features in (64, 80, 96, 128) if features >= head_dim)
 
 
-def backward_once(
-    g: Tensor, saved: Saved, options: Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward_once(g: Tensor, saved: Saved, options: Options) -> Gradients:
     """As every gradient of ``op.py``, of degree 1 in one pass."""
     q, k, v, _, out, lse, coeffs, mask, _ = saved
     lse = copyable_by_row(lse)

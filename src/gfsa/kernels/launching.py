@@ -10,7 +10,6 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -39,6 +38,30 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     exclusive: bool = False
     """Whether there is an exclusive term: the coefficients' last column is then its share."""
+
+
+class Inputs(NamedTuple):
+    """What a route's forward takes.
+
+    Args:
+        q, k, v, coeffs, mask, seed: as in :func:`gfsa.kernels.op.filter_attention`.
+        keeps: whether there will be a gradient.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    coeffs: Tensor
+    mask: Tensor | None
+    seed: Tensor | None
+    options: Options
+    keeps: bool = True
+
+
+# the filter, A·V and each row's natural logsumexp (B, H, N)
+Forward = tuple[Tensor, Tensor, Tensor]
+# dq, dk, dv and dc
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Saved(NamedTuple):
@@ -453,23 +476,12 @@ def tiles_of(kernel: Kernel, tiles: Tiles, width: int) -> list[Block]:
     ]
 
 
-def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """A context in which the GPU of ``x`` is the current device."""
+def on_device_of(x: Tensor, work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call ``work`` on the GPU of ``x``, without a context if that is the current device."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return _NO_CHANGE
-    return torch.cuda.device_of(x)
-
-
-_NO_CHANGE = nullcontext()
-
-
-def launch_on_device_of(x: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
-    """Launch on the GPU of ``x``, without a context if that is the current device."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        launch(*arguments)
-        return
+        return work(*arguments, **options)
     with torch.cuda.device_of(x):
-        launch(*arguments)
+        return work(*arguments, **options)
 
 
 @functools.cache

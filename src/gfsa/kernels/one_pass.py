@@ -24,9 +24,10 @@ from torch import Tensor
 from gfsa.kernels.degree_one import own_part
 from gfsa.kernels.launching import (
     LOG2E,
+    Forward,
+    Inputs,
     Kernel,
     Launch,
-    Options,
     Problem,
     Tiles,
     empty_like,
@@ -93,14 +94,28 @@ def attend_once(
     norm = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, D), tl.float32)
     clear, end = _key_ranges(row, n, BM, BN, CAUSAL)
-    top, norm, acc = _attend_range(
-        top, norm, acc, q, k_cols, v_cols, b, key_head, i, n, 0, clear,
-        scale, D, BN, STAGES, CAUSAL, False,
-    )  # fmt: skip
-    top, norm, acc = _attend_range(
-        top, norm, acc, q, k_cols, v_cols, b, key_head, i, n, clear, end,
-        scale, D, BN, STAGES, CAUSAL, True,
-    )  # fmt: skip
+    # keys that the whole block sees, then those to be masked
+    for MASKED in tl.static_range(2):
+        columns = tl.arange(0, BN)
+        sc = scale * LOG2E
+        for col in tl.range(
+            clear if MASKED else 0, end if MASKED else clear, BN, num_stages=STAGES
+        ):
+            k = load_tile(k_cols, b, key_head, col, BN, D)
+            s = tl.dot(q, tl.trans(k))
+            if MASKED:
+                j = col + columns
+                keep = (j < n)[None, :]
+                if CAUSAL:
+                    keep = keep & (j[None, :] <= i[:, None])
+                s = tl.where(keep, s, float("-inf"))
+            new_top = tl.maximum(top, tl.max(s, 1) * sc)
+            p = tl.exp2(s * sc - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            norm = norm * shrink + tl.sum(p, 1)
+            v = load_tile(v_cols, b, key_head, col, BN, D)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+            top = new_top
     # a row without keys: its map is zero, and an infinite logsumexp makes it so in the gradient
     empty = (norm == 0.0) | (i >= n)
     norm = tl.where(empty, 1.0, norm)
@@ -123,33 +138,6 @@ def attend_once(
     store_tile(out_rows, out, b, h, row, BM, D)
 
 
-@triton.jit
-def _attend_range(
-    top, norm, acc, q, k_cols, v_cols, b, key_head, i, n, start, end,
-    scale, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    columns = tl.arange(0, BN)
-    sc = scale * LOG2E
-    for col in tl.range(start, end, BN, num_stages=STAGES):
-        k = load_tile(k_cols, b, key_head, col, BN, D)
-        s = tl.dot(q, tl.trans(k))
-        if MASKED:
-            j = col + columns
-            keep = (j < n)[None, :]
-            if CAUSAL:
-                keep = keep & (j[None, :] <= i[:, None])
-            s = tl.where(keep, s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1) * sc)
-        p = tl.exp2(s * sc - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        norm = norm * shrink + tl.sum(p, 1)
-        v = load_tile(v_cols, b, key_head, col, BN, D)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-        top = new_top
-    return top, norm, acc
-
-
 # keys and values of heads that go through their blocks together: half of an H200's cache
 CACHED_BYTES = 24 * 2**20
 
@@ -166,17 +154,9 @@ def tiles(length: int, is_causal: bool) -> Tiles:
     return WIDE if length >= WIDE_FROM and not is_causal else TILES
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-    keeps: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(given: Inputs) -> Forward:
     """As every route of ``op.py``, without a mask."""
+    q, k, v, coeffs, mask, _, options, keeps = given
     out, (u, lse) = empty_like(q), kept(q, keeps and options.exclusive)
     problem = problem_of(q, k, mask, options)
     launch = _launch(problem, coeffs.shape[1], _strides(q, v), bool(u.numel()))

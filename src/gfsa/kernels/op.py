@@ -2,9 +2,9 @@
 
 Degrees 1 and 2 and the exclusive term are arguments of it. Each route (``routes.py``) has
 
-- a forward, ``(q, k, v, coeffs, mask, seed, options, keeps) → (out, U, LSE)``: the filter, ``A·V``,
-  and each row's natural logsumexp ``(B, H, N)``. Degree 1 in one pass (``one_pass.py``) ``keeps`` U
-  for the exclusive term alone, and logsumexps as its gradient takes them.
+- a forward, ``Inputs → (out, U, LSE)``: the filter, ``A·V``, and each row's natural logsumexp
+  ``(B, H, N)``. Degree 1 in one pass (``one_pass.py``) ``keeps`` U for the exclusive term alone,
+  and logsumexps as its gradient takes them.
 - a gradient, ``(g, saved, options) → (dq, dk, dv, dc)``, with the gradients of the coefficients,
   and then of the share, as partial sums ``(H, columns, any number)``.
 
@@ -23,6 +23,9 @@ from torch.autograd.function import once_differentiable
 from gfsa.kernels import coefficients, hopper, one_pass, short, sweep, two_pass
 from gfsa.kernels.degree_one import combine_degree_one
 from gfsa.kernels.launching import (
+    Forward,
+    Gradients,
+    Inputs,
     Options,
     Saved,
     copyable_by_tile,
@@ -128,28 +131,21 @@ def _run(given: Given, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Any
     return *made, coeffs, prepared
 
 
-def run_forward(
-    route: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def run_forward(route: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Forward:
     """A route's forward on tensors of any layout, on their device."""
-    tokens = map(copyable_by_tile, (q, k, v))
-    with on_device_of(q):
-        found: tuple[Tensor, Tensor, Tensor] = FORWARD[route](*tokens, *rest)
+    q, k, v = map(copyable_by_tile, (q, k, v))
+    found: Forward = on_device_of(q, FORWARD[route], Inputs(q, k, v, *rest))
     return found
 
 
-def run_backward(
-    gradient: str, g: Tensor, saved: Saved, options: Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def run_backward(gradient: str, g: Tensor, saved: Saved, options: Options) -> Gradients:
     """A gradient on tensors of any layout, on their device."""
     # hooks on saved tensors may return them in another layout; U may not have been saved
     q, k, v, u, out = [copyable_by_tile(x) if x.numel() else x for x in saved[:5]]
     if saved.lse.dim() == 4:
         gradient = "hopper once"
-    with on_device_of(g):
-        found: tuple[Tensor, Tensor, Tensor, Tensor] = GRADIENT[gradient](
-            copyable_by_tile(g), saved._replace(q=q, k=k, v=v, u=u, out=out), options
-        )
+    saved = saved._replace(q=q, k=k, v=v, u=u, out=out)
+    found: Gradients = on_device_of(g, GRADIENT[gradient], copyable_by_tile(g), saved, options)
     return found
 
 

@@ -231,7 +231,7 @@ def situation_of(call: AttentionCall, v: Tensor, degree: int, exclusive: bool = 
         mask = kind_of(call.attn_mask, tokens, copies=True)
     return Situation(
         degree,
-        *_of_tokens(q),
+        *(hardware_of(q), q.device, q.dtype, q.dim()),
         *(batch, heads, tokens, head_dim, value_dim),
         mask=mask,
         mask_words=mask_words,
@@ -245,10 +245,6 @@ def situation_of(call: AttentionCall, v: Tensor, degree: int, exclusive: bool = 
         drops_filter=bool(dropout_p) and call.dropout_after == "filter",
         fixed_generator=bool(dropout_p) and degree > 1 and _generator_cannot_be_reset(q.device),
     )
-
-
-def _of_tokens(q: Tensor) -> tuple[Hardware, torch.device, torch.dtype, int]:
-    return hardware_of(q), q.device, q.dtype, q.dim()
 
 
 def situation_of_kernels(
@@ -268,7 +264,7 @@ def situation_of_kernels(
     batch, heads, tokens, head_dim = q.shape
     return Situation(
         degree,
-        *_of_tokens(q),
+        *(hardware_of(q), q.device, q.dtype, q.dim()),
         *(batch, heads, tokens, head_dim, head_dim),
         mask=NO_MASK if mask is None else kind_of(mask, tokens, copies=False),
         causal=causal,
@@ -425,23 +421,6 @@ def _written_out_by_torch(s: Situation) -> str | None:
     if s.mask not in (KEYS, FAR_KEYS) or not s.causal or s.dropout_p:
         return "of degree 1 it takes padded causal rows, windows and documents"
     return None if _fits_two_passes(s) else "its gradient needs more shared memory"
-
-
-def refusal_by_sdpa(s: Situation) -> str | None:
-    """Why torch's attention cannot serve the call, one call for each power."""
-    if s.fixed_generator:
-        return (
-            "one dropout mask for all passes needs the random generator reset between them, "
-            "which a compiled or captured graph cannot do; the dense operator can"
-        )
-    return None
-
-
-def reason_for_dense_alone(s: Situation) -> str | None:
-    """Why the dense operator alone can serve the call, or None if other operators can too."""
-    if s.drops_filter:
-        return "entries of H can only be dropped where H is built, by the dense operator"
-    return None
 
 
 # --- the kernels of the gradient ---------------------------------------------------------------
@@ -647,7 +626,15 @@ def decide(s: Situation, wanted: Backend = "auto") -> Decision:
 
 
 def _decide(s: Situation, wanted: Backend, slower: str | None) -> Decision:
-    by_dense, by_fused, by_sdpa = reason_for_dense_alone(s), refusal_by_fused(s), refusal_by_sdpa(s)
+    by_dense = by_sdpa = None
+    if s.drops_filter:
+        by_dense = "entries of H can only be dropped where H is built, by the dense operator"
+    if s.fixed_generator:
+        by_sdpa = (
+            "one dropout mask for all passes needs the random generator reset between them, "
+            "which a compiled or captured graph cannot do; the dense operator can"
+        )
+    by_fused = refusal_by_fused(s)
     if s.only_torch is not None:
         refusal = by_dense or by_sdpa
         if refusal is not None:
@@ -750,15 +737,14 @@ def refusal_of_decoding(
     """Why the kernel for one decoded token does not serve ``call``, or None if it does."""
     q, k, mask = call.q, call.k, call.attn_mask
     hardware = hardware_of(q)
-    refusal = hardware.refusal
-    if refusal is None and not DECODES_BY_KERNEL:
-        refusal = "the kernel for a decoded token is turned off"
-    if refusal is None and is_exporting():
-        refusal = "an exported program has torch's own operators alone"
-    if refusal is None and (hardware.gpu != HOPPER or hardware.triton != MEASURED_TRITON):
-        refusal = "the kernel for a decoded token is not measured on this GPU"
-    if refusal is not None:
-        return refusal
+    if hardware.refusal is not None:
+        return hardware.refusal
+    if not DECODES_BY_KERNEL:
+        return "the kernel for a decoded token is turned off"
+    if is_exporting():
+        return "an exported program has torch's own operators alone"
+    if hardware.gpu != HOPPER or hardware.triton != MEASURED_TRITON:
+        return "the kernel for a decoded token is not measured on this GPU"
     learned, numbers = (
         (coeffs.theta, coeffs.base) if isinstance(coeffs, Coefficients) else (coeffs, coeffs)
     )

@@ -18,14 +18,17 @@ from torch import Tensor
 from gfsa.kernels.launching import (
     FULL_MASK,
     Block,
+    Forward,
+    Gradients,
+    Inputs,
     Launch,
     Options,
     Problem,
     Saved,
     copyable_by_tile,
     gluon_kernel,
-    launch_on_device_of,
     multiprocessors,
+    on_device_of,
     padded,
     problem_of,
     result_strides,
@@ -66,24 +69,16 @@ def chunks(length: int, width: int) -> Chunks:
     return Chunks(rows, width, full, tail)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-    keeps: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(given: Inputs) -> Forward:
     """As every route of ``op.py``."""
+    q, k, v, coeffs, mask, seed, options, _ = given
     # tensors were copied where that was necessary
     prepared = prepared_for(q, k, v, mask, options)
     assert prepared is not None
     return prepared.forward(q, k, v, coeffs, mask, seed)
 
 
-def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(g: Tensor, saved: Saved, options: Options) -> Gradients:
     """As every route of ``op.py``."""
     prepared = prepared_for(saved.q, saved.k, saved.v, saved.mask, options)
     assert prepared is not None
@@ -195,7 +190,7 @@ class Prepared:
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, mask: Tensor | None, seed: Any = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Forward:
         """``(out, U, LSE)``, as every route's forward."""
         shape, strides, dtype, device = self.shape, self.strides, self.dtype, self.device
         out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -210,13 +205,13 @@ class Prepared:
             self.zero,
         )
         if self.direct is not None:
-            launch_on_device_of(q, self.direct, tensors, pointers)
+            on_device_of(q, self.direct, tensors, pointers)
             return out, u, lse
-        launch_on_device_of(q, self.launch, tensors, *pointers)
+        on_device_of(q, self.launch, tensors, *pointers)
         self.direct = self.launch.direct.get(tuple([x.stride() for x in tensors]))
         return out, u, lse
 
-    def backward(self, g: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    def backward(self, g: Tensor, saved: Saved) -> Gradients | None:
         """As every route's backward; None if that has to run."""
         q, k, v, u, out, lse, coeffs, mask, seed = saved
         given = (q, k, v, u, out, g)
@@ -240,9 +235,9 @@ class Prepared:
         )
         direct = self.direct_backward[strides]
         if direct is not None:
-            launch_on_device_of(q, direct, tensors, pointers)
+            on_device_of(q, direct, tensors, pointers)
         else:
-            launch_on_device_of(q, self.backward_launch, tensors, *pointers)
+            on_device_of(q, self.backward_launch, tensors, *pointers)
             all_strides = tuple([x.stride() for x in tensors])
             self.direct_backward[strides] = self.backward_launch.direct.get(all_strides)
         return dq, sum_groups(dk, k), sum_groups(dv, v), parts

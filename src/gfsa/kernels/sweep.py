@@ -25,9 +25,10 @@ from torch import Tensor
 
 from gfsa.kernels.launching import (
     SPANS,
+    Forward,
+    Inputs,
     Kernel,
     Launch,
-    Options,
     Problem,
     empty_like,
     gluon_kernel,
@@ -98,27 +99,27 @@ def _seen(spans, origin, row, end, n, there, HALF: tl.constexpr, TILE: tl.conste
 )
 def plan_blocks(
     spans, flags, n, blocks, row_flags, mask_b,
-    ROWS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, LOOKED_AT: tl.constexpr,
+    ROWS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, POLLED: tl.constexpr,
     WINDOWS: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """The plan of one row, after the flags of all rows, which become zero.
 
     Args:
         spans: see :func:`gfsa.kernels.launching.are_spans`.
-        flags: ``row_flags`` of each row and LOOKED_AT more; then for each row the plan, two blocks
+        flags: ``row_flags`` of each row and POLLED more; then for each row the plan, two blocks
             of NUMBERS for each of ``blocks + 1`` slots; then ``blocks + 2`` edges of each row.
         WINDOWS, FLAGS: how many are worked on at a time.
     """
     b = tl.program_id(0)
     rows = tl.num_programs(0)
-    plan = flags + rows * row_flags + LOOKED_AT
+    plan = flags + rows * row_flags + POLLED
     edges = plan + rows * (blocks + 1) * 2 * NUMBERS + b * (blocks + 2)
     plan += b * (blocks + 1) * 2 * NUMBERS
     flags += b * row_flags
     # those after the row's own are the next row's, or after all flags
-    for start in range(0, row_flags + LOOKED_AT, FLAGS):
+    for start in range(0, row_flags + POLLED, FLAGS):
         at = start + tl.arange(0, FLAGS)
-        tl.store(flags + at, 0, mask=at < row_flags + LOOKED_AT)
+        tl.store(flags + at, 0, mask=at < row_flags + POLLED)
     spans += b.to(tl.int64) * mask_b
     _edges(spans, edges, n, blocks, ROWS, WINDOWS)
     tl.debug_barrier()
@@ -169,8 +170,8 @@ def plan_blocks(
 # queries of a block, and of one of its two warpgroups, as in the kernel
 ROWS = 128
 HALF = 64
-# flags that the kernel looks at together: it reads so many beyond the last head's
-LOOKED_AT = 32
+# flags that the kernel polls together: it reads so many beyond the last head's
+POLLED = 32
 # windows of ROWS tokens and flags that the launch before works on at a time
 WINDOWS = 64
 FLAGS = 2048
@@ -189,18 +190,9 @@ MOST_HEADS = 128
 LEAST_HEADS = 4
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-    keeps: bool = True,
-    degree: int = 2,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(given: Inputs, degree: int = 2) -> Forward:
     """As every route of ``op.py``; spans at most, and no dropout."""
+    q, k, v, coeffs, mask, _, options, keeps = given
     problem = problem_of(q, k, mask, options)
     spans, _ = pointers(mask, None, unused=q)
     out = empty_like(q)
@@ -225,7 +217,7 @@ forward_once = functools.partial(forward, degree=1)
 def _flags(problem: Problem, spans: Tensor) -> Tensor:
     """A flag for each half block's U, then the number of the next item, then the plan of spans."""
     blocks = -(-problem.length // ROWS)
-    numbers = problem.batch * problem.heads * blocks * (ROWS // HALF) + LOOKED_AT
+    numbers = problem.batch * problem.heads * blocks * (ROWS // HALF) + POLLED
     if problem.mask_kind != SPANS:
         return torch.zeros(numbers, dtype=torch.int32, device=spans.device)
     numbers += problem.batch * planned(blocks)
@@ -281,7 +273,7 @@ def _plan(problem: Problem) -> Launch:
         (problem.device,),
         (),
         (problem.length, blocks, flags, problem.mask_strides[0]),
-        (ROWS, HALF, KEYS[2, problem.head_dim], LOOKED_AT, WINDOWS, FLAGS),
+        (ROWS, HALF, KEYS[2, problem.head_dim], POLLED, WINDOWS, FLAGS),
         num_warps=8,
     )
 

@@ -37,6 +37,9 @@ from gfsa.kernels import launching
 from gfsa.kernels.launching import (
     JIT_OPTIONS,
     LOG2E,
+    Forward,
+    Gradients,
+    Inputs,
     Kernel,
     Launch,
     Options,
@@ -210,26 +213,51 @@ def attend(
     first, ranges = key_ranges(row, i, n, mask, BM, BN, CAUSAL, MASK)
     q = load_tile(q_rows, b, h, row, BM, D)
     half_i = row // 2 + tl.arange(0, BM) // 2
+    key_head = h // group
     top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, D), tl.float32)
-    at = (b, h // group, bh, i, half_i, n)
-    drawn = (seed, dropout_p)
-    masks = (mask, mask_i, mask_j)
-    top, total, acc = _attend_range(
-        top, total, acc, q, k_cols, v_cols, first, at, ranges, scale, masks, drawn,
-        D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
-    )  # fmt: skip
-    if MASK == SPANS:
-        sees = first < ranges[1]
-        top = tl.where(sees, top, float("-inf"))
-        total = tl.where(sees, total, 0.0)
-        acc = tl.where(sees[:, None], acc, 0.0)
-        first = first[:, None]
-    top, total, acc = _attend_range(
-        top, total, acc, q, k_cols, v_cols, first, at, ranges, scale, masks, drawn,
-        D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
-    )  # fmt: skip
+    clear, stop, start, end = ranges
+    # keys that the whole block sees, then those to be masked
+    for MASKED in tl.static_range(2):
+        if MASKED and MASK == SPANS:
+            sees = first < stop
+            top = tl.where(sees, top, float("-inf"))
+            total = tl.where(sees, total, 0.0)
+            acc = tl.where(sees[:, None], acc, 0.0)
+            first = first[:, None]
+        columns = tl.arange(0, BN)
+        for step in tl.range(
+            start if MASKED else clear, end if MASKED else stop, BN, num_stages=STAGES
+        ):
+            col = step
+            if MASKED and MASK == SPANS:
+                col = masked_tile(step, clear, stop)
+            j = col + columns
+            half_j = col // 2 + columns // 2
+            k = load_tile(k_cols, b, key_head, col, BN, D)
+            s = tl.dot(q, tl.trans(k)) * (scale * LOG2E)
+            if MASKED:
+                masks = (mask, mask_i, mask_j)
+                keep = allowed(i[:, None], j[None, :], n, masks, first, None, CAUSAL, MASK)
+                s = tl.where(keep, s, float("-inf"))
+            new_top = tl.maximum(top, tl.max(s, 1))
+            shift = new_top
+            if MASKED and MASK != NO_MASK:
+                # −inf minus −inf is NaN
+                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p = tl.exp2(s - shift[:, None])
+            shrink = tl.exp2(top - shift)
+            total = total * shrink + tl.sum(p, 1)
+            if DROPOUT:
+                kept = survives(
+                    i[:, None], j[None, :], half_i[:, None], half_j[None, :], n, bh,
+                    (seed, dropout_p),
+                )  # fmt: skip
+                p = tl.where(kept, p, 0.0)
+            v = load_tile(v_cols, b, key_head, col, BN, D)
+            acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None])
+            top = new_top
     # a row without keys: its map is zero, and an infinite logsumexp makes it so in later passes
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
@@ -238,47 +266,6 @@ def attend(
     store_tile(u_rows, acc / total[:, None], b, h, row, BM, D)
     lse = tl.where(empty, float("inf"), (top + tl.log2(total)) / LOG2E)
     tl.store(lse_out + bh.to(tl.int64) * n + i, lse, mask=i < n)
-
-
-@triton.jit
-def _attend_range(
-    top, total, acc, q, k_cols, v_cols, first, at, ranges, scale, masks, drawn,
-    D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """The tiles of one range, those to be masked or the others: see :func:`key_ranges`."""
-    b, key_head, bh, i, half_i, n = at
-    clear, stop, start, end = ranges
-    if not MASKED:
-        start = clear
-        end = stop
-    columns = tl.arange(0, BN)
-    for step in tl.range(start, end, BN, num_stages=STAGES):
-        col = step
-        if MASKED and MASK == SPANS:
-            col = masked_tile(step, clear, stop)
-        j = col + columns
-        half_j = col // 2 + columns // 2
-        k = load_tile(k_cols, b, key_head, col, BN, D)
-        s = tl.dot(q, tl.trans(k)) * (scale * LOG2E)
-        if MASKED:
-            keep = allowed(i[:, None], j[None, :], n, masks, first, None, CAUSAL, MASK)
-            s = tl.where(keep, s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))
-        shift = new_top
-        if MASKED and MASK != NO_MASK:
-            # −inf minus −inf is NaN
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s - shift[:, None])
-        shrink = tl.exp2(top - shift)
-        total = total * shrink + tl.sum(p, 1)
-        if DROPOUT:
-            kept = survives(i[:, None], j[None, :], half_i[:, None], half_j[None, :], n, bh, drawn)
-            p = tl.where(kept, p, 0.0)
-        v = load_tile(v_cols, b, key_head, col, BN, D)
-        acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None])
-        top = new_top
-    return top, total, acc
 
 
 @triton.jit(**JIT_OPTIONS)
@@ -320,62 +307,49 @@ def _over_keys(
     MASK: tl.constexpr, DROPOUT: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """``acc + A·U`` of a block of queries; GRADIENT: ``acc + dS·K``."""
-    clear_lse = lse
-    if MASK == SPANS:
-        clear_lse = tl.where(first < ranges[1], lse, float("inf"))
-        first = first[:, None]
-    acc = _key_range(
-        acc, q, g, du, clear_lse, delta, k_cols, v_cols, u_cols, first, place, rows, ranges, scale,
-        masks, drawn, D, BN, STAGES, CAUSAL, MASK, DROPOUT, GRADIENT, False,
-    )  # fmt: skip
-    return _key_range(
-        acc, q, g, du, lse, delta, k_cols, v_cols, u_cols, first, place, rows, ranges, scale,
-        masks, drawn, D, BN, STAGES, CAUSAL, MASK, DROPOUT, GRADIENT, True,
-    )  # fmt: skip
-
-
-@triton.jit
-def _key_range(
-    acc, q, g, du, lse, delta, k_cols, v_cols, u_cols, first, place, rows, ranges, scale, masks,
-    drawn, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, GRADIENT: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
     b, h, key_head, bh, n = place
     i, half_i = rows
     clear, stop, start, end = ranges
-    if not MASKED:
-        start = clear
-        end = stop
-    columns = tl.arange(0, BN)
-    for step in tl.range(start, end, BN, num_stages=STAGES):
-        col = step
-        if MASKED and MASK == SPANS:
-            col = masked_tile(step, clear, stop)
-        j = col + columns
-        half_j = col // 2 + columns // 2
-        k = load_tile(k_cols, b, key_head, col, BN, D)
-        s = tl.dot(q, tl.trans(k))
-        p = probabilities(
-            s, lse[:, None], i[:, None], j[None, :], n, masks, first, None, scale,
-            CAUSAL, MASK, MASKED,
-        )  # fmt: skip
-        if GRADIENT:
-            u = load_tile(u_cols, b, h, col, BN, D)
-            v = load_tile(v_cols, b, key_head, col, BN, D)
-            da = tl.dot(g, tl.trans(u))
-            da = tl.dot(du, tl.trans(v), da)
-        if DROPOUT:
-            kept = survives(i[:, None], j[None, :], half_i[:, None], half_j[None, :], n, bh, drawn)
-        if GRADIENT:
+    seen_lse = lse
+    if MASK == SPANS:
+        seen_lse = tl.where(first < stop, lse, float("inf"))
+        first = first[:, None]
+    # keys that the whole block sees, then those to be masked
+    for MASKED in tl.static_range(2):
+        columns = tl.arange(0, BN)
+        for step in tl.range(
+            start if MASKED else clear, end if MASKED else stop, BN, num_stages=STAGES
+        ):
+            col = step
+            if MASKED and MASK == SPANS:
+                col = masked_tile(step, clear, stop)
+            j = col + columns
+            half_j = col // 2 + columns // 2
+            k = load_tile(k_cols, b, key_head, col, BN, D)
+            s = tl.dot(q, tl.trans(k))
+            p = probabilities(
+                s, (lse if MASKED else seen_lse)[:, None], i[:, None], j[None, :], n, masks, first,
+                None, scale, CAUSAL, MASK, MASKED,
+            )  # fmt: skip
+            if GRADIENT:
+                u = load_tile(u_cols, b, h, col, BN, D)
+                v = load_tile(v_cols, b, key_head, col, BN, D)
+                da = tl.dot(g, tl.trans(u))
+                da = tl.dot(du, tl.trans(v), da)
             if DROPOUT:
-                da = tl.where(kept, da / (1.0 - drawn[1]), 0.0)
-            ds = p * (da - delta[:, None])
-            acc = tl.dot(ds.to(q.dtype), k, acc)
-        else:
-            if DROPOUT:
-                p = tl.where(kept, p, 0.0)
-            u = load_tile(u_cols, b, h, col, BN, D)
-            acc = tl.dot(p.to(q.dtype), u, acc)
+                kept = survives(
+                    i[:, None], j[None, :], half_i[:, None], half_j[None, :], n, bh, drawn
+                )
+            if GRADIENT:
+                if DROPOUT:
+                    da = tl.where(kept, da / (1.0 - drawn[1]), 0.0)
+                ds = p * (da - delta[:, None])
+                acc = tl.dot(ds.to(q.dtype), k, acc)
+            else:
+                if DROPOUT:
+                    p = tl.where(kept, p, 0.0)
+                u = load_tile(u_cols, b, h, col, BN, D)
+                acc = tl.dot(p.to(q.dtype), u, acc)
     return acc
 
 
@@ -513,71 +487,54 @@ def _over_queries(
     MASK: tl.constexpr, DROPOUT: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """``dv + Aᵀ·dU`` of a block of keys and, with the gradient of SCORES, ``dk + dSᵀ·Q``."""
-    if MASK == SPANS:
-        dk, dv = _query_range(
-            dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, None, place, rows, ranges,
-            scale, masks, drawn, D, BN, STAGES, CAUSAL, MASK, DROPOUT, SCORES, False,
-        )  # fmt: skip
-        seen = (last >= ranges[0])[:, None]
-        dk = tl.where(seen, dk, 0.0)
-        dv = tl.where(seen, dv, 0.0)
-        last = last[:, None]
-    dk, dv = _query_range(
-        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, last, place, rows, ranges,
-        scale, masks, drawn, D, BN, STAGES, CAUSAL, MASK, DROPOUT, SCORES, True,
-    )  # fmt: skip
-    if MASK != SPANS:
-        dk, dv = _query_range(
-            dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, last, place, rows, ranges,
-            scale, masks, drawn, D, BN, STAGES, CAUSAL, MASK, DROPOUT, SCORES, False,
-        )  # fmt: skip
-    return dk, dv
-
-
-@triton.jit
-def _query_range(
-    dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, last, place, rows, ranges, scale,
-    masks, drawn, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, SCORES: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
     b, h, bh, n = place
     j, half_j = rows
     clear, stop, start, end = ranges
-    if not MASKED:
-        start = clear
-        end = stop
-    columns = tl.arange(0, BN)
-    for step in tl.range(start, end, BN, num_stages=STAGES):
-        col = step
+    # the queries to be masked come first; with spans last, where sums of hidden ones are dropped
+    for MASKED in tl.static_range(
+        0 if MASK == SPANS else 1, 2 if MASK == SPANS else -1, 1 if MASK == SPANS else -1
+    ):
         if MASKED and MASK == SPANS:
-            col = masked_tile(step, clear, stop)
-        i = col + columns
-        half_i = col // 2 + columns // 2
-        q = load_tile(q_cols, b, h, col, BN, D)
-        lse = tl.load(lse_in + i, mask=i < n, other=float("inf")) * LOG2E
-        s = tl.dot(k, tl.trans(q))
-        p = probabilities(
-            s, lse[None, :], i[None, :], j[:, None], n, masks, None, last, scale,
-            CAUSAL, MASK, MASKED,
-        )  # fmt: skip
-        if SCORES:
-            du = load_tile(du_cols, b, h, col, BN, D)
-            g = load_tile(g_cols, b, h, col, BN, D)
-            da = tl.dot(u, tl.trans(g))
-            da = tl.dot(v, tl.trans(du), da)
-        kept_p = p
-        if DROPOUT:
-            kept = survives(i[None, :], j[:, None], half_i[None, :], half_j[:, None], n, bh, drawn)
+            seen = (last >= clear)[:, None]
+            dk = tl.where(seen, dk, 0.0)
+            dv = tl.where(seen, dv, 0.0)
+            last = last[:, None]
+        columns = tl.arange(0, BN)
+        for step in tl.range(
+            start if MASKED else clear, end if MASKED else stop, BN, num_stages=STAGES
+        ):
+            col = step
+            if MASKED and MASK == SPANS:
+                col = masked_tile(step, clear, stop)
+            i = col + columns
+            half_i = col // 2 + columns // 2
+            q = load_tile(q_cols, b, h, col, BN, D)
+            lse = tl.load(lse_in + i, mask=i < n, other=float("inf")) * LOG2E
+            s = tl.dot(k, tl.trans(q))
+            p = probabilities(
+                s, lse[None, :], i[None, :], j[:, None], n, masks, None, last, scale,
+                CAUSAL, MASK, MASKED,
+            )  # fmt: skip
             if SCORES:
-                da = tl.where(kept, da / (1.0 - drawn[1]), 0.0)
-            kept_p = tl.where(kept, p, 0.0)
-        if not SCORES:
-            du = load_tile(du_cols, b, h, col, BN, D)
-        dv = tl.dot(kept_p.to(k.dtype), du, dv)
-        if SCORES:
-            delta = tl.load(delta_in + i, mask=i < n, other=0.0)
-            ds = p * (da - delta[None, :])
-            dk = tl.dot(ds.to(k.dtype), q, dk)
+                du = load_tile(du_cols, b, h, col, BN, D)
+                g = load_tile(g_cols, b, h, col, BN, D)
+                da = tl.dot(u, tl.trans(g))
+                da = tl.dot(v, tl.trans(du), da)
+            kept_p = p
+            if DROPOUT:
+                kept = survives(
+                    i[None, :], j[:, None], half_i[None, :], half_j[:, None], n, bh, drawn
+                )
+                if SCORES:
+                    da = tl.where(kept, da / (1.0 - drawn[1]), 0.0)
+                kept_p = tl.where(kept, p, 0.0)
+            if not SCORES:
+                du = load_tile(du_cols, b, h, col, BN, D)
+            dv = tl.dot(kept_p.to(k.dtype), du, dv)
+            if SCORES:
+                delta = tl.load(delta_in + i, mask=i < n, other=0.0)
+                ds = p * (da - delta[None, :])
+                dk = tl.dot(ds.to(k.dtype), q, dk)
     return dk, dv
 
 
@@ -653,17 +610,9 @@ def tiles(
     return entries[min(limit for limit in entries if limit >= head_dim)]
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-    keeps: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(given: Inputs) -> Forward:
     """As every route of ``op.py``."""
+    q, k, v, coeffs, mask, seed, options, _ = given
     launches = _launches(problem_of(q, k, mask, options))
     extra = pointers(mask, seed, unused=q)
     if cudnn_would_run(q, k, v, mask, options):
@@ -677,7 +626,7 @@ def forward(
     return out, u, lse
 
 
-def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(g: Tensor, saved: Saved, options: Options) -> Gradients:
     """As every route of ``op.py``."""
     q, k, v, u, out, lse, coeffs, mask, seed = saved
     launches = _launches(problem_of(q, k, mask, options))

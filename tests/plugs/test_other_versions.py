@@ -35,6 +35,7 @@ from support.saved_filters import (
     unpacked,
     waves,
 )
+from support.tiny import UnknownAttention
 
 hf.logging.set_verbosity_error()
 
@@ -212,26 +213,12 @@ def test_into_a_plugged_model_of_half_precision(tmp_path: Path) -> None:
     assert all(theta.abs().max() > 0.01 for theta in thetas(model))
 
 
-class HomeMadeAttention(torch.nn.Module):
-    """Attention that is traced."""
-
-    num_heads = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = torch.nn.Linear(8, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).movedim((-3, -2), (0, 2))
-        return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-
 def test_a_traced_layer_keeps_its_name_beside_one_with_the_same_number(tmp_path: Path) -> None:
     """The file of a whole model says neither what was traced nor which weights a layer has."""
 
     def model() -> torch.nn.Module:
         known = torch.nn.TransformerEncoderLayer(8, 2, 8)
-        stacks = {"own": HomeMadeAttention(), "other": known}
+        stacks = {"own": UnknownAttention(), "other": known}
         return torch.nn.ModuleDict({n: torch.nn.ModuleList([m]) for n, m in stacks.items()})
 
     gfsa.plug(saved := model(), unknown="trace", layers="own.0")

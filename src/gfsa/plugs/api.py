@@ -133,7 +133,15 @@ def plug(
             2  layers.1.self_attn: 4 heads, adapter
     """
     check_model(model)
-    _refuse_arguments(others)
+    for name in others:
+        advice = (
+            "learning rates belong to the optimizer: gfsa.parameter_groups(model, lr=…, "
+            "filter_lr=…), or gfsa.FilterRate for a Trainer; plug(lr_multiplier=…) needs neither"
+            if name in ("lr", "filter_lr", "learning_rate")
+            else "help(gfsa.plug) lists what it has; arguments of another filter go to filter=, "
+            "as in lambda heads: gfsa.Polynomial(heads, degree=4)"
+        )
+        raise TypeError(f"plug has no argument {name!r}; {advice}")
     arguments: dict[str, Any] = {
         "K": K,
         "learn": learn,
@@ -145,12 +153,18 @@ def plug(
         "dropout_after": dropout_after,
     }
     given = {name: value for name, value in arguments.items() if value is not UNSET}
-    _check_degree(degree, given)
+    if degree is not None and ("K" in given or given.get("power") == "exact"):
+        raise ValueError("degree and K (or power='exact') both set the degree; pass one of them")
     if preset is not None:
         from gfsa.plugs.published import preset_for
 
         given = {**preset_for(model, preset), **given}
     if degree is not None:
+        if isinstance(degree, bool) or degree not in (1, 2):
+            raise ValueError(
+                f"degree must be 1 (c0·I + c1·A) or 2 (the default), got {degree!r:.40}; for "
+                "others pass filter=lambda heads: gfsa.Polynomial(heads, degree=…)"
+            )
         given["K"] = None if degree == 1 else given.get("K", 3)
     place: DropoutPlace = given.pop("dropout_after", "attention")
     if place != "attention":
@@ -180,29 +194,6 @@ def plug(
             stacklevel=2,
         )
     return report
-
-
-def _refuse_arguments(others: Mapping[str, Any]) -> None:
-    """Raise for arguments that plug does not have; rates belong to the optimizer."""
-    for name in others:
-        advice = (
-            "learning rates belong to the optimizer: gfsa.parameter_groups(model, lr=…, "
-            "filter_lr=…), or gfsa.FilterRate for a Trainer; plug(lr_multiplier=…) needs neither"
-            if name in ("lr", "filter_lr", "learning_rate")
-            else "help(gfsa.plug) lists what it has; arguments of another filter go to filter=, "
-            "as in lambda heads: gfsa.Polynomial(heads, degree=4)"
-        )
-        raise TypeError(f"plug has no argument {name!r}; {advice}")
-
-
-def _check_degree(degree: int | None, given: Mapping[str, Any]) -> None:
-    if degree is not None and (isinstance(degree, bool) or degree not in (1, 2)):
-        raise ValueError(
-            f"degree must be 1 (c0·I + c1·A) or 2 (the default), got {degree!r:.40}; for others "
-            "pass filter=lambda heads: gfsa.Polynomial(heads, degree=…)"
-        )
-    if degree is not None and ("K" in given or given.get("power") == "exact"):
-        raise ValueError("degree and K (or power='exact') both set the degree; pass one of them")
 
 
 def unplug(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from gfsa.filters import GraphFilter
 from gfsa.filters.depth import FirstValues
 from gfsa.plugs.adapter import ADAPTER, CHILD, CLASS, NAME, has_bound_forward
 from gfsa.plugs.checks.called import (
+    modules_around,
     remove_checks,
     stop_checking,
     watch_forwards,
@@ -98,25 +99,11 @@ def connect_depth(model: nn.Module) -> None:
         if readers:
             values = first.first_values or FirstValues()
             if first.first_values is None:
-                for module in _around(model, names):
+                for module in modules_around(model, names):
                     module.register_forward_pre_hook(values)
                     module.register_forward_hook(values, always_call=True)
             for place, filter in enumerate((first, *readers)):
                 filter.first_values, filter.place = values, place
-
-
-def _around(model: nn.Module, names: Sequence[str]) -> Iterator[nn.Module]:
-    """The modules with a forward that contain these layers.
-
-    Not the innermost alone: timm checkpoints the blocks of a Sequential one by one.
-    """
-    path = names[0]
-    while path:
-        path = path.rpartition(".")[0]
-        module = model.get_submodule(path)
-        contains = not path or all(name.startswith(f"{path}.") for name in names)
-        if contains and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            yield module
 
 
 def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:

@@ -38,16 +38,16 @@ from gfsa.plugs.transaction import all_or_nothing
 # what the published code calls the learned number of a head, and where its attention dropout acts
 _PARAMETERS: dict[str, DropoutPlace] = {"lamb": "filter", "w_K": "attention", "beta": "filter"}
 
-# backbone → K by default, of the code that drops entries of A and of that which drops entries of H
-_DROPS_MAP = {"bert": 3, "albert": 3, "roberta": 3, "gpt2": 3, "graphormer": 2}
-_DROPS_FILTER = {"vit": 4, "deit": 4, "cait": 4, "swin": 3, "t5": 3}
-_DROPS_FILTER |= {"speech": 2, "bart": 2, "plbart": 2}
+# backbone → the published code's K by default, and where its attention dropout acts
 _PAPER: dict[str, tuple[int, DropoutPlace]] = {
-    **{name: (K, "attention") for name, K in _DROPS_MAP.items()},
-    **{name: (K, "filter") for name, K in _DROPS_FILTER.items()},
+    **dict.fromkeys(("bert", "albert", "roberta", "gpt2"), (3, "attention")),
+    "graphormer": (2, "attention"),
+    **dict.fromkeys(("vit", "deit", "cait"), (4, "filter")),
+    **dict.fromkeys(("swin", "t5"), (3, "filter")),
+    **dict.fromkeys(("speech", "bart", "plbart"), (2, "filter")),
 }
 # K is written into the files that call the parameter lamb; RoBERTa's is of the code task
-_HARD_CODED = {**_DROPS_FILTER, "roberta": 4}
+_HARD_CODED = {name: K for name, (K, place) in _PAPER.items() if place == "filter"} | {"roberta": 4}
 # classes of other libraries that are one of the paper's backbones
 _BACKBONES = {
     "VisionTransformer": "deit",
@@ -297,9 +297,8 @@ def _unwrapped(state_dict: Any) -> dict[str, Tensor]:
     if inside:
         return _unwrapped(state_dict[inside[0]])
     tensors = {str(key): value for key, value in state_dict.items() if isinstance(value, Tensor)}
-    if tensors and all(key.startswith("module.") for key in tensors):
-        tensors = {key.removeprefix("module."): value for key, value in tensors.items()}
-    return tensors
+    wrapped = all(key.startswith("module.") for key in tensors)
+    return {key.removeprefix("module.") if wrapped else key: x for key, x in tensors.items()}
 
 
 def _load_weights(model: nn.Module, rest: Mapping[str, Tensor]) -> None:
@@ -345,13 +344,12 @@ def preset_for(model: nn.Module, preset: str) -> dict[str, Any]:
             f"the paper has no settings for {type(model).__name__}; it has settings for "
             f"{', '.join(sorted(_PAPER))}. Pass K and learn instead"
         )
-    settings = {_PAPER[backbone] for backbone in backbones}
-    if len(settings) > 1:
+    (K, place), *others = {_PAPER[backbone] for backbone in backbones}
+    if others:
         raise ValueError(
             f"{type(model).__name__} contains {' and '.join(sorted(backbones))}, for which the "
             "paper has different settings; plug its parts one by one"
         )
-    ((K, place),) = settings
     # it learns wK alone, from zero
     return {"K": K, "learn": ("wK",), "dropout_after": place}
 

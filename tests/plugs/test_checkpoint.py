@@ -220,19 +220,13 @@ def test_whole_models(name: str, tmp_path: Path) -> None:
     assert all(f.K == 5 and f.dropout_after == "filter" for f in filters.values())
 
 
-def test_models_that_share_a_config_keep_their_own_filters(tmp_path: Path) -> None:
-    config = model_of().config
-    one, other, bare = (transformers.BertForMaskedLM(config).eval() for _ in range(3))
-    gfsa.plug(one, K=3)
-    gfsa.plug(other, K=9)
-    expected = output(randomised(one))
-    gfsa.unplug(other)
-    for name, model in {"one": one, "bare": bare}.items():
-        model.save_pretrained(tmp_path / name)
-    loaded = gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path / "one").eval()
-    assert torch.equal(output(loaded), expected)
+def test_a_model_that_was_saved_without_filters(tmp_path: Path) -> None:
+    model = model_of()
+    gfsa.plug(model)
+    gfsa.unplug(model)
+    model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="not saved from a plugged model"):
-        gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path / "bare")
+        gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path)
 
 
 @pytest.mark.parametrize("part", ["model.encoder", "model.decoder.layers"])

@@ -343,8 +343,8 @@ def test_speech_names_the_parameter_beta() -> None:
     ("change", "message"),
     [
         ({"blocks.9.attn.lamb": torch.ones(4)}, r"blocks\.9\.attn, which"),
-        ({"blocks.0.attn.lamb": torch.ones(3)}, "has 3 numbers"),
-        ({"blocks.0.attn.lamb": torch.full((4,), torch.nan)}, "not finite"),
+        ({"blocks.0.attn.lamb": torch.ones(3)}, "for each of the 4 heads"),
+        ({"blocks.0.attn.lamb": torch.full((4,), torch.nan)}, "one finite number"),
         (dict.fromkeys(["blocks.0.attn.lamb", "blocks.1.attn.lamb"]), "checkpoint has no filters"),
         # no filter is left out, or takes the place of another
         ({"ema.blocks.0.attn.lamb": torch.ones(4)}, r"2 filters for blocks\.0\.attn: .* ema\."),

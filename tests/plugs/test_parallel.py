@@ -108,6 +108,9 @@ def test_the_model_inside_of_a_wrapper_is_refused_while_the_wrapper_exists(how: 
     for part in (model, model.blocks[0]):
         with pytest.raises(ValueError, match=f"part of a model that is wrapped by {how} already"):
             gfsa.plug(part)
+    # beside a filter without parameters, too, a depth term has some
+    with pytest.raises(ValueError, match=f"wrapped by {how} already"):
+        gfsa.plug(model, filter=gfsa.Twicing, depth=True)
     wrapper(X)
     with pytest.raises(ValueError, match=f"wrapped by {how} already"):
         gfsa.plug(model)

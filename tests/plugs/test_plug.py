@@ -479,14 +479,11 @@ def test_no_warning_while_gradients_accumulate_or_filters_have_none(
     assert not [w for w in recwarn if "no filter has" in str(w.message)]
 
 
-def test_a_timm_name():
+def test_previews(tmp_path):
     report = describe("deit_small_patch16_224", learn=("wK",))
     assert report.dry_run
     assert len(report.plugged) == 12
     assert report.parameters == 72
-
-
-def test_a_transformers_type_or_folder(tmp_path):
     assert len(describe("bert").plugged) == 12
     hf.BertConfig(num_hidden_layers=3).save_pretrained(tmp_path)
     assert len(describe(str(tmp_path)).plugged) == 3

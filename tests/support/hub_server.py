@@ -50,9 +50,7 @@ class HubServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories: dict[str, Repository] = {}
-        self.private: dict[str, Any] = {}
         self.sizes: dict[str, int] = {}
-        self.large: dict[str, bytes] = {}
         self.requests: list[str] = []
 
     @property
@@ -73,8 +71,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append(f"POST {path}")
         if path == "/api/repos/create":
             return self._create(json.loads(body))
-        if path.endswith(".git/info/lfs/objects/batch"):
-            return self._large(json.loads(body))
         if path == "/api/validate-yaml":
             return self._json({"errors": [], "warnings": []})
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit|branch)/(.+)", path):
@@ -94,15 +90,6 @@ class _Handler(BaseHTTPRequestHandler):
             return self._commit(name, repository, revision, body)
         return self._missing("NotFound")
 
-    def do_PUT(self) -> None:
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        number = self.path.rpartition("/")[2]
-        self.server.requests.append(f"PUT {self.path}")
-        if hashlib.sha256(content).hexdigest() != number:
-            return self._json({"error": "another digest"}, 400)
-        self.server.large[number] = content
-        return self._json({})
-
     def do_HEAD(self) -> None:
         self._read()
 
@@ -115,21 +102,13 @@ class _Handler(BaseHTTPRequestHandler):
         if name in self.server.repositories:
             return self._json({**answer, "error": "You already created this model repo"}, 409)
         self.server.repositories[name] = Repository()
-        self.server.private[name] = wanted.get("private", wanted.get("visibility"))
         return self._json(answer)
 
     def _preupload(self, wanted: dict[str, Any]) -> None:
-        modes = {file["path"]: _mode(file["path"]) for file in wanted["files"]}
-        files = [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]
-        self._json({"files": files})
-
-    def _large(self, wanted: dict[str, Any]) -> None:
-        """Where to put files that are not kept in git itself."""
-        found = [
-            {**file, "actions": {"upload": {"href": f"{self.server.url}/large/{file['oid']}"}}}
-            for file in wanted["objects"]
-        ]
-        self._json({"transfer": "basic", "objects": found})
+        # tensors are in the commit, too, and not in a store with a protocol of its own
+        paths = [file["path"] for file in wanted["files"]]
+        known = {"uploadMode": "regular", "shouldIgnore": False}
+        self._json({"files": [{"path": path, **known} for path in paths]})
 
     def _commit(self, name: str, repository: Repository, revision: str, body: bytes) -> None:
         lines = [json.loads(line) for line in body.splitlines() if line.strip()]
@@ -137,11 +116,6 @@ class _Handler(BaseHTTPRequestHandler):
             line["value"]["path"]: base64.b64decode(line["value"]["content"])
             for line in lines
             if line["key"] == "file"
-        }
-        files |= {
-            line["value"]["path"]: self.server.large[line["value"]["oid"]]
-            for line in lines
-            if line["key"] == "lfsFile"
         }
         deleted = {line["value"]["path"] for line in lines if line["key"] == "deletedFile"}
         number = repository.commit(revision, files, deleted)
@@ -173,9 +147,6 @@ class _Handler(BaseHTTPRequestHandler):
             "X-Repo-Commit": commit,
             "Content-Type": "application/octet-stream",
         }
-        if _mode(file) == "lfs":
-            headers["X-Linked-ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'
-            headers["X-Linked-Size"] = str(len(content))
         if file in self.server.sizes:
             headers["X-Linked-Size"] = str(self.server.sizes[file])
         return self._send(200, content, headers)
@@ -218,11 +189,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
 
-def _mode(file: str) -> str:
-    """How a file is uploaded: tensors apart from git, texts in the commit."""
-    return "lfs" if file.endswith(".safetensors") else "regular"
-
-
 @contextmanager
 def hub_server(cache: Any) -> Iterator[HubServer]:
     """A server, with ``huggingface_hub`` pointed at it and at a cache of its own."""
@@ -240,7 +206,6 @@ def hub_server(cache: Any) -> Iterator[HubServer]:
         patch.setattr(constants, "HF_HUB_CACHE", str(cache))
         patch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
-        # tensors go to the server itself, not to a store with a protocol of its own
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         yield server
     server.shutdown()

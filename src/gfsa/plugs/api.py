@@ -34,7 +34,6 @@ from gfsa.plugs.sites import (
     select_layers,
     sites,
 )
-from gfsa.plugs.transaction import CHANGING
 
 FilterFactory = Callable[[int], GraphFilter]
 Plan = list[tuple[Site, GraphFilter]]
@@ -166,27 +165,26 @@ def plug(
                 "others pass filter=lambda heads: gfsa.Polynomial(heads, degree=…)"
             )
         given["K"] = None if degree == 1 else given.get("K", 3)
-    place: DropoutPlace = given.pop("dropout_after", "attention")
-    if place != "attention":
-        check_dropout_place(place)
+    place = check_dropout_place(given.pop("dropout_after", "attention"))
     if unknown not in get_args(Unknown):
         raise ValueError(f"unknown must be one of {get_args(Unknown)}, got {unknown!r}")
     attempt = functools.partial(_tried, model, layers, _factory(filter, given), place)
-    with CHANGING:
-        found = sites(model, unknown)
-        planned, report = _planned(model, found, attempt, inputs)
-        if depth:
-            _add_depth(planned)
-        _refuse_before_first(found, planned)
-        report.parameters = parameters_in(planned)
-        report.dry_run = dry_run
-        if any(filter.starts_exclusive for _, filter in planned):
-            report.note = (
-                "the exclusive term has a share that is not 0: it changes the model from the first "
-                "step on, which is for training from scratch"
-            )
-        if not dry_run:
-            install(model, planned)
+    found = sites(model, unknown)
+    planned, report = _planned(model, found, attempt, inputs)
+    if depth:
+        _add_depth(planned)
+        # of filters without any, these are the first parameters
+        refuse_distributed(model, [site.module for site, _ in planned])
+    _refuse_before_first(found, planned)
+    report.parameters = parameters_in(planned)
+    report.dry_run = dry_run
+    if any(filter.starts_exclusive for _, filter in planned):
+        report.note = (
+            "the exclusive term has a share that is not 0: it changes the model from the first "
+            "step on, which is for training from scratch"
+        )
+    if not dry_run:
+        install(model, planned)
     if filter is None and not report.parameters and not {"w0", "w1", "wK"} & given.keys():
         warnings.warn(
             "the filters are ordinary attention and have nothing to learn; name what they learn, "
@@ -213,12 +211,11 @@ def unplug(model: nn.Module) -> None:
         >>> gfsa.filters_of(model)
         {}
     """
-    with CHANGING:
-        plugged = plugged_sites(model)
-        if not plugged:
-            raise ValueError(f"{type(model).__name__} has no filters to unplug")
-        refuse_wrapped(plugged)
-        uninstall(model, list(plugged.values()))
+    plugged = plugged_sites(model)
+    if not plugged:
+        raise ValueError(f"{type(model).__name__} has no filters to unplug")
+    refuse_wrapped(plugged)
+    uninstall(model, list(plugged.values()))
 
 
 def plan_filters(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gfsa.filters import GFSA, GraphFilter
 from gfsa.operators.call import DropoutPlace
 from gfsa.plugs.distributed import refuse_distributed
-from gfsa.plugs.install import install
+from gfsa.plugs.install import all_or_nothing, install
 from gfsa.plugs.saving.identity import canonical_name, numbers_in, pattern_of, some_of
 from gfsa.plugs.sites import (
     PlugReport,
@@ -33,7 +33,6 @@ from gfsa.plugs.sites import (
     report_of,
     sites,
 )
-from gfsa.plugs.transaction import all_or_nothing
 
 # what the published code calls the learned number of a head, and where its attention dropout acts
 _PARAMETERS: dict[str, DropoutPlace] = {"lamb": "filter", "w_K": "attention", "beta": "filter"}
@@ -117,11 +116,6 @@ def convert(
     left_out = {}
     for layer, site in matched.items():
         numbers = filters[layer].detach().double().cpu()
-        if not bool(numbers.isfinite().all()):
-            raise ValueError(
-                f"{layer}.{parameter} has values that are not finite; take an earlier checkpoint "
-                "of the run"
-            )
         if site.refusal is not None:
             if strict and bool(numbers.any()):
                 raise ValueError(
@@ -132,10 +126,11 @@ def convert(
             left_out[site.name] = f"left out, although the checkpoint has one: {site.refusal}"
             continue
         heads = site.num_heads
-        if numbers.shape != (heads,):
+        if numbers.shape != (heads,) or not bool(numbers.isfinite().all()):
             raise ValueError(
-                f"{layer}.{parameter} has {numbers.numel()} numbers, {site.name} has {heads} "
-                "heads, expected one number per head; build the model that was trained"
+                f"{layer}.{parameter} must have one finite number for each of the {heads} heads of "
+                f"{site.name}, got {numbers.tolist()!s:.80}; build the model that was trained, or "
+                "take an earlier checkpoint"
             )
         with torch.device("cpu"), torch.inference_mode(False):
             filter = GFSA(heads, K=K, learn=("wK",), w0=w0, wK=numbers.tolist())

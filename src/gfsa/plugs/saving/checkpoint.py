@@ -15,7 +15,7 @@ from gfsa.filters import GraphFilter, spec
 from gfsa.filters.spec import MOST_DEGREE, numbers_of
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.distributed import gathered, refuse_distributed
-from gfsa.plugs.install import device_of, dtype_for, install, notify_adapters
+from gfsa.plugs.install import all_or_nothing, device_of, dtype_for, install, notify_adapters
 from gfsa.plugs.saving import files, identity
 from gfsa.plugs.saving.identity import canonical_name, fingerprint_of, some_of
 from gfsa.plugs.sites import (
@@ -29,7 +29,6 @@ from gfsa.plugs.sites import (
     sites,
 )
 from gfsa.plugs.tracing.adapter import TracerAdapter
-from gfsa.plugs.transaction import all_or_nothing
 
 FORMAT = 1
 
@@ -416,24 +415,13 @@ def _fill(layer: str, site: Site, filter: GraphFilter, saved: Saved) -> None:
                     "the filters again"
                 )
             value.copy_(found)
-            _check_finite(value, f"{source}{layer}.{key}", f"in {value.dtype}")
         # files have polynomials alone
         for term in (filter.coefficients(), filter.share(), filter.depth()):
-            if term is None:
-                continue
-            _check_finite(term, f"{source}the filter of {site.name}", "as a sum")
-            largest = term.abs().max().item()
-            if largest > _LARGEST:
+            largest = 0.0 if term is None else term.abs().max().item()
+            # a number that is not finite is refused, too
+            if not largest <= _LARGEST:
                 raise ValueError(
-                    f"{source}the filter of {site.name} has a coefficient of {largest:.3g}; "
-                    f"those of trained filters are about 1, more than {_LARGEST:g} is refused. "
-                    "Take an earlier save"
+                    f"{source}the filter of {site.name} has a coefficient of {largest:.3g} in "
+                    f"{dtype}; those of trained filters are about 1, more than {_LARGEST:g} is "
+                    "refused. Take an earlier save"
                 )
-
-
-def _check_finite(tensor: Tensor, name: str, how: str) -> None:
-    if not bool(tensor.isfinite().all()):
-        raise ValueError(
-            f"{name} has values that are not finite {how}; take an earlier save, or a model in a "
-            "wider dtype"
-        )

@@ -173,12 +173,8 @@ def filter_tensors(files: Iterable[str | Path], source: str) -> dict[str, Tensor
 
 
 HUB_ARGUMENTS = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "revision",
-    "subfolder",
-    "token",
+    *("cache_dir", "force_download", "local_files_only"),
+    *("revision", "subfolder", "token"),
 )
 """Arguments of ``from_pretrained`` that say where on the Hub the files of a checkpoint are."""
 

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from gfsa.plugs.sites import Site
 
 _WRAPPERS_ANYWHERE = (
-    "_orig_mod",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "base_layer",
+    *("_orig_mod", "base_layer"),
+    *("_fsdp_wrapped_module", "_checkpoint_wrapped_module"),
 )
 _WRAPPERS_IN_FRONT = ("module.", "base_model.model.")
 

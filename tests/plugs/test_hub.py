@@ -196,20 +196,15 @@ class TestCard:
         text = repository.files()["README.md"].decode()
         assert text == edited.replace("| accuracy | 0.5 |", "| accuracy | 0.75 |")
 
-        repository.commit("main", {"README.md": b"# mine\n"})
-        gfsa.push_to_hub(model, "user/filters")
-        text = repository.files()["README.md"].decode()
-        assert text.startswith(f"# mine\n\n{BEGIN}")
-        assert text.endswith(f"{END}\n")
-
     @pytest.mark.parametrize(
         ("old", "new"),
         [
+            ("# mine\n", "# mine\n\nSECTION\n"),
             (f"a {BEGIN} 1 {END} b {BEGIN} 2 {END} c", "a SECTION b  c"),
             (f"a {END} b {BEGIN} c", f"a {END} b {BEGIN} c\n\nSECTION\n"),
             (f"a {BEGIN} b {BEGIN} 1 {END} c", f"a {BEGIN} b SECTION c"),
         ],
-        ids=["two sections", "reversed marks", "a mark alone"],
+        ids=["no section", "two sections", "reversed marks", "a mark alone"],
     )
     def test_text_outside_of_the_section_stays(self, server: HubServer, old: str, new: str) -> None:
         model = plugged(encoder())

@@ -187,16 +187,17 @@ def _pruned(old: GraphFilter, tolerance: float) -> GraphFilter | None:
     heads, degree = old.num_heads, old.degree
     rest = coefficients[:, 2:].abs().sum(-1)
     high = [head for head in range(heads) if rest[head] > tolerance]
-    # an exclusive or a depth term stays: only high powers are pruned beside it
-    has_terms = old.share() is not None or old.first_values is not None
-    plain = _is_plain(coefficients, tolerance) and not has_terms
-    if len(high) == heads or (degree < 2 and not plain):
-        return old
-    for head in set(range(heads)) - set(high):
+    for head in set(range(heads)) - set(high) if degree else ():
         coefficients[head, 1] = coefficients[head, 1:].sum()
         coefficients[head, 2:] = 0.0
-    if not high and not has_terms and _is_plain(coefficients, tolerance):
-        return None
+    # an exclusive or a depth term stays: only high powers are pruned beside it
+    has_terms = old.share() is not None or old.first_values is not None
+    if degree and not high and not has_terms:
+        off = coefficients[:, 0].abs() + (coefficients[:, 1] - 1).abs()
+        if bool((off <= tolerance).all()):
+            return None
+    if degree < 2 or len(high) == heads:
+        return old
     new = PartialPolynomial(heads, degree, high) if high else Polynomial(heads, degree=1)
     new = new.to(old.base)
     new.set_coefficients(coefficients[:, : new.degree + 1])
@@ -204,14 +205,6 @@ def _pruned(old: GraphFilter, tolerance: float) -> GraphFilter | None:
     new.dropout_after = old.dropout_after
     new.train(old.training)
     return new.requires_grad_(old.theta is not None and old.theta.requires_grad)
-
-
-def _is_plain(coefficients: Tensor, tolerance: float) -> bool:
-    """Whether c0 = 0 and c1 = 1 in every head, within the tolerance; higher columns are ignored."""
-    if coefficients.shape[-1] < 2:
-        return False
-    off = coefficients[:, 0].abs() + (coefficients[:, 1] - 1).abs()
-    return bool((off <= tolerance).all())
 
 
 def _degrees(filter: GraphFilter) -> list[int]:

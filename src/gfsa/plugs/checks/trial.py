@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.operators import LinearOperator
 from gfsa.operators.call import AttentionCall
-from gfsa.plugs.checks.called import FilterNotCalledError
+from gfsa.plugs.checks.called import FilterNotCalledError, checks_of
 from gfsa.plugs.checks.proof import REASON, are_same_tokens, leaves_of
 from gfsa.plugs.install import install, unchanged, uninstall
 from gfsa.plugs.registry import is_registered
@@ -78,13 +78,14 @@ def try_forward(
                 watch = _Watch(model, remaining)
                 try:
                     failed = _failures(watch, inputs)
+                    waiting = [check.name for check in checks_of(model) if not check.called]
                 finally:
                     now = plugged_sites(model)
                     uninstall(model, [now[name] for name in remaining])
                 if not failed and plan is plans[-1]:
                     failed = _changed(model, remaining, inputs, plain, watch.outputs)
                 if not failed:
-                    unreached = [name for name in remaining if name not in watch.called]
+                    unreached = [name for name in remaining if name in waiting]
                     break
                 refused |= failed
     return refused, unreached
@@ -125,28 +126,24 @@ def _failures(watch: _Watch, inputs: Any) -> dict[str, str]:
 
 
 class _Watch:
-    """Hooks that know which planned layer is running, whose filter was called, and the outputs."""
+    """Hooks that know which planned layer is running, and what each returned."""
 
     def __init__(self, model: nn.Module, planned: Planned) -> None:
         self.model = model
         self.planned = planned
         self.running: list[str] = []
-        self.called: set[str] = set()
         self.outputs: Outputs = {}
 
     def run(self, inputs: Any) -> None:
         """One forward of the model; ``running`` keeps the layers in which it raised."""
         handles = [self.model.register_forward_hook(functools.partial(self._leave, None))]
-        for name, (site, filter) in self.planned.items():
+        for name, (site, _) in self.planned.items():
             handles += [
                 # prepended: hooks of the adapter may raise, too
                 site.module.register_forward_pre_hook(
                     lambda module, args, name=name: self.running.append(name), prepend=True
                 ),
                 site.module.register_forward_hook(functools.partial(self._leave, name)),
-                filter.register_forward_hook(
-                    lambda module, args, output, name=name: self.called.add(name)
-                ),
             ]
         try:
             with same_random_numbers((*self.model.parameters(), *self.model.buffers())):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from gfsa.plugs.adapter import CHILD, plain_class
-from gfsa.plugs.distributed import is_partitioned, shape_of
+from gfsa.plugs.distributed import is_partitioned
 
 if TYPE_CHECKING:
     from gfsa.plugs.sites import Site
@@ -67,7 +67,8 @@ def _whole_shape(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple
         rows, columns = (getattr(owner, f"{side}_features", None) for side in ("out", "in"))
         if isinstance(rows, int) and isinstance(columns, int):
             return rows, columns
-    return shape_of(parameter)
+    # ZeRO-3 leaves an empty tensor between forwards
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def weights_of(module: nn.Module) -> list[float] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -110,10 +111,8 @@ X = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    before = dict(_registered)
-    yield
-    _registered.clear()
-    _registered.update(before)
+    with mock.patch.dict(_registered):
+        yield
 
 
 def plug(model: nn.Module, filtered: type[nn.Module] = Filtered) -> gfsa.plugs.PlugReport:

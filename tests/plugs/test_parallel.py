@@ -42,12 +42,6 @@ def sharded(module: nn.Module) -> nn.Module:
     return fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
 
 
-def sharded_blocks(model: TinyEncoder) -> nn.Module:
-    for block in model.blocks:
-        sharded(block)
-    return model
-
-
 def sharded_attention(model: TinyEncoder) -> nn.Module:
     """A part of a sharded model: no module of it is a wrapper."""
     return sharded(model).blocks[0].attention
@@ -68,7 +62,6 @@ WRAPPED: dict[str, Callable[[TinyEncoder], nn.Module]] = {
     "FullyShardedDataParallel": fsdp1,
     "fully_shard": sharded,
     "replicate": replicate,
-    "sharded blocks": sharded_blocks,
     "a part of a sharded model": sharded_attention,
     "tensor parallel": tensor_parallel,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -185,10 +186,8 @@ def test_only_models_have_sites() -> None:
 
 @pytest.fixture(autouse=True)
 def _forget():
-    before = dict(_registered)
-    yield
-    _registered.clear()
-    _registered.update(before)
+    with mock.patch.dict(_registered):
+        yield
 
 
 def test_a_registered_class(tmp_path):

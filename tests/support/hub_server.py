@@ -125,52 +125,37 @@ class _Handler(BaseHTTPRequestHandler):
     def _read(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{self.command} {path}")
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
-            return self._info(match[1], match[2] or "main")
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/(.+)", path):
-            return self._tree(match[1], match[2])
-        match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        info = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(?:revision|tree)/(.+))?", path)
+        match = info or re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         if match is None:
             return self._missing("NotFound")
-        name, revision, file = match.groups()
+        name, revision = match[1], match[2] or "main"
         repository = self.server.repositories.get(name)
         if repository is None:
             return self._missing("RepoNotFound")
         commit = repository.sha(revision)
         if commit is None:
             return self._missing("RevisionNotFound")
-        content = repository.files(commit).get(file)
+        files = repository.files(commit)
+        digests = {file: hashlib.sha1(data).hexdigest() for file, data in files.items()}
+        if f"/{name}/tree/" in path:
+            sizes = [{"type": "file", "path": f, "size": len(data)} for f, data in files.items()]
+            return self._json([one | {"oid": digests[one["path"]]} for one in sizes])
+        if info:
+            siblings = [{"rfilename": file} for file in files]
+            return self._json({"id": name, "modelId": name, "sha": commit, "siblings": siblings})
+        file = match[3]
+        content = files.get(file)
         if content is None:
             return self._missing("EntryNotFound", {"X-Repo-Commit": commit})
         headers = {
-            "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
+            "ETag": f'"{digests[file]}"',
             "X-Repo-Commit": commit,
             "Content-Type": "application/octet-stream",
         }
         if file in self.server.sizes:
             headers["X-Linked-Size"] = str(self.server.sizes[file])
         return self._send(200, content, headers)
-
-    def _info(self, name: str, revision: str) -> None:
-        repository = self.server.repositories.get(name)
-        if repository is None:
-            return self._missing("RepoNotFound")
-        commit = repository.sha(revision)
-        if commit is None:
-            return self._missing("RevisionNotFound")
-        files = [{"rfilename": file} for file in repository.files(commit)]
-        return self._json({"id": name, "modelId": name, "sha": commit, "siblings": files})
-
-    def _tree(self, name: str, revision: str) -> None:
-        repository = self.server.repositories.get(name)
-        if repository is None or repository.sha(revision) is None:
-            return self._missing("RevisionNotFound" if repository else "RepoNotFound")
-        files = repository.files(revision).items()
-        found = [
-            {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-            for path, data in files
-        ]
-        return self._json(found)
 
     def _missing(self, code: str, headers: dict[str, str] | None = None) -> None:
         self._json({"error": code}, 404, {"X-Error-Code": code, **(headers or {})})

@@ -173,7 +173,7 @@ def plug(
     planned, report = _planned(model, found, attempt, inputs)
     if depth:
         _add_depth(planned)
-        # of filters without any, these are the first parameters
+        # filters without parameters have some now
         refuse_distributed(model, [site.module for site, _ in planned])
     _refuse_before_first(found, planned)
     report.parameters = parameters_in(planned)

@@ -1,4 +1,4 @@
-"""Run a model on one batch of inputs, and leave the generators of random numbers alone."""
+"""Run a model on one batch of inputs; keep the random generators as they were."""
 
 from __future__ import annotations
 

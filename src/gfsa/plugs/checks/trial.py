@@ -54,8 +54,8 @@ def try_forward(
     The model is unchanged afterwards, and the filters are free to be installed.
 
     Returns:
-        Layer → why it cannot keep its filter, and the layers that the inputs do not reach, so that
-        nothing is known about their filters.
+        Layer → why it cannot keep its filter; and the layers that the inputs do not reach, about
+        whose filters nothing is known.
 
     Raises:
         ValueError: if the model does not run on these inputs without the filters, or fails
@@ -229,7 +229,7 @@ def _changes(model: nn.Module, plain: Outputs, outputs: Outputs) -> dict[str | N
             tolerance *= _WHOLE_MODEL if name is None else 1
             largest = float(before.double().abs().max())
             change = float((now.double() - before.double()).abs().max())
-            # a change that is not a number is one
+            # NaN counts as a change
             if not change <= tolerance * largest:
                 found[name] = (
                     f"changes by {change:.2g} (its largest entry is {largest:.2g}) with its filter"

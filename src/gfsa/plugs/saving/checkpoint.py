@@ -418,7 +418,7 @@ def _fill(layer: str, site: Site, filter: GraphFilter, saved: Saved) -> None:
         # files have polynomials alone
         for term in (filter.coefficients(), filter.share(), filter.depth()):
             largest = 0.0 if term is None else term.abs().max().item()
-            # a number that is not finite is refused, too
+            # NaN is not smaller, so it is refused, too
             if not largest <= _LARGEST:
                 raise ValueError(
                     f"{source}the filter of {site.name} has a coefficient of {largest:.3g} in "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +208,31 @@ def test_the_check_for_uncalled_filters_survives_a_failed_unplug() -> None:
     interrupted_everywhere(
         lambda: gfsa.unplug(model), check, inside=["plugs/install.py", "called.py"]
     )
+
+
+def test_threads_that_plug_and_unplug_one_model_leave_it_whole() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 6).eval()
+    x = torch.randn(1, 3, 8)
+    before, keys = model(x), list(model.state_dict())
+
+    def change(_: int) -> None:
+        for _ in range(15):
+            for action in (gfsa.plug, gfsa.unplug):
+                # the other thread may have done it
+                with contextlib.suppress(ValueError):
+                    action(model)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(change, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    if gfsa.filters_of(model):
+        assert len(gfsa.filters_of(model)) == 6
+        gfsa.unplug(model)
+    assert list(model.state_dict()) == keys
+    assert torch.equal(model(x), before)
+    gfsa.plug(model)
+    torch.testing.assert_close(model(x), before)

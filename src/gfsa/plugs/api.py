@@ -16,7 +16,7 @@ from gfsa.operators.call import DropoutPlace, check_dropout_place
 from gfsa.plugs.checks.proof import token_mixers
 from gfsa.plugs.checks.trial import UNREACHED, try_forward
 from gfsa.plugs.distributed import refuse_distributed
-from gfsa.plugs.install import install, stacks_of, uninstall
+from gfsa.plugs.install import CHANGING, install, stacks_of, uninstall
 from gfsa.plugs.registry import Unknown, example_inputs, is_traced_after_trial
 from gfsa.plugs.sites import (
     NOT_SELECTED,
@@ -169,22 +169,23 @@ def plug(
     if unknown not in get_args(Unknown):
         raise ValueError(f"unknown must be one of {get_args(Unknown)}, got {unknown!r}")
     attempt = functools.partial(_tried, model, layers, _factory(filter, given), place)
-    found = sites(model, unknown)
-    planned, report = _planned(model, found, attempt, inputs)
-    if depth:
-        _add_depth(planned)
-        # filters without parameters have some now
-        refuse_distributed(model, [site.module for site, _ in planned])
-    _refuse_before_first(found, planned)
-    report.parameters = parameters_in(planned)
-    report.dry_run = dry_run
-    if any(filter.starts_exclusive for _, filter in planned):
-        report.note = (
-            "the exclusive term has a share that is not 0: it changes the model from the first "
-            "step on, which is for training from scratch"
-        )
-    if not dry_run:
-        install(model, planned)
+    with CHANGING:
+        found = sites(model, unknown)
+        planned, report = _planned(model, found, attempt, inputs)
+        if depth:
+            _add_depth(planned)
+            # filters without parameters have some now
+            refuse_distributed(model, [site.module for site, _ in planned])
+        _refuse_before_first(found, planned)
+        report.parameters = parameters_in(planned)
+        report.dry_run = dry_run
+        if any(filter.starts_exclusive for _, filter in planned):
+            report.note = (
+                "the exclusive term has a share that is not 0: it changes the model from the first "
+                "step on, which is for training from scratch"
+            )
+        if not dry_run:
+            install(model, planned)
     if filter is None and not report.parameters and not {"w0", "w1", "wK"} & given.keys():
         warnings.warn(
             "the filters are ordinary attention and have nothing to learn; name what they learn, "
@@ -211,11 +212,12 @@ def unplug(model: nn.Module) -> None:
         >>> gfsa.filters_of(model)
         {}
     """
-    plugged = plugged_sites(model)
-    if not plugged:
-        raise ValueError(f"{type(model).__name__} has no filters to unplug")
-    refuse_wrapped(plugged)
-    uninstall(model, list(plugged.values()))
+    with CHANGING:
+        plugged = plugged_sites(model)
+        if not plugged:
+            raise ValueError(f"{type(model).__name__} has no filters to unplug")
+        refuse_wrapped(plugged)
+        uninstall(model, list(plugged.values()))
 
 
 def plan_filters(

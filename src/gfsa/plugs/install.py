@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,11 @@ def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> No
     """
     with all_or_nothing(model):
         for site, filter in planned:
+            if ADAPTER in site.module.__dict__:
+                raise ValueError(
+                    f"{site.name} was plugged by another thread in the meantime; change a model in "
+                    "one thread"
+                )
             attach(site, filter)
         connect_depth(model)
         notify_adapters(model, [site for site, _ in planned])
@@ -211,6 +217,9 @@ def _accelerate_hooks(hook: Any) -> Iterator[Any]:
 # parameters, buffers, children and hooks: what torch keeps in containers of a module
 _CONTAINERS = [name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set))]
 
+CHANGING = threading.RLock()
+"""Held while a model is changed: threads that plug and unplug one model take turns."""
+
 
 @contextmanager
 def all_or_nothing(model: nn.Module, values: Iterable[Tensor] = ()) -> Iterator[None]:
@@ -220,12 +229,13 @@ def all_or_nothing(model: nn.Module, values: Iterable[Tensor] = ()) -> Iterator[
     state of the checks for uncalled filters, and the numbers in ``values``. Attributes that are
     plain dicts, lists or sets get their content back.
     """
-    before = _Snapshot(model, values)
-    try:
-        yield
-    except BaseException:
-        before.restore()
-        raise
+    with CHANGING:
+        before = _Snapshot(model, values)
+        try:
+            yield
+        except BaseException:
+            before.restore()
+            raise
 
 
 @contextmanager
@@ -234,11 +244,20 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
     Restored is what :func:`all_or_nothing` restores, and the numbers in the buffers.
     """
-    before = _Snapshot(model, [b for b in model.buffers() if b.layout is torch.strided])
-    try:
-        yield
-    finally:
-        before.restore()
+    with CHANGING:
+        before = _Snapshot(model, [buffer for buffer in model.buffers() if _can_be_written(buffer)])
+        try:
+            yield
+        finally:
+            before.restore()
+
+
+def _can_be_written(tensor: Tensor) -> bool:
+    """Whether a forward can write into a tensor: not if it is expanded or an inference tensor."""
+    if tensor.layout is not torch.strided:
+        return False
+    expanded = any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+    return not expanded and not tensor.is_inference()
 
 
 class _Snapshot:
@@ -258,6 +277,15 @@ class _Snapshot:
         self.values = [(tensor, tensor.detach().clone()) for tensor in values]
 
     def restore(self) -> None:
+        while True:
+            try:
+                self._restore()
+            except KeyboardInterrupt:
+                # a second Ctrl-C must not leave a model half restored; the first one is raised
+                continue
+            return
+
+    def _restore(self) -> None:
         for module, kind, attributes in self.modules:
             if type(module) is not kind:
                 module.__class__ = kind

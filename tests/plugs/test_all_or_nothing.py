@@ -12,37 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gfsa
 from gfsa.plugs import FilterNotCalledError, SwapClass, register_adapter, registry
 from support.interrupting import interrupted_everywhere
-from support.tiny import FilteredTinyAttention, TinyAttention, TinyEncoder
+from support.tiny import FilteredTinyAttention, TinyAttention, TinyEncoder, UnknownAttention
 from support.zoo import ZOO
 
 X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
-
-
-class Plain(nn.Module):
-    """Attention that no adapter knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = 4
-        self.qkv = nn.Linear(16, 48)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4).unbind(0)
-        y = (q @ k.transpose(-2, -1) / 2).softmax(-1) @ v
-        return y.transpose(1, 2).flatten(-2)
-
-
-class PlainAttention(Plain):
-    pass
-
-
-def traced() -> nn.Module:
-    return nn.Sequential(PlainAttention(), nn.LayerNorm(16), PlainAttention())
 
 
 def encoder() -> nn.Module:
@@ -50,15 +28,11 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-def bert() -> nn.Module:
-    return ZOO["bert"].model("sdpa")
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "class": lambda: TinyEncoder(depth=2),
     "torch": encoder,
-    "interface": bert,
-    "traced": traced,
+    "interface": lambda: ZOO["bert"].model("sdpa"),
+    "traced": lambda: nn.Sequential(UnknownAttention(16, 4), UnknownAttention(16, 4)),
 }
 
 
@@ -194,32 +168,25 @@ class Failing(SwapClass):
             raise RuntimeError("no")
 
 
-@pytest.mark.parametrize("where", ["install", "mark"])
-def test_an_adapter_that_cannot_install(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["install", "mark", "remove"])
+def test_an_adapter_that_fails(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     register_adapter(TinyAttention, Failing(where))
     model = TinyEncoder(depth=3).eval()
-    before, expected = state_of(model), model(X)
+    change = gfsa.plug
+    if where == "remove":
+        gfsa.plug(model, w0=0.3)
+        change = gfsa.unplug
+    expected, before = model(X), state_of(model)
     with pytest.raises(RuntimeError, match="no"):
-        gfsa.plug(model)
+        change(model)
     assert state_of(model) == before
     assert torch.equal(model(X), expected)
-    register_adapter(TinyAttention, SwapClass(FilteredTinyAttention, "heads"))
-    gfsa.plug(model)
-    gfsa.unplug(model)
-    assert state_of(model) == before
-
-
-def test_an_adapter_that_cannot_remove(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    register_adapter(TinyAttention, Failing("remove"))
-    model = TinyEncoder(depth=2).eval()
-    gfsa.plug(model, w0=0.3)
-    before = state_of(model)
-    with pytest.raises(RuntimeError, match="no"):
+    if where != "remove":
+        register_adapter(TinyAttention, SwapClass(FilteredTinyAttention, "heads"))
+        gfsa.plug(model)
         gfsa.unplug(model)
-    assert state_of(model) == before
-    model(X)
+        assert state_of(model) == before
 
 
 def test_the_check_for_uncalled_filters_survives_a_failed_unplug() -> None:

@@ -99,55 +99,59 @@ class TestTrainer:
         assert same(dict(resumed.state_dict()), dict(whole.state_dict()))
 
 
-class TestRefusals:
-    def test_filters_that_peft_froze(self, tmp_path: Path) -> None:
-        config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
-        model = peft.get_peft_model(gpt2(), config)
-        with pytest.raises(ValueError, match=r"no parameters to act on.*modules_to_save"):
-            trainer(model, tmp_path).create_optimizer()
+def frozen_by_peft(run: Any) -> None:
+    config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+    run.model = peft.get_peft_model(run.model, config)
 
-    def test_a_model_without_filters(self, tmp_path: Path) -> None:
-        model = gpt2()
-        gfsa.unplug(model)
-        with pytest.raises(ValueError, match=r"has no filters; gfsa\.plug"):
-            trainer(model, tmp_path).create_optimizer()
 
-    def test_an_optimizer_that_has_not_the_filters(self, tmp_path: Path) -> None:
-        model = gpt2()
-        run = trainer(model, tmp_path)
-        run.optimizer = torch.optim.SGD([model.transformer.wte.weight], lr=0.1)
-        with pytest.raises(ValueError, match=r"SGD does not hold.*lr_multiplier"):
-            run.create_optimizer()
+def of_other_weights(run: Any) -> None:
+    run.optimizer = torch.optim.SGD([run.model.transformer.wte.weight], lr=0.1)
 
-    def test_filters_are_no_matrix_for_muon(self) -> None:
-        """A split by hand takes the numbers of filters, which have two dimensions, for matrices."""
-        model = gpt2()
-        model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
-        muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=MODEL_LR)
-        with pytest.warns(UserWarning, match=r"Muon has the filters .*attn.*the filters to AdamW"):
-            muon.step()
-        groups = {g["name"]: g for g in gfsa.parameter_groups(model, lr=MODEL_LR)}
-        right = torch.optim.Muon([p for p in groups["weights"]["params"] if p.ndim == 2])
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for optimizer in (muon, right, torch.optim.AdamW(groups.values())):
-                optimizer.step()
 
-    def test_two_rates(self, tmp_path: Path) -> None:
-        model = gpt2()
-        run = trainer(model, tmp_path)
-        run.optimizer = torch.optim.AdamW(gfsa.parameter_groups(model, lr=1e-4, filter_lr=1e-3))
-        with pytest.raises(ValueError, match=r"group of filters with lr=0\.001"):
-            run.create_optimizer()
+def with_a_rate(run: Any) -> None:
+    run.optimizer = torch.optim.AdamW(gfsa.parameter_groups(run.model, lr=1e-4, filter_lr=1e-3))
 
-    def test_the_wrong_order_of_bases(self) -> None:
-        with pytest.raises(TypeError, match=r"must stand before.*\(Trainer, FilterRate\)"):
-            type("Wrong", (transformers.Trainer, gfsa.FilterRate), {})
 
-    def test_a_scheduler_from_deepspeeds_config(self) -> None:
-        with pytest.raises(ValueError, match=r"Remove it from the config.*lr_multiplier"):
-            refuse_scheduler_from_config(DummyScheduler(None))
-        refuse_scheduler_from_config(DummyScheduler(None, lr_scheduler_callable=lambda o: o))
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (frozen_by_peft, r"no parameters to act on.*modules_to_save"),
+        (lambda run: gfsa.unplug(run.model), r"has no filters; gfsa\.plug"),
+        (of_other_weights, r"SGD does not hold.*lr_multiplier"),
+        (with_a_rate, r"group of filters with lr=0\.001"),
+    ],
+)
+def test_filters_that_cannot_have_the_rate(prepare: Any, message: str, tmp_path: Path) -> None:
+    run = trainer(gpt2(), tmp_path)
+    prepare(run)
+    with pytest.raises(ValueError, match=message):
+        run.create_optimizer()
+
+
+def test_the_wrong_order_of_bases() -> None:
+    with pytest.raises(TypeError, match=r"must stand before.*\(Trainer, FilterRate\)"):
+        type("Wrong", (transformers.Trainer, gfsa.FilterRate), {})
+
+
+def test_filters_are_no_matrix_for_muon() -> None:
+    """A split by hand takes the numbers of filters, which have two dimensions, for matrices."""
+    model = gpt2()
+    model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+    muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=MODEL_LR)
+    with pytest.warns(UserWarning, match=r"Muon has the filters .*attn.*the filters to AdamW"):
+        muon.step()
+    groups = {g["name"]: g for g in gfsa.parameter_groups(model, lr=MODEL_LR)}
+    right = torch.optim.Muon([p for p in groups["weights"]["params"] if p.ndim == 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for optimizer in (muon, right, torch.optim.AdamW(groups.values())):
+            optimizer.step()
+
+
+def test_a_scheduler_from_deepspeeds_config() -> None:
+    with pytest.raises(ValueError, match=r"Remove it from the config.*lr_multiplier"):
+        refuse_scheduler_from_config(DummyScheduler(None))
+    refuse_scheduler_from_config(DummyScheduler(None, lr_scheduler_callable=lambda o: o))
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -43,10 +43,10 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
 
 
-def gpt2() -> Any:
+def gpt2(n_layer: int = 2) -> Any:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=16)
-    return transformers.GPT2LMHeadModel(config).eval()
+    sizes = {"vocab_size": 50, "n_embd": 16, "n_head": 2, "n_positions": 16}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, n_layer=n_layer)).eval()
 
 
 def plugged(model: Any, **arguments: Any) -> Any:
@@ -67,16 +67,13 @@ class TestFilters:
         address = gfsa.push_to_hub(model, "user/filters")
         assert address.startswith(f"{server.url}/user/filters/commit/")
         files = server.repositories["user/filters"].files()
-        assert sorted(files) == [
-            "README.md",
-            "filters.safetensors",
-        ]
+        assert sorted(files) == ["README.md", "filters.safetensors"]
         again = encoder()
         gfsa.load(again, "user/filters")
         assert torch.equal(again(X), model(X))
         assert not torch.equal(again(X), encoder()(X))
 
-    def test_what_was_downloaded_is_there_without_a_connection(
+    def test_without_a_connection_what_was_downloaded_is_there(
         self, server: HubServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         model = plugged(encoder())
@@ -88,13 +85,8 @@ class TestFilters:
         gfsa.load(again, "user/filters")
         assert torch.equal(again(X), model(X))
         assert len(server.requests) == before
-
-    def test_what_was_never_downloaded_is_not_there_without_a_connection(
-        self, server: HubServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         with pytest.raises(FileNotFoundError, match=r"cannot find the requested files|offline"):
-            gfsa.load(encoder(), "user/filters")
+            gfsa.load(encoder(), "user/others")
 
     def test_revisions(self, server: HubServer) -> None:
         first, second = plugged(encoder()), plugged(encoder(), layers=[1])
@@ -204,20 +196,15 @@ class TestCard:
         text = repository.files()["README.md"].decode()
         assert text == edited.replace("| accuracy | 0.5 |", "| accuracy | 0.75 |")
 
-        repository.commit("main", {"README.md": b"# mine\n"})
-        gfsa.push_to_hub(model, "user/filters")
-        text = repository.files()["README.md"].decode()
-        assert text.startswith(f"# mine\n\n{BEGIN}")
-        assert text.endswith(f"{END}\n")
-
     @pytest.mark.parametrize(
         ("old", "new"),
         [
+            ("# mine\n", "# mine\n\nSECTION\n"),
             (f"a {BEGIN} 1 {END} b {BEGIN} 2 {END} c", "a SECTION b  c"),
             (f"a {END} b {BEGIN} c", f"a {END} b {BEGIN} c\n\nSECTION\n"),
             (f"a {BEGIN} b {BEGIN} 1 {END} c", f"a {BEGIN} b SECTION c"),
         ],
-        ids=["two sections", "reversed marks", "a mark alone"],
+        ids=["no section", "two sections", "reversed marks", "a mark alone"],
     )
     def test_text_outside_of_the_section_stays(self, server: HubServer, old: str, new: str) -> None:
         model = plugged(encoder())
@@ -331,27 +318,24 @@ class TestPeft:
         assert torch.equal(logits(again), logits(model))
         assert all(f.theta.requires_grad for f in gfsa.filters_of(again).values())
 
-    @pytest.mark.parametrize("arguments", [{"K": 5}, {"K": 4, "layers": [1]}])
-    def test_other_filters_in_the_base_are_refused(
-        self, tmp_path: Path, arguments: dict[str, Any]
+    @pytest.mark.parametrize(
+        ("base", "message"),
+        [
+            (lambda: plugged(gpt2(), K=5), r"gfsa\.unplug\(model\) first"),
+            (lambda: plugged(gpt2(), K=4, layers=[1]), r"gfsa\.unplug\(model\) first"),
+            (lambda: gpt2(n_layer=1), r"h\.1\.attn"),
+        ],
+        ids=["other filters", "fewer filters", "fewer layers"],
+    )
+    def test_a_base_that_does_not_fit_is_refused_and_unchanged(
+        self, base: Any, message: str, tmp_path: Path
     ) -> None:
         self.adapter().save_pretrained(tmp_path)
-        base = gpt2()
-        gfsa.plug(base, **arguments)
-        keys = list(base.state_dict())
-        with pytest.raises(ValueError, match=r"gfsa\.unplug\(model\) first"):
-            gfsa.load_peft(base, tmp_path)
-        assert list(base.state_dict()) == keys
-
-    def test_another_base_is_refused_and_unchanged(self, tmp_path: Path) -> None:
-        self.adapter().save_pretrained(tmp_path)
-        config = transformers.GPT2Config(
-            vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16
-        )
-        base = transformers.GPT2LMHeadModel(config)
-        with pytest.raises(ValueError, match=r"h\.1\.attn"):
-            gfsa.load_peft(base, tmp_path)
-        assert not gfsa.filters_of(base)
+        model = base()
+        keys = list(model.state_dict())
+        with pytest.raises(ValueError, match=message):
+            gfsa.load_peft(model, tmp_path)
+        assert list(model.state_dict()) == keys
 
     def test_a_failure_of_peft_leaves_the_base_as_it_was(self, tmp_path: Path) -> None:
         self.adapter().save_pretrained(tmp_path)
@@ -363,7 +347,6 @@ class TestPeft:
         with pytest.raises(ValueError, match="No modules were targeted"):
             gfsa.load_peft(base, tmp_path)
         assert list(base.state_dict()) == keys
-        assert not gfsa.filters_of(base)
 
     def test_filters_that_peft_does_not_load_are_found_out(self, tmp_path: Path) -> None:
         model = self.adapter()
@@ -396,33 +379,29 @@ class TestPeft:
             gfsa.load_peft(base, "user/bare")
         assert not gfsa.filters_of(base)
 
-    def test_filters_beside_an_adapter(self, server: HubServer, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("subfolder", ["", "adapters/best"])
+    def test_filters_beside_an_adapter(
+        self, subfolder: str, server: HubServer, tmp_path: Path
+    ) -> None:
         """Of a model that was plugged after get_peft_model: peft does not know its filters."""
         model = plugged(lora(gpt2()))
-        model.save_pretrained(tmp_path / "adapter")
-        gfsa.save(model, tmp_path / "adapter")
-        gfsa.push_to_hub(model, "user/adapter", weights=True)
-        for path in (tmp_path / "adapter", "user/adapter"):
-            again = gfsa.load_peft(gpt2(), path).eval()
-            assert torch.equal(logits(again), logits(model))
-
-    def test_filters_beside_an_adapter_in_a_subfolder(
-        self, server: HubServer, tmp_path: Path
-    ) -> None:
-        model = plugged(lora(gpt2()))
-        folder = tmp_path / "repository" / "adapters" / "best"
+        folder = tmp_path / "repository" / subfolder
         model.save_pretrained(folder)
         gfsa.save(model, folder)
-        api = huggingface_hub.HfApi()
-        api.create_repo("user/many")
-        api.upload_folder(repo_id="user/many", folder_path=tmp_path / "repository")
-        where = {"subfolder": "adapters/best", "cache_dir": tmp_path / "elsewhere"}
-        for path in (tmp_path / "repository", "user/many"):
+        if subfolder:
+            api = huggingface_hub.HfApi()
+            api.create_repo("user/adapter")
+            api.upload_folder(repo_id="user/adapter", folder_path=tmp_path / "repository")
+        else:
+            gfsa.push_to_hub(model, "user/adapter", weights=True)
+        where: Any = {"subfolder": subfolder} if subfolder else {}
+        where["cache_dir"] = tmp_path / "elsewhere"
+        for path in (tmp_path / "repository", "user/adapter"):
             again = gfsa.load_peft(gpt2(), path, **where).eval()
             assert torch.equal(logits(again), logits(model))
         # the filters are in the cache that the caller named: no further request asks for them
         server.requests.clear()
-        again = gfsa.load_peft(gpt2(), "user/many", **where, local_files_only=True).eval()
+        again = gfsa.load_peft(gpt2(), "user/adapter", **where, local_files_only=True).eval()
         assert torch.equal(logits(again), logits(model))
         assert not [request for request in server.requests if "filters." in request]
 
@@ -440,20 +419,22 @@ class TestPeft:
             gfsa.load_peft(gpt2(), "user/none")
 
 
-class TestArguments:
-    def test_an_unplugged_model(self) -> None:
-        with pytest.raises(ValueError, match="has no filters to upload"):
-            gfsa.push_to_hub(encoder(), "user/filters")
+NAMES = ("name", "a/b/c", "", 3, "a b/c")
 
-    @pytest.mark.parametrize("name", ["name", "a/b/c", "", 3, "a b/c"])
-    def test_names(self, name: Any) -> None:
-        with pytest.raises(ValueError, match="repository must be 'user/name'"):
-            gfsa.push_to_hub(plugged(encoder()), name)
 
-    def test_base_model(self) -> None:
-        with pytest.raises(ValueError, match="base_model must be a name on the Hub"):
-            gfsa.push_to_hub(plugged(encoder()), "user/filters", base_model="a\nlicense: mit")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(({"repository": name}, "repository must be 'user/name'") for name in NAMES),
+        ({"base_model": "a\nlicense: mit"}, "base_model must be a name on the Hub"),
+        ({"weights": True}, "TransformerEncoder has no save_pretrained"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gfsa.push_to_hub(plugged(encoder()), **({"repository": "user/filters"} | arguments))
 
-    def test_weights_need_save_pretrained(self) -> None:
-        with pytest.raises(ValueError, match="TransformerEncoder has no save_pretrained"):
-            gfsa.push_to_hub(plugged(encoder()), "user/filters", weights=True)
+
+def test_an_unplugged_model() -> None:
+    with pytest.raises(ValueError, match="has no filters to upload"):
+        gfsa.push_to_hub(encoder(), "user/filters")

@@ -35,6 +35,7 @@ from support.saved_filters import (
     unpacked,
     waves,
 )
+from support.tiny import UnknownAttention
 
 hf.logging.set_verbosity_error()
 
@@ -212,26 +213,12 @@ def test_into_a_plugged_model_of_half_precision(tmp_path: Path) -> None:
     assert all(theta.abs().max() > 0.01 for theta in thetas(model))
 
 
-class HomeMadeAttention(torch.nn.Module):
-    """Attention that is traced."""
-
-    num_heads = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = torch.nn.Linear(8, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).movedim((-3, -2), (0, 2))
-        return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-
 def test_a_traced_layer_keeps_its_name_beside_one_with_the_same_number(tmp_path: Path) -> None:
     """The file of a whole model says neither what was traced nor which weights a layer has."""
 
     def model() -> torch.nn.Module:
         known = torch.nn.TransformerEncoderLayer(8, 2, 8)
-        stacks = {"own": HomeMadeAttention(), "other": known}
+        stacks = {"own": UnknownAttention(), "other": known}
         return torch.nn.ModuleDict({n: torch.nn.ModuleList([m]) for n, m in stacks.items()})
 
     gfsa.plug(saved := model(), unknown="trace", layers="own.0")
@@ -309,41 +296,22 @@ def check_output(model: torch.nn.Module, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLUGGED)
-def test_a_filter_folder(name: str) -> None:
+def test_a_filter_folder_loads_and_is_written_again_as_it_was(name: str, tmp_path: Path) -> None:
     model = encoder()
     plain = saved_filters.output_of(model)
     gfsa.load(model, FOLDER / name)
     assert (saved_filters.output_of(model) - plain).abs().max() > 1e-2
     check_output(model, name)
-
-
-@pytest.mark.parametrize("name", PLUGGED)
-def test_is_written_again_as_it_was(name: str, tmp_path) -> None:
-    model = encoder()
-    gfsa.load(model, FOLDER / name)
     gfsa.save(model, tmp_path)
     (written, tensors), (before, tensors_before) = map(files.read, (tmp_path, FOLDER / name))
     for entry in written["filters"].values():
         # older versions did not say it
         assert entry.pop("traced") is False
         assert entry.pop("weights")
+    # kinds, arguments, and where dropout acts
     assert written == {**before, "gfsa": gfsa.__version__}
     assert tensors.keys() == tensors_before.keys()
     assert all(torch.equal(tensors[key], value) for key, value in tensors_before.items())
-
-
-def test_what_is_no_number_is_kept_too() -> None:
-    def loaded(name: str) -> gfsa.GraphFilter:
-        model = encoder()
-        gfsa.load(model, FOLDER / name)
-        return gfsa.filters_of(model)["layers.1.self_attn"]
-
-    assert loaded("dropout-after").dropout_after == "filter"
-    assert loaded("gfsa").dropout_after == "attention"
-    assert loaded("lr-multiplier").lr_multiplier == 20.0
-    assert loaded("exact").power == "exact"
-    assert loaded("exact").degree == 4
-    assert loaded("pruned").high == [0]
 
 
 @pytest.mark.parametrize("name", PRETRAINED)

@@ -51,6 +51,8 @@ def names(model: nn.Module) -> list[int]:
         (range(2, 4), [2, 3]),
         (np.arange(1, 3), [1, 2]),
         (lambda name, module: ".1." in name or module.layer_idx == 2, [2, 3]),
+        (["encoder.layer.[01].*", "encoder.layer.3", 3], [1, 2, 3, 4]),
+        ("*.1.*", [2]),
     ],
 )
 def test_layers(layers: object, expected: list[int]) -> None:
@@ -62,26 +64,6 @@ def test_layers(layers: object, expected: list[int]) -> None:
     assert report.parameters == len(expected) * 4 * 3
     assert set(report.skipped.values()) <= {"not among the selected layers"}
     assert len(report.plugged) + len(report.skipped) == 4
-
-
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ("some", "layers must be 'all', 'even', 'odd', 'lower', 'upper'.*got 'some'"),
-        ([0], "there is no layer 0: the model has 4 self-attention layers.*counted from 1"),
-        ([5], "there is no layer 5"),
-        ([1.5], "got 1.5 among them"),
-        ([True], "got True among them"),
-        (7, "layers must be .*got 7"),
-        ([], "selects none of the model's 4"),
-        (lambda name, module: False, "selects none of the model's 4"),
-    ],
-)
-def test_layers_that_make_no_sense(layers: object, message: str) -> None:
-    model = bert()
-    with pytest.raises(ValueError, match=message):
-        gfsa.plug(model, layers=layers)
-    assert not gfsa.filters_of(model)
 
 
 def test_shared_layers_are_one_layer() -> None:
@@ -118,30 +100,34 @@ def test_plugging_twice() -> None:
     assert not gfsa.filters_of(model)
 
 
-def test_nothing_to_plug() -> None:
+def test_nothing_to_plug_or_to_unplug() -> None:
     with pytest.raises(
         ValueError, match=r"found no self-attention in Linear that[\s\S]*register_adapter"
     ):
         gfsa.plug(nn.Linear(3, 3))
-
-
-def test_nothing_to_unplug() -> None:
     with pytest.raises(ValueError, match="BertModel has no filters to unplug"):
         gfsa.unplug(bert())
+
+
+LAYERS_MUST_BE = "layers must be 'all', 'even', 'odd', 'lower', 'upper'"
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
+        ({"layers": "some"}, ValueError, f"{LAYERS_MUST_BE}.*got 'some', which matches none of"),
+        ({"layers": [0]}, ValueError, "no layer 0: the model has 4 self-attention layers.*from 1"),
+        ({"layers": [5]}, ValueError, "there is no layer 5"),
+        ({"layers": [1.5]}, ValueError, "got 1.5 among them"),
+        ({"layers": [True]}, ValueError, "got True among them"),
+        ({"layers": 7}, ValueError, "layers must be .*got 7"),
+        ({"layers": []}, ValueError, "selects none of the model's 4"),
+        ({"layers": lambda name, module: False}, ValueError, "selects none of the model's 4"),
         ({"filter": gfsa.GFSA(4)}, TypeError, "a function of the number of heads"),
         ({"filter": 3}, TypeError, "a function of the number of heads"),
         ({"filter": gfsa.Twicing, "K": 3}, ValueError, "K are arguments of GFSA"),
         ({"filter": lambda heads: nn.Linear(1, 1)}, TypeError, "must return a gfsa.GraphFilter"),
-        (
-            {"filter": lambda heads: gfsa.Twicing(7)},
-            ValueError,
-            "has 4 heads, .* a filter for 7",
-        ),
+        ({"filter": lambda heads: gfsa.Twicing(7)}, ValueError, "has 4 heads, .* a filter for 7"),
         (
             {"filter": functools.cache(gfsa.GFSA)},
             ValueError,
@@ -151,10 +137,14 @@ def test_nothing_to_unplug() -> None:
         ({"dropout_after": "lunch"}, ValueError, "dropout_after must be 'attention' or 'filter'"),
         ({"unknown": "guess"}, ValueError, "unknown must be one of"),
         ({"learn": ("w9",)}, ValueError, "learn takes each of"),
+        ({"degree": 1, "K": 3}, ValueError, "pass one of them"),
+        ({"degree": 3}, ValueError, "degree must be 1"),
+        ({"filter_lr": 1e-2}, TypeError, r"no argument 'filter_lr'; .*gfsa\.parameter_groups"),
+        ({"hops": 2}, TypeError, "no argument 'hops'; .*filter="),
     ],
 )
 def test_arguments_that_make_no_sense(
-    arguments: dict[str, object], error: type[Exception], message: str
+    arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     model = bert()
     with pytest.raises(error, match=message):
@@ -203,19 +193,12 @@ def test_arguments_go_before_the_preset() -> None:
         assert filter.coefficients()[:, 0].tolist() == pytest.approx([-0.01] * 4)
 
 
-def test_a_model_the_paper_does_not_have() -> None:
+def test_models_that_the_paper_has_no_settings_for() -> None:
     with pytest.raises(ValueError, match="the paper has no settings for LlamaForCausalLM"):
         gfsa.plug(ZOO["llama"].model("sdpa"), preset="paper")
-
-
-def test_a_model_of_two_backbones_has_no_setting_of_its_own() -> None:
-    vit = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
-    )
-    gpt2 = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=4)
-    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vit, gpt2)
+    towers = nn.ModuleList([build_transformers("vit"), build_transformers("gpt2")])
     with pytest.raises(ValueError, match=r"contains gpt2 and vit.*plug its parts"):
-        gfsa.plug(transformers.VisionEncoderDecoderModel(config), preset="paper")
+        gfsa.plug(towers, preset="paper")
 
 
 def checks_of(model: nn.Module) -> list[object]:
@@ -224,18 +207,23 @@ def checks_of(model: nn.Module) -> list[object]:
     return [hook for hook in hooks if isinstance(hook, _CallHook)]
 
 
-def test_a_filter_that_is_never_called_is_an_error() -> None:
-    model = bert(2)
+IDS = torch.arange(6)[None]
+
+
+@pytest.mark.parametrize("runs", [True, False], ids=["the model", "a part of it"])
+def test_a_filter_that_is_never_called_is_an_error(runs: bool) -> None:
+    net = bert(2)
+    model = net if runs else nn.ModuleDict({"net": net})
     gfsa.plug(model)
-    silent = model.encoder.layer[1].attention.self
+    silent = net.encoder.layer[1].attention.self
     silent.forward = lambda hidden, *args, **kwargs: (hidden, None)
-    ids = torch.zeros(1, 3, dtype=torch.long)
-    # and stays one
-    for _ in range(2):
+    # it stays one, and a copy has its own check
+    copied = copy.deepcopy(model)
+    for each in (net, net, copied if runs else copied["net"]):
         with pytest.raises(FilterNotCalledError, match=r"encoder\.layer\.1\.attention\.self:"):
-            model(ids)
+            each(IDS)
     del silent.forward
-    model(ids)
+    net(IDS)
     assert not checks_of(model)
 
 
@@ -244,59 +232,36 @@ def test_a_layer_that_its_block_passes_by_is_an_error() -> None:
     gfsa.plug(model)
     model.encoder.layer[1].attention.forward = lambda hidden, *args, **kwargs: (hidden, None)
     with pytest.raises(FilterNotCalledError, match=r"encoder\.layer\.1\.attention\.self"):
-        model(torch.zeros(1, 3, dtype=torch.long))
-
-
-def test_a_layer_is_checked_where_the_model_itself_never_runs() -> None:
-    module = nn.ModuleDict({"net": bert(2)})
-    gfsa.plug(module)
-    silent = module["net"].encoder.layer[1].attention.self
-    silent.forward = lambda hidden, *args, **kwargs: (hidden, None)
-    ids = torch.zeros(1, 3, dtype=torch.long)
-    for _ in range(2):
-        with pytest.raises(FilterNotCalledError, match=r"net\.encoder\.layer\.1\.attention\.self:"):
-            module["net"](ids)
-    # a copy has its own check
-    with pytest.raises(FilterNotCalledError, match=r"net\.encoder\.layer\.1\.attention\.self:"):
-        copy.deepcopy(module)["net"](ids)
-    del silent.forward
-    module["net"](ids)
-    assert not checks_of(module["net"])
+        model(IDS)
 
 
 def test_parts_can_be_plugged_and_unplugged_on_their_own() -> None:
-    ids = torch.zeros(1, 3, dtype=torch.long)
     model = bert(2)
     gfsa.plug(model)
     gfsa.unplug(model.encoder.layer[0])
     assert names(model) == [2]
-    model(ids)
+    model(IDS)
     model = bert(2)
     gfsa.plug(model.encoder)
     gfsa.unplug(model)
-    model(ids)
+    model(IDS)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_an_attention_that_is_replaced_is_not_checked() -> None:
+@pytest.mark.parametrize("what", ["attention", "filter", "filter of a part"])
+def test_what_is_replaced_is_not_checked(what: str) -> None:
     model, other = bert(2), bert(2)
     gfsa.plug(model)
-    model.encoder.layer[1].attention.self = other.encoder.layer[1].attention.self
-    model(torch.arange(6)[None])
-    assert names(model) == [1]
-    assert not checks_of(model)
-
-
-@pytest.mark.parametrize("part", ["", "encoder.layer.1"])
-def test_a_filter_that_is_replaced_is_not_checked(part: str) -> None:
-    model = bert(2)
-    gfsa.plug(model)
-    module: Any = model.encoder.layer[1].attention.self
-    module.gfsa = module.gfsa.fold()
-    # a part on its own is checked when the attention's own forward ends
-    model.get_submodule(part)(torch.randn(1, 6, 32) if part else torch.arange(6)[None])
-    model(torch.arange(6)[None])
-    assert names(model) == [1, 2]
+    layer = model.encoder.layer[1]
+    if what == "attention":
+        layer.attention.self = other.encoder.layer[1].attention.self
+    else:
+        layer.attention.self.gfsa = layer.attention.self.gfsa.fold()
+    if what == "filter of a part":
+        # it is checked when the attention's own forward ends
+        layer(torch.randn(1, 6, 32))
+    model(IDS)
+    assert names(model) == ([1] if what == "attention" else [1, 2])
     assert not checks_of(model)
 
 
@@ -314,11 +279,14 @@ class TwoTowers(nn.Module):
 
 
 def test_a_forward_that_raised_is_not_counted() -> None:
+    def no_memory(*args: object) -> None:
+        raise RuntimeError("out of memory")
+
     model = TwoTowers().eval()
     gfsa.plug(model)
     tokens = torch.randn(1, 3, 16)
     # the block of the vision tower runs, and its attention is never reached
-    handle = model.vision.blocks[0].norm1.register_forward_hook(_no_memory)
+    handle = model.vision.blocks[0].norm1.register_forward_hook(no_memory)
     with pytest.raises(RuntimeError, match="out of memory"):
         model(tokens, tokens)
     handle.remove()
@@ -327,10 +295,6 @@ def test_a_forward_that_raised_is_not_counted() -> None:
     model.vision.blocks[0].attention.forward = lambda x, mask=None: x
     with pytest.raises(FilterNotCalledError, match=r"vision\.blocks\.0\.attention"):
         model(tokens, tokens)
-
-
-def _no_memory(*args: object) -> None:
-    raise RuntimeError("out of memory")
 
 
 class OwnParameter(gfsa.Twicing):
@@ -381,7 +345,7 @@ def test_filters_live_where_their_layer_lives() -> None:
     gfsa.plug(half)
     # small steps would be lost in bfloat16
     assert next(iter(gfsa.filters_of(half).values())).theta.dtype == torch.float32
-    assert half(torch.zeros(1, 3, dtype=torch.long))[0].dtype == torch.bfloat16
+    assert half(IDS)[0].dtype == torch.bfloat16
 
 
 def test_parameter_groups() -> None:
@@ -422,16 +386,21 @@ def test_rates_of_parameter_groups_are_checked(name: str, value: Any) -> None:
         gfsa.parameter_groups(model, **{"lr": 1e-3, name: value})
 
 
-def test_parameter_groups_of_an_unplugged_model() -> None:
+def test_parameter_groups_without_filters_to_train() -> None:
+    model = bert()
     for rates in ({}, {"filter_lr": 1e-2}, {"filter_lr": 1e-2, "gain_lr": 1e-2}):
         with pytest.raises(ValueError, match=r"has no filters; gfsa\.plug"):
-            gfsa.parameter_groups(bert(), lr=1e-3, **rates)
+            gfsa.parameter_groups(model, lr=1e-3, **rates)
     # the plain model to compare with
-    groups = gfsa.parameter_groups(bert(), lr=1e-3, gain_lr=1e-2)
-    assert [(group["name"], group["lr"]) for group in groups] == [
-        ("weights", 1e-3),
-        ("biases", 1e-2),
-    ]
+    groups = gfsa.parameter_groups(model, lr=1e-3, gain_lr=1e-2)
+    rates_of = {group["name"]: group["lr"] for group in groups}
+    assert rates_of == {"weights": 1e-3, "biases": 1e-2}
+    gfsa.plug(model)
+    for filter in gfsa.filters_of(model).values():
+        filter.requires_grad_(False)
+    assert "filters" not in [group["name"] for group in gfsa.parameter_groups(model, lr=1e-4)]
+    with pytest.raises(ValueError, match=r"filter_lr=0\.01 has no parameters to act on"):
+        gfsa.parameter_groups(model, lr=1e-4, filter_lr=1e-2)
 
 
 def test_a_cast_after_plug_says_what_is_lost() -> None:
@@ -456,14 +425,6 @@ def test_filters_that_cannot_learn_are_noticed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gfsa.plug(TinyEncoder(), learn=(), w0=0.2)
-
-
-@pytest.mark.parametrize(
-    ("argument", "advice"), [("filter_lr", r"gfsa\.parameter_groups"), ("hops", "filter=")]
-)
-def test_unknown_arguments_are_told_where_to_go(argument: str, advice: str) -> None:
-    with pytest.raises(TypeError, match=f"no argument '{argument}'; .*{advice}"):
-        gfsa.plug(TinyEncoder(), **{argument: 1e-2})
 
 
 @pytest.mark.parametrize("clears", ["optimizer", "model"])
@@ -518,33 +479,28 @@ def test_no_warning_while_gradients_accumulate_or_filters_have_none(
     assert not [w for w in recwarn if "no filter has" in str(w.message)]
 
 
-def test_a_timm_name():
+def test_previews(tmp_path):
     report = describe("deit_small_patch16_224", learn=("wK",))
     assert report.dry_run
     assert len(report.plugged) == 12
     assert report.parameters == 72
-
-
-def test_a_transformers_type_or_folder(tmp_path):
     assert len(describe("bert").plugged) == 12
     hf.BertConfig(num_hidden_layers=3).save_pretrained(tmp_path)
     assert len(describe(str(tmp_path)).plugged) == 3
     assert all(p.is_meta for p in build("gpt2").parameters())
 
 
-def test_an_unknown_name_suggests_others():
-    with pytest.raises(ValueError, match=r"nothing is downloaded.*deit_small_patch16_224"):
-        describe("deit_small_patch16_225")
-
-
-def test_a_type_whose_defaults_make_no_model():
-    with pytest.raises(ValueError, match="no model can be built from the default config of 'esm'"):
-        describe("esm")
-
-
-def test_maps_that_are_not_squares_are_refused_before_anything_runs():
-    with pytest.raises(ValueError, match="kept in bands or blocks"):
-        describe("longformer")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("deit_small_patch16_225", r"nothing is downloaded.*deit_small_patch16_224"),
+        ("esm", "no model can be built from the default config of 'esm'"),
+        ("longformer", "kept in bands or blocks"),
+    ],
+)
+def test_names_without_a_preview(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        describe(name)
 
 
 def test_on_the_command_line():
@@ -580,18 +536,6 @@ def test_degree_one_leaves_the_second_pass_out() -> None:
     model = bert()
     gfsa.plug(model, degree=1)
     assert {filter.degree for filter in gfsa.filters_of(model).values()} == {1}
-    with pytest.raises(ValueError, match="pass one of them"):
-        gfsa.plug(bert(), degree=1, K=3)
-    with pytest.raises(ValueError, match="degree must be 1"):
-        gfsa.plug(bert(), degree=3)
-
-
-def test_layers_by_name_and_pattern() -> None:
-    report = gfsa.plug(bert(), layers=["encoder.layer.[01].*", "encoder.layer.3", 3], dry_run=True)
-    assert len(report.plugged) == 4
-    assert len(gfsa.plug(bert(), layers="*.1.*", dry_run=True).plugged) == 1
-    with pytest.raises(ValueError, match="which matches none of"):
-        gfsa.plug(bert(), layers="encodr.*")
 
 
 def test_a_report_in_place_of_the_model_says_so() -> None:

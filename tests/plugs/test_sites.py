@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -14,29 +15,11 @@ from gfsa.plugs.registry import _registered
 from gfsa.plugs.sites import plugged_sites
 from gfsa.plugs.tracing.adapter import TracerAdapter
 from support.plugging import check_backbone
-from support.tiny import FilteredTinyAttention, TinyAttention, TinyEncoder
-
-
-class Unseen(nn.Module):
-    """Attention that no adapter knows."""
-
-    num_heads = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).movedim((-3, -2), (0, 2))
-        return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-
-def decoder() -> nn.Module:
-    return nn.TransformerDecoderLayer(8, 2, 8, batch_first=True)
+from support.tiny import FilteredTinyAttention, TinyAttention, TinyEncoder, UnknownAttention
 
 
 def test_self_attention_accepts_and_cross_attention_refuses() -> None:
-    found = sites(decoder())
+    found = sites(nn.TransformerDecoderLayer(8, 2, 8, batch_first=True))
     assert list(found) == ["self_attn", "multihead_attn"]
     assert found["self_attn"].refusal is None
     assert found["self_attn"].num_heads == 2
@@ -57,7 +40,7 @@ def test_plugged_sites_have_their_filter() -> None:
         found["blocks.0.attention"].filter  # noqa: B018
 
 
-class Mixer(Unseen):
+class Mixer(UnknownAttention):
     """Heads and a projection, but no attention."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +85,7 @@ class Projected(nn.Module):
         return self.out((x @ keys.mT).softmax(-1) @ values)
 
 
-class Reduced(Unseen):
+class Reduced(UnknownAttention):
     sr_ratio = 2
 
 
@@ -157,12 +140,12 @@ def _attend(scores: torch.Tensor) -> torch.Tensor:
     return nn.Softmax(dim=-1)(scores)
 
 
-class InFunction(Unseen):
+class InFunction(UnknownAttention):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _attend(self.qkv(x))
 
 
-class InAttribute(Unseen):
+class InAttribute(UnknownAttention):
     def __init__(self) -> None:
         super().__init__()
         self.attend = torch.softmax
@@ -171,7 +154,7 @@ class InAttribute(Unseen):
         return self.attend(self.qkv(x), -1)
 
 
-class InChild(Unseen):
+class InChild(UnknownAttention):
     def __init__(self) -> None:
         super().__init__()
         self.attend = nn.Softmax(-1)
@@ -186,7 +169,7 @@ class Softened(torch.autograd.Function):
         return x.softmax(-1)
 
 
-class InAutogradFunction(Unseen):
+class InAutogradFunction(UnknownAttention):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Softened.apply(self.qkv(x))
 
@@ -203,10 +186,8 @@ def test_only_models_have_sites() -> None:
 
 @pytest.fixture(autouse=True)
 def _forget():
-    before = dict(_registered)
-    yield
-    _registered.clear()
-    _registered.update(before)
+    with mock.patch.dict(_registered):
+        yield
 
 
 def test_a_registered_class(tmp_path):

@@ -27,16 +27,6 @@ from support.zoo import (
 )
 
 
-class TestParameterGroups:
-    def test_frozen_filters_with_a_rate_are_an_error(self) -> None:
-        model = plugged("bert")
-        for filter in gfsa.filters_of(model).values():
-            filter.requires_grad_(False)
-        assert "filters" not in [g["name"] for g in gfsa.parameter_groups(model, lr=1e-4)]
-        with pytest.raises(ValueError, match=r"filter_lr=0\.01 has no parameters to act on"):
-            gfsa.parameter_groups(model, lr=1e-4, filter_lr=1e-2)
-
-
 class TestCheckpointing:
     """Activations thrown away and computed again: the same gradients, the same dropout."""
 

@@ -98,13 +98,8 @@ class TestLora:
         gfsa.load(again, tmp_path)
         assert same(learned(again), untrained)
 
-    def test_without_modules_to_save_the_filters_are_frozen(self) -> None:
-        model = self.lora(plugged("gpt2"), modules_to_save=None)
-        assert not any(f.theta.requires_grad for f in gfsa.filters_of(model).values())
-        with pytest.raises(ValueError, match=r"modules_to_save=\['gfsa'\]"):
-            gfsa.parameter_groups(model, lr=1e-3, filter_lr=1e-2)
-
     def test_plugged_after_lora(self, tmp_path: Path) -> None:
+        """How they are saved beside the adapter: test_filters_beside_an_adapter."""
         unplugged = plugged("gpt2")
         gfsa.unplug(unplugged)
         model = self.lora(unplugged, modules_to_save=None)
@@ -112,18 +107,9 @@ class TestLora:
         gfsa.plug(model, K=3)
         assert torch.equal(self.output(model), before)
         self.train(model)
-        trained, expected = learned(model), self.output(model)
-        assert all((theta != 0).all() for theta in trained.values())
-
-        # peft does not know these filters: they are saved on their own, and go into the bare model
-        model.save_pretrained(tmp_path / "adapter")
+        expected = self.output(model)
+        assert all((theta != 0).all() for theta in learned(model).values())
         gfsa.save(model, tmp_path / "filters")
-        again = plugged("gpt2")
-        gfsa.unplug(again)
-        again = peft.PeftModel.from_pretrained(again, str(tmp_path / "adapter"))
-        gfsa.load(again, tmp_path / "filters")
-        assert torch.equal(self.output(again), expected)
-
         merged = model.merge_and_unload()
         assert (self.output(merged) - expected).abs().max() < 1e-5
         merged.save_pretrained(tmp_path / "merged")

@@ -91,7 +91,9 @@ def plug(model: nn.Module, **arguments: Any) -> gfsa.plugs.PlugReport:
 
 def test_what_fails_is_skipped_with_its_reason_and_the_rest_works() -> None:
     model = Model(Attention(), Strided(), Attention(), Strided())
+    planned = plug(model, dry_run=True)
     report = plug(model)
+    assert (planned.plugged, planned.skipped) == (report.plugged, report.skipped)
     assert list(report.plugged) == list(gfsa.filters_of(model)) == ["layers.0", "layers.2"]
     assert list(report.skipped) == ["layers.1", "layers.3"]
     for reason in report.skipped.values():
@@ -163,28 +165,19 @@ def test_the_model_and_the_generators_are_as_before(dry_run: bool, training: boo
         assert list(gfsa.filters_of(model)) == ["layers.0"]
 
 
-def test_a_dry_run_says_what_plug_will_do() -> None:
-    model = Model(Attention(), Strided())
-    planned = plug(model, dry_run=True)
-    done = plug(model)
-    assert (planned.plugged, planned.skipped) == (done.plugged, done.skipped)
-
-
-def test_inputs_that_the_model_itself_refuses_are_no_fault_of_a_layer() -> None:
-    model = Model(Attention())
-    with pytest.raises(ValueError, match="without any new filter it raised RuntimeError"):
-        gfsa.plug(model, unknown="trace", inputs=torch.randn(2, 6, 5))
+@pytest.mark.parametrize(
+    ("layer", "width", "message"),
+    [
+        (Attention, 5, "without any new filter it raised RuntimeError"),
+        (Strided, 8, r"(?s)no filter works in Model.*layers\.0: the trial.*6×3"),
+    ],
+)
+def test_a_trial_that_leaves_nothing(layer: type[nn.Module], width: int, message: str) -> None:
+    model = Model(layer())
+    with pytest.raises(ValueError, match=message):
+        gfsa.plug(model, unknown="trace", inputs=torch.randn(2, 6, width))
     assert not gfsa.filters_of(model)
     assert model.training
-
-
-def test_nothing_left_is_an_error_that_lists_the_reasons() -> None:
-    model = Model(Strided())
-    with pytest.raises(
-        ValueError, match=r"(?s)no filter works in Model.*layers\.0: the trial.*6×3"
-    ):
-        plug(model)
-    assert not gfsa.filters_of(model)
 
 
 def test_ctrl_c_in_the_trial_restores_the_model() -> None:

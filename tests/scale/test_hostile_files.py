@@ -30,6 +30,7 @@ from torch import nn
 
 import gfsa
 from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters.spec import KINDS
 from gfsa.plugs.saving import files
 from gfsa.plugs.saving.files import FILE
 from support.tiny import TinyEncoder
@@ -82,59 +83,61 @@ def rewrite_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     files.write(folder, description, tensors)
 
 
+Change = Callable[[dict[str, Any]], object]
 HUGE = 10**12
-DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "a list of filters": lambda d: d.update(filters=[1]),
-    "an entry that is none": lambda d: d["filters"].update({LAYER: 7}),
-    "a kind that is none": lambda d: d["filters"][LAYER].update(kind=["GFSA"]),
-    "arguments that are none": lambda d: d["filters"][LAYER].update(arguments=[4]),
-    "huge heads": lambda d: d["filters"][LAYER]["arguments"].update(num_heads=HUGE),
-    "many heads": lambda d: d["filters"][LAYER]["arguments"].update(num_heads=65536),
-    "huge K": lambda d: d["filters"][LAYER]["arguments"].update(K=HUGE, power="exact"),
-    "a huge degree": lambda d: d["filters"][LAYER].update(
-        kind="Polynomial", arguments={"num_heads": 4, "degree": HUGE}
+
+
+def top(**changes: Any) -> Change:
+    return lambda description: description.update(changes)
+
+
+def entry(**changes: Any) -> Change:
+    return lambda description: description["filters"][LAYER].update(changes)
+
+
+def arguments(**changes: Any) -> Change:
+    return lambda description: description["filters"][LAYER]["arguments"].update(changes)
+
+
+def of_kind(kind: str, **arguments: Any) -> Change:
+    return entry(kind=kind, arguments={"num_heads": 4} | arguments)
+
+
+def layer(name: str) -> Change:
+    return lambda d: d["filters"].update({name: d["filters"].pop(LAYER)})
+
+
+DESCRIPTIONS: dict[str, Change] = {
+    "a list of filters": top(filters=[1]),
+    "an entry that is none": top(filters={LAYER: 7}),
+    "a kind that is none": entry(kind=["GFSA"]),
+    "arguments that are none": entry(arguments=[4]),
+    "huge heads": arguments(num_heads=HUGE),
+    "many heads": arguments(num_heads=65536),
+    "heads that are none": arguments(num_heads=True),
+    "heads as a fraction": arguments(num_heads=4.0),
+    "huge K": arguments(K=HUGE, power="exact"),
+    "a huge degree": of_kind("Polynomial", degree=HUGE),
+    "huge hops": of_kind("PageRank", hops=HUGE),
+    "an infinite rate": arguments(lr_multiplier=10**400),
+    "a rate that is none in float32": arguments(lr_multiplier=1e-300),
+    "weights that are none": arguments(learn=["wK"], w0={"a": 1}),
+    "a number that is one in float64 only": arguments(learn=["wK"], w0=1e300),
+    "a layer with a path for a name": layer("../../../etc/passwd"),
+    "a layer that is a method": layer("__class__.__init__"),
+    "a long name": layer("x" * 10**6),
+    "dropout elsewhere": entry(dropout_after="junk"),
+    "dropout nowhere": entry(dropout_after=None),
+    "a format as a fraction": top(format=1.0),
+    "a tower of tables": of_kind("PartialPolynomial", degree=1000, high=[0, 1, 2, 3]),
+    "heads that do many passes": of_kind(
+        "PartialPolynomial", num_heads=65536, degree=2, high=list(range(65536))
     ),
-    "huge hops": lambda d: d["filters"][LAYER].update(
-        kind="PageRank", arguments={"num_heads": 4, "hops": HUGE}
-    ),
-    "an infinite rate": lambda d: d["filters"][LAYER]["arguments"].update(lr_multiplier=10**400),
-    "weights that are none": lambda d: d["filters"][LAYER]["arguments"].update(
-        learn=["wK"], w0={"a": 1}
-    ),
-    "a layer with a path for a name": lambda d: d["filters"].update(
-        {"../../../etc/passwd": d["filters"].pop(LAYER)}
-    ),
-    "a layer that is a method": lambda d: d["filters"].update(
-        {"__class__.__init__": d["filters"].pop(LAYER)}
-    ),
-    "dropout elsewhere": lambda d: d["filters"][LAYER].update(dropout_after="junk"),
-    "dropout nowhere": lambda d: d["filters"][LAYER].update(dropout_after=None),
-    "a number that is one in float64 only": lambda d: d["filters"][LAYER]["arguments"].update(
-        learn=["wK"], w0=1e300
-    ),
-    "a rate that is none in float32": lambda d: d["filters"][LAYER]["arguments"].update(
-        lr_multiplier=1e-300
-    ),
-    "heads that are none": lambda d: d["filters"][LAYER]["arguments"].update(num_heads=True),
-    "heads as a fraction": lambda d: d["filters"][LAYER]["arguments"].update(num_heads=4.0),
-    "a format as a fraction": lambda d: d.update(format=1.0),
-    "a tower of tables": lambda d: d["filters"][LAYER].update(
-        kind="PartialPolynomial",
-        arguments={"num_heads": 4, "degree": 1000, "high": [0, 1, 2, 3]},
-    ),
-    "heads that do many passes": lambda d: d["filters"][LAYER].update(
-        kind="PartialPolynomial",
-        arguments={"num_heads": 65536, "degree": 2, "high": list(range(65536))},
-    ),
-    "a long list": lambda d: d["filters"][LAYER].update(
-        kind="PartialPolynomial",
-        arguments={"num_heads": 4, "degree": 2, "high": [0] * 200_000},
-    ),
-    "a long name": lambda d: d["filters"].update({"x" * 10**6: d["filters"].pop(LAYER)}),
-    "a long kind": lambda d: d["filters"][LAYER].update(kind="x" * 10**6),
-    "a long model": lambda d: d.update(model="x" * 10**6, layers={}),
-    "depths that are none": lambda d: d.update(layers=[HUGE]),
-    "no depths": lambda d: d.update(layers=None),
+    "a long list": of_kind("PartialPolynomial", degree=2, high=[0] * 200_000),
+    "a long kind": entry(kind="x" * 10**6),
+    "a long model": top(model="x" * 10**6, layers={}),
+    "depths that are none": top(layers=[HUGE]),
+    "no depths": top(layers=None),
 }
 
 
@@ -144,28 +147,24 @@ def test_descriptions(what: str, saved: Path) -> None:
     refused(saved)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "null",
-        "[]",
-        "\ufeff{}",
-        '{"format": 1',
-        "[" * 200_000,
-        '{"a":' * 200_000,
-        '{"format": 1e999999, "filters": {}}',
-        "9" * 5_000,
-        " " * (9 * 2**20),
-        '{"format": NaN}',
-    ],
-    ids=[
-        *("empty", "null", "list", "bom", "cut off", "deep", "deep objects", "inf", "digits"),
-        *("big", "nan"),
-    ],
-)
-def test_what_is_no_description(text: str, saved: Path) -> None:
-    rewrite_text(saved, text)
+TEXTS = {
+    "empty": "",
+    "null": "null",
+    "list": "[]",
+    "bom": "\ufeff{}",
+    "cut off": '{"format": 1',
+    "deep": "[" * 200_000,
+    "deep objects": '{"a":' * 200_000,
+    "inf": '{"format": 1e999999, "filters": {}}',
+    "digits": "9" * 5_000,
+    "big": " " * (9 * 2**20),
+    "nan": '{"format": NaN}',
+}
+
+
+@pytest.mark.parametrize("what", TEXTS)
+def test_what_is_no_description(what: str, saved: Path) -> None:
+    rewrite_text(saved, TEXTS[what])
     refused(saved)
 
 
@@ -185,48 +184,49 @@ def test_a_description_of_an_older_version(content: bytes, saved: Path) -> None:
     refused(saved)
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"",
-        b"{" * 1000,
-        b'{"blocks.0.attention.theta":{"dtype":"F32","shape":[1000000000000,3],"data_offsets":[0,8]}}',
-        b'{"blocks.0.attention.theta":{"dtype":"F32","shape":[4,3],"data_offsets":[0,99999999999]}}',
-        b'{"blocks.0.attention.theta":{"dtype":"F32","shape":[4,3],"data_offsets":[-8,40]}}',
-        b'{"blocks.0.attention.theta":{"dtype":"PICKLE","shape":[4,3],"data_offsets":[0,48]}}',
-    ],
-    ids=["none", "deep", "huge shape", "beyond the end", "before the start", "unknown dtype"],
-)
+def header_of(dtype: str = "F32", shape: str = "4,3", offsets: str = "0,48") -> bytes:
+    tensor = f'{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{offsets}]}}'
+    return f'{{"{LAYER}.theta":{tensor}}}'.encode()
+
+
+HEADERS = {
+    "none": b"",
+    "deep": b"{" * 1000,
+    "huge shape": header_of(shape="1000000000000,3", offsets="0,8"),
+    "beyond the end": header_of(offsets="0,99999999999"),
+    "before the start": header_of(offsets="-8,40"),
+    "unknown dtype": header_of(dtype="PICKLE"),
+}
+
+
+@pytest.mark.parametrize("what", HEADERS)
 @pytest.mark.parametrize("claimed", [None, 2**62, 99 * 10**6])
-def test_headers(header: bytes, claimed: int | None, saved: Path) -> None:
+def test_headers(what: str, claimed: int | None, saved: Path) -> None:
+    header = HEADERS[what]
     length = struct.pack("<Q", len(header) if claimed is None else claimed)
     (saved / FILE).write_bytes(length + header + b"\0" * 48)
     (saved / files.OLD_DESCRIPTION).write_text("{}")
     refused(saved)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(4, 3, dtype=torch.int64),
-        torch.zeros(4, 3, dtype=torch.bool),
-        torch.zeros(4, 3, dtype=torch.complex64),
-        torch.zeros(4, 3).to(torch.float8_e4m3fn),
-        torch.full((4, 3), torch.nan),
-        torch.full((4, 3), torch.inf),
-        torch.zeros(4, 4),
-        torch.zeros(12),
-        torch.full((4, 3), 1e300, dtype=torch.float64),
-        torch.full((4, 3), 3e38),
-        torch.full((4, 3), 1e5),
-    ],
-    ids=[
-        *("int", "bool", "complex", "float8", "nan", "inf", "too wide", "flat"),
-        *("inf in float32", "inf as a sum", "beyond sense"),
-    ],
-)
-def test_tensors(tensor: torch.Tensor, saved: Path) -> None:
-    rewrite_tensors(saved, {f"{LAYER}.theta": tensor})
+TENSORS = {
+    "int": torch.zeros(4, 3, dtype=torch.int64),
+    "bool": torch.zeros(4, 3, dtype=torch.bool),
+    "complex": torch.zeros(4, 3, dtype=torch.complex64),
+    "float8": torch.zeros(4, 3).to(torch.float8_e4m3fn),
+    "nan": torch.full((4, 3), torch.nan),
+    "inf": torch.full((4, 3), torch.inf),
+    "too wide": torch.zeros(4, 4),
+    "flat": torch.zeros(12),
+    "inf in float32": torch.full((4, 3), 1e300, dtype=torch.float64),
+    "inf as a sum": torch.full((4, 3), 3e38),
+    "beyond sense": torch.full((4, 3), 1e5),
+}
+
+
+@pytest.mark.parametrize("what", TENSORS)
+def test_tensors(what: str, saved: Path) -> None:
+    rewrite_tensors(saved, {f"{LAYER}.theta": TENSORS[what]})
     assert LAYER in refused(saved)
 
 
@@ -302,23 +302,22 @@ def test_nothing_is_run(saved: Path, tmp_path_factory: pytest.TempPathFactory) -
     assert not evidence.exists()
 
 
-def test_shards_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
-    from gfsa.plugs.saving.pretrained import files_of
-
-    index = {"weight_map": {"x": "../../elsewhere/model.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="names a file outside of it"):
-        files_of(tmp_path, {})
-
-
 @pytest.mark.parametrize(
-    "text", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": []}}', "{"]
+    ("text", "message"),
+    [
+        ('{"weight_map": {"x": "../../elsewhere/model.safetensors"}}', "a file outside of it"),
+        ("[]", "is damaged"),
+        ("{}", "is damaged"),
+        ('{"weight_map": 3}', "is damaged"),
+        ('{"weight_map": {"a": []}}', "is damaged"),
+        ("{", "is damaged"),
+    ],
 )
-def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
+def test_an_index_of_shards(text: str, message: str, tmp_path: Path) -> None:
     from gfsa.plugs.saving.pretrained import files_of
 
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match="is damaged"):
+    with pytest.raises(ValueError, match=message):
         files_of(tmp_path, {})
 
 
@@ -476,13 +475,6 @@ SAVED: dict[str, Callable[[int], gfsa.GraphFilter]] = {
     "polynomial": lambda heads: gfsa.Polynomial(heads, degree=3, lr_multiplier=2.0),
     "pagerank": lambda heads: gfsa.PageRank(heads, alpha=0.2, hops=3),
     "pruned": lambda heads: PartialPolynomial(heads, 2, [0, 2]),
-}
-KINDS = {
-    kind.__name__: kind
-    for kind in (
-        *(gfsa.GFSA, gfsa.Polynomial, gfsa.Twicing, gfsa.Laplacian, gfsa.PageRank),
-        PartialPolynomial,
-    )
 }
 
 

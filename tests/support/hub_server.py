@@ -50,9 +50,7 @@ class HubServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories: dict[str, Repository] = {}
-        self.private: dict[str, Any] = {}
         self.sizes: dict[str, int] = {}
-        self.large: dict[str, bytes] = {}
         self.requests: list[str] = []
 
     @property
@@ -73,8 +71,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append(f"POST {path}")
         if path == "/api/repos/create":
             return self._create(json.loads(body))
-        if path.endswith(".git/info/lfs/objects/batch"):
-            return self._large(json.loads(body))
         if path == "/api/validate-yaml":
             return self._json({"errors": [], "warnings": []})
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit|branch)/(.+)", path):
@@ -94,15 +90,6 @@ class _Handler(BaseHTTPRequestHandler):
             return self._commit(name, repository, revision, body)
         return self._missing("NotFound")
 
-    def do_PUT(self) -> None:
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        number = self.path.rpartition("/")[2]
-        self.server.requests.append(f"PUT {self.path}")
-        if hashlib.sha256(content).hexdigest() != number:
-            return self._json({"error": "another digest"}, 400)
-        self.server.large[number] = content
-        return self._json({})
-
     def do_HEAD(self) -> None:
         self._read()
 
@@ -115,21 +102,13 @@ class _Handler(BaseHTTPRequestHandler):
         if name in self.server.repositories:
             return self._json({**answer, "error": "You already created this model repo"}, 409)
         self.server.repositories[name] = Repository()
-        self.server.private[name] = wanted.get("private", wanted.get("visibility"))
         return self._json(answer)
 
     def _preupload(self, wanted: dict[str, Any]) -> None:
-        modes = {file["path"]: _mode(file["path"]) for file in wanted["files"]}
-        files = [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]
-        self._json({"files": files})
-
-    def _large(self, wanted: dict[str, Any]) -> None:
-        """Where to put files that are not kept in git itself."""
-        found = [
-            {**file, "actions": {"upload": {"href": f"{self.server.url}/large/{file['oid']}"}}}
-            for file in wanted["objects"]
-        ]
-        self._json({"transfer": "basic", "objects": found})
+        # tensors are in the commit, too, and not in a store with a protocol of its own
+        paths = [file["path"] for file in wanted["files"]]
+        known = {"uploadMode": "regular", "shouldIgnore": False}
+        self._json({"files": [{"path": path, **known} for path in paths]})
 
     def _commit(self, name: str, repository: Repository, revision: str, body: bytes) -> None:
         lines = [json.loads(line) for line in body.splitlines() if line.strip()]
@@ -137,11 +116,6 @@ class _Handler(BaseHTTPRequestHandler):
             line["value"]["path"]: base64.b64decode(line["value"]["content"])
             for line in lines
             if line["key"] == "file"
-        }
-        files |= {
-            line["value"]["path"]: self.server.large[line["value"]["oid"]]
-            for line in lines
-            if line["key"] == "lfsFile"
         }
         deleted = {line["value"]["path"] for line in lines if line["key"] == "deletedFile"}
         number = repository.commit(revision, files, deleted)
@@ -151,55 +125,37 @@ class _Handler(BaseHTTPRequestHandler):
     def _read(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{self.command} {path}")
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
-            return self._info(match[1], match[2] or "main")
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/(.+)", path):
-            return self._tree(match[1], match[2])
-        match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        info = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(?:revision|tree)/(.+))?", path)
+        match = info or re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         if match is None:
             return self._missing("NotFound")
-        name, revision, file = match.groups()
+        name, revision = match[1], match[2] or "main"
         repository = self.server.repositories.get(name)
         if repository is None:
             return self._missing("RepoNotFound")
         commit = repository.sha(revision)
         if commit is None:
             return self._missing("RevisionNotFound")
-        content = repository.files(commit).get(file)
+        files = repository.files(commit)
+        digests = {file: hashlib.sha1(data).hexdigest() for file, data in files.items()}
+        if f"/{name}/tree/" in path:
+            sizes = [{"type": "file", "path": f, "size": len(data)} for f, data in files.items()]
+            return self._json([one | {"oid": digests[one["path"]]} for one in sizes])
+        if info:
+            siblings = [{"rfilename": file} for file in files]
+            return self._json({"id": name, "modelId": name, "sha": commit, "siblings": siblings})
+        file = match[3]
+        content = files.get(file)
         if content is None:
             return self._missing("EntryNotFound", {"X-Repo-Commit": commit})
         headers = {
-            "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
+            "ETag": f'"{digests[file]}"',
             "X-Repo-Commit": commit,
             "Content-Type": "application/octet-stream",
         }
-        if _mode(file) == "lfs":
-            headers["X-Linked-ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'
-            headers["X-Linked-Size"] = str(len(content))
         if file in self.server.sizes:
             headers["X-Linked-Size"] = str(self.server.sizes[file])
         return self._send(200, content, headers)
-
-    def _info(self, name: str, revision: str) -> None:
-        repository = self.server.repositories.get(name)
-        if repository is None:
-            return self._missing("RepoNotFound")
-        commit = repository.sha(revision)
-        if commit is None:
-            return self._missing("RevisionNotFound")
-        files = [{"rfilename": file} for file in repository.files(commit)]
-        return self._json({"id": name, "modelId": name, "sha": commit, "siblings": files})
-
-    def _tree(self, name: str, revision: str) -> None:
-        repository = self.server.repositories.get(name)
-        if repository is None or repository.sha(revision) is None:
-            return self._missing("RevisionNotFound" if repository else "RepoNotFound")
-        files = repository.files(revision).items()
-        found = [
-            {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-            for path, data in files
-        ]
-        return self._json(found)
 
     def _missing(self, code: str, headers: dict[str, str] | None = None) -> None:
         self._json({"error": code}, 404, {"X-Error-Code": code, **(headers or {})})
@@ -216,11 +172,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
-
-
-def _mode(file: str) -> str:
-    """How a file is uploaded: tensors apart from git, texts in the commit."""
-    return "lfs" if file.endswith(".safetensors") else "regular"
 
 
 @contextmanager
@@ -240,7 +191,6 @@ def hub_server(cache: Any) -> Iterator[HubServer]:
         patch.setattr(constants, "HF_HUB_CACHE", str(cache))
         patch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
-        # tensors go to the server itself, not to a store with a protocol of its own
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         yield server
     server.shutdown()

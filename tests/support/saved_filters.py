@@ -13,7 +13,6 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,17 +34,11 @@ def unpacked(name: str) -> Path:
 _UNPACKED: list[tempfile.TemporaryDirectory[str]] = []
 FOLDER = unpacked("saved-at-d3ade9e")
 
-# what each filter folder was plugged with; "pruned" is pruned afterwards
-PLUGGED: dict[str, dict[str, Any]] = {
-    "gfsa": {"K": 3},
-    "exact": {"K": 4, "power": "exact", "learn": ("w1", "wK"), "w0": (0.25, -0.5)},
-    "degree-1": {"K": None},
-    "lr-multiplier": {"K": 2, "lr_multiplier": 20.0},
-    "dropout-after": {"K": 2, "learn": ("wK",), "dropout_after": "filter"},
-    "polynomial": {"filter": lambda heads: gfsa.Polynomial(heads, degree=3, lr_multiplier=2.0)},
-    "pagerank": {"filter": lambda heads: gfsa.PageRank(heads, alpha=0.2, hops=3)},
-    "pruned": {"filter": lambda heads: gfsa.Polynomial(heads, degree=2)},
-}
+# the filter folders, by what their filters are
+PLUGGED = (
+    *("gfsa", "exact", "degree-1", "lr-multiplier", "dropout-after"),
+    *("polynomial", "pagerank", "pruned"),
+)
 
 
 def waves(shape: tuple[int, ...], phase: float) -> Tensor:
@@ -64,14 +57,10 @@ def fill(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def fill_filters(model: nn.Module, size: float = 0.3) -> None:
+def fill_filters(model: nn.Module) -> None:
     """Move every filter away from ordinary attention, each head by other numbers."""
     for place, filter in enumerate(gfsa.filters_of(model).values()):
-        if filter.theta is not None:
-            shift = (
-                size / filter.lr_multiplier * waves(tuple(filter.theta.shape), phase=0.5 + place)
-            )
-            filter.theta.add_(shift)
+        filter.theta.add_(0.3 * waves(tuple(filter.theta.shape), phase=0.5 + place))
 
 
 def encoder() -> nn.Module:

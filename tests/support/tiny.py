@@ -35,6 +35,19 @@ class FilteredTinyAttention(TinyAttention):
         return self.out(y.transpose(1, 2).flatten(-2))
 
 
+class UnknownAttention(nn.Module):
+    """Attention that no adapter knows."""
+
+    def __init__(self, dim: int = 8, heads: int = 2) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).movedim((-3, -2), (0, 2))
+        return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
 class TinyBlock(nn.Module):
     def __init__(self, dim: int, heads: int, causal: bool) -> None:
         super().__init__()

@@ -29,14 +29,8 @@ NAME = "_gfsa_name"
 """The module's name in its model, for errors of its forward."""
 
 HEADS = (
-    "num_heads",
-    "num_attention_heads",
-    "n_heads",
-    "n_head",
-    "heads",
-    "nhead",
-    "num_head",
-    "attention_heads",
+    *("num_heads", "num_attention_heads", "n_heads", "n_head"),
+    *("heads", "nhead", "num_head", "attention_heads"),
 )
 """Attribute names under which libraries keep the number of heads."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
@@ -15,7 +16,7 @@ from gfsa.operators.call import DropoutPlace, check_dropout_place
 from gfsa.plugs.checks.proof import token_mixers
 from gfsa.plugs.checks.trial import UNREACHED, try_forward
 from gfsa.plugs.distributed import refuse_distributed
-from gfsa.plugs.install import install, stacks_of, uninstall
+from gfsa.plugs.install import CHANGING, install, stacks_of, uninstall
 from gfsa.plugs.registry import Unknown, example_inputs, is_traced_after_trial
 from gfsa.plugs.sites import (
     NOT_SELECTED,
@@ -33,9 +34,9 @@ from gfsa.plugs.sites import (
     select_layers,
     sites,
 )
-from gfsa.plugs.transaction import CHANGING
 
 FilterFactory = Callable[[int], GraphFilter]
+Plan = list[tuple[Site, GraphFilter]]
 
 
 class _Unset:
@@ -131,7 +132,15 @@ def plug(
             2  layers.1.self_attn: 4 heads, adapter
     """
     check_model(model)
-    _refuse_arguments(others)
+    for name in others:
+        advice = (
+            "learning rates belong to the optimizer: gfsa.parameter_groups(model, lr=…, "
+            "filter_lr=…), or gfsa.FilterRate for a Trainer; plug(lr_multiplier=…) needs neither"
+            if name in ("lr", "filter_lr", "learning_rate")
+            else "help(gfsa.plug) lists what it has; arguments of another filter go to filter=, "
+            "as in lambda heads: gfsa.Polynomial(heads, degree=4)"
+        )
+        raise TypeError(f"plug has no argument {name!r}; {advice}")
     arguments: dict[str, Any] = {
         "K": K,
         "learn": learn,
@@ -143,24 +152,30 @@ def plug(
         "dropout_after": dropout_after,
     }
     given = {name: value for name, value in arguments.items() if value is not UNSET}
-    _check_degree(degree, given)
+    if degree is not None and ("K" in given or given.get("power") == "exact"):
+        raise ValueError("degree and K (or power='exact') both set the degree; pass one of them")
     if preset is not None:
         from gfsa.plugs.published import preset_for
 
         given = {**preset_for(model, preset), **given}
     if degree is not None:
+        if isinstance(degree, bool) or degree not in (1, 2):
+            raise ValueError(
+                f"degree must be 1 (c0·I + c1·A) or 2 (the default), got {degree!r:.40}; for "
+                "others pass filter=lambda heads: gfsa.Polynomial(heads, degree=…)"
+            )
         given["K"] = None if degree == 1 else given.get("K", 3)
-    place: DropoutPlace = given.pop("dropout_after", "attention")
-    if place != "attention":
-        check_dropout_place(place)
+    place = check_dropout_place(given.pop("dropout_after", "attention"))
     if unknown not in get_args(Unknown):
         raise ValueError(f"unknown must be one of {get_args(Unknown)}, got {unknown!r}")
-    factory = _factory(filter, given)
+    attempt = functools.partial(_tried, model, layers, _factory(filter, given), place)
     with CHANGING:
         found = sites(model, unknown)
-        planned, report = _planned(model, found, layers, factory, place, inputs)
+        planned, report = _planned(model, found, attempt, inputs)
         if depth:
             _add_depth(planned)
+            # filters without parameters have some now
+            refuse_distributed(model, [site.module for site, _ in planned])
         _refuse_before_first(found, planned)
         report.parameters = parameters_in(planned)
         report.dry_run = dry_run
@@ -178,29 +193,6 @@ def plug(
             stacklevel=2,
         )
     return report
-
-
-def _refuse_arguments(others: Mapping[str, Any]) -> None:
-    """Raise for arguments that plug does not have; rates belong to the optimizer."""
-    for name in others:
-        advice = (
-            "learning rates belong to the optimizer: gfsa.parameter_groups(model, lr=…, "
-            "filter_lr=…), or gfsa.FilterRate for a Trainer; plug(lr_multiplier=…) needs neither"
-            if name in ("lr", "filter_lr", "learning_rate")
-            else "help(gfsa.plug) lists what it has; arguments of another filter go to filter=, "
-            "as in lambda heads: gfsa.Polynomial(heads, degree=4)"
-        )
-        raise TypeError(f"plug has no argument {name!r}; {advice}")
-
-
-def _check_degree(degree: int | None, given: Mapping[str, Any]) -> None:
-    if degree is not None and (isinstance(degree, bool) or degree not in (1, 2)):
-        raise ValueError(
-            f"degree must be 1 (c0·I + c1·A) or 2 (the default), got {degree!r:.40}; for others "
-            "pass filter=lambda heads: gfsa.Polynomial(heads, degree=…)"
-        )
-    if degree is not None and ("K" in given or given.get("power") == "exact"):
-        raise ValueError("degree and K (or power='exact') both set the degree; pass one of them")
 
 
 def unplug(model: nn.Module) -> None:
@@ -230,16 +222,14 @@ def unplug(model: nn.Module) -> None:
 
 def plan_filters(
     model: nn.Module, found: Mapping[str, Site], layers: Layers, factory: FilterFactory
-) -> tuple[list[tuple[Site, GraphFilter]], PlugReport]:
+) -> tuple[Plan, PlugReport]:
     """The selected sites, each with a new filter, and the report; the model does not change."""
     accepting = accepting_sites(model, found)
     selected = select_layers({name: site.module for name, site in accepting.items()}, layers)
-    skipped = {n: site.refusal or NOT_SELECTED for n, site in found.items() if n not in selected}
-    planned: list[tuple[Site, GraphFilter]] = []
+    planned: Plan = []
     taken = {id(site.filter): other for other, site in accepting.items() if site.is_plugged}
-    for name, site in accepting.items():
-        if name not in selected:
-            continue
+    for name in (name for name in accepting if name in selected):
+        site = accepting[name]
         if site.is_plugged:
             raise ValueError(
                 f"{name or ROOT} is plugged already; gfsa.unplug(model) first, or choose other "
@@ -247,7 +237,8 @@ def plan_filters(
             )
         # on the host, and trainable, wherever plug is called; attach moves it to the layer's device
         with torch.device("cpu"), torch.inference_mode(False):
-            new_filter = _build(factory, site.num_heads, name)
+            new_filter = factory(site.num_heads)
+        _check_filter(new_filter, site)
         if id(new_filter) in taken:
             raise ValueError(
                 f"filter({site.num_heads}) returned the same object for {taken[id(new_filter)]} "
@@ -256,6 +247,7 @@ def plan_filters(
             )
         taken[id(new_filter)] = name
         planned.append((site, new_filter))
+    skipped = {n: site.refusal or NOT_SELECTED for n, site in found.items() if n not in selected}
     report = report_of(planned, skipped, found)
     if report.parameters:
         refuse_distributed(model, [site.module for site, _ in planned])
@@ -265,60 +257,55 @@ def plan_filters(
 def _planned(
     model: nn.Module,
     found: Mapping[str, Site],
-    layers: Layers,
-    factory: FilterFactory,
-    place: DropoutPlace,
+    attempt: Callable[[Mapping[str, Site], Any], tuple[Plan, PlugReport]],
     inputs: Any,
-) -> tuple[list[tuple[Site, GraphFilter]], PlugReport]:
-    """The filters to install, after a trial forward if there are inputs, and the report."""
-    # refused sites that are traced where a trial forward shows that this works
+) -> tuple[Plan, PlugReport]:
+    """The filters to install, and the report; modules of timm are traced if a trial succeeds."""
     refused = {n for n, site in found.items() if is_traced_after_trial(site.adapter, site.module)}
     traced = sites(model, "trace") if refused else {}
     tracing = {n: s for n, s in traced.items() if n in refused and s.refusal is None}
     batch = example_inputs(model) if tracing and inputs is None else inputs
     if tracing and batch is not None:
         try:
-            planned, report = _tried(model, {**found, **tracing}, layers, factory, place, batch)
+            planned, report = attempt({**found, **tracing}, batch)
         except (ValueError, torch.OutOfMemoryError):
             if inputs is not None:
                 raise
         else:
             unreached = {n for n in tracing if UNREACHED in report.how.get(n, "")}
             return _without(planned, report, {n: str(found[n].refusal) for n in unreached}), report
-    return _tried(model, found, layers, factory, place, inputs)
+    return attempt(found, inputs)
 
 
 def _tried(
     model: nn.Module,
-    found: Mapping[str, Site],
     layers: Layers,
     factory: FilterFactory,
     place: DropoutPlace,
+    found: Mapping[str, Site],
     inputs: Any,
-) -> tuple[list[tuple[Site, GraphFilter]], PlugReport]:
-    """The filters of these sites, with inputs those alone that work in a trial forward."""
+) -> tuple[Plan, PlugReport]:
+    """The filters of these sites; with inputs, of those alone that work in a trial forward."""
     planned, report = plan_filters(model, found, layers, factory)
     report.skipped |= token_mixers(model, found)
     for _, new_filter in planned:
         new_filter.dropout_after = place
     if inputs is None:
         return planned, report
-    trial = try_forward(model, planned, inputs)
-    for name in trial.unreached:
+    refused, unreached = try_forward(model, planned, inputs)
+    for name in unreached:
         report.how[name] += f", {UNREACHED}"
-    kept = _without(planned, report, trial.refused)
-    if not kept and planned:
+    kept = _without(planned, report, refused)
+    if planned and not kept:
         raise ValueError(
             f"no filter works in {type(model).__name__} on these inputs:"
-            + listed_reasons(trial.refused)
+            + listed_reasons(refused)
             + "\ngfsa.register_adapter teaches gfsa an attention class of your own"
         )
     return kept, report
 
 
-def _without(
-    planned: list[tuple[Site, GraphFilter]], report: PlugReport, refused: Mapping[str, str]
-) -> list[tuple[Site, GraphFilter]]:
+def _without(planned: Plan, report: PlugReport, refused: Mapping[str, str]) -> Plan:
     """The plan without the refused layers, which the report lists with their reasons."""
     for name, reason in refused.items():
         del report.plugged[name], report.how[name]
@@ -326,7 +313,7 @@ def _without(
     return [(site, filter) for site, filter in planned if site.name not in refused]
 
 
-def _add_depth(planned: Sequence[tuple[Site, GraphFilter]]) -> None:
+def _add_depth(planned: Plan) -> None:
     """Give every filter but the first of each stack a depth term."""
     filters = {site.name: filter for site, filter in planned}
     for pattern, (_, *others) in stacks_of(filters).items():
@@ -340,9 +327,7 @@ def _add_depth(planned: Sequence[tuple[Site, GraphFilter]]) -> None:
             filters[name].add_depth()
 
 
-def _refuse_before_first(
-    found: Mapping[str, Site], planned: Sequence[tuple[Site, GraphFilter]]
-) -> None:
+def _refuse_before_first(found: Mapping[str, Site], planned: Plan) -> None:
     """Raise for a filter before the layer whose values a depth term adds.
 
     A saved folder says which filters have the term: the first layer of their stack is V⁰.
@@ -376,15 +361,14 @@ def _factory(filter: FilterFactory | None, given: dict[str, Any]) -> FilterFacto
     return filter
 
 
-def _build(factory: FilterFactory, heads: int, name: str) -> GraphFilter:
-    new_filter = factory(heads)
+def _check_filter(new_filter: Any, site: Site) -> None:
+    heads = site.num_heads
     if not isinstance(new_filter, GraphFilter):
         raise TypeError(
             f"filter({heads}) must return a gfsa.GraphFilter, got {type(new_filter).__name__}"
         )
     if new_filter.num_heads != heads:
         raise ValueError(
-            f"{name} has {heads} heads, but filter({heads}) returned a filter for "
+            f"{site.name} has {heads} heads, but filter({heads}) returned a filter for "
             f"{new_filter.num_heads}; pass the number on, as lambda heads: gfsa.GFSA(heads) does"
         )
-    return new_filter

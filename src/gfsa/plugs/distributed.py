@@ -81,11 +81,6 @@ def is_partitioned(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "full_tensor") or _is_of_zero(parameter)
 
 
-def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape of the whole parameter; ZeRO-3 leaves an empty tensor between forwards."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
 @contextlib.contextmanager
 def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, parameters of ZeRO-3 are whole, to be read; every process has to enter.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from gfsa._version import __version__
 from gfsa.plugs.saving.checkpoint import save, write_filters
@@ -90,7 +90,7 @@ def push_to_hub(
         if not weights:
             save(model, folder)
             what = "Filters for"
-            use = _code("", f"gfsa.load(model, {place})  # the backbone, unplugged")
+            use = _code(f"gfsa.load(model, {place})  # the backbone, unplugged")
         else:
             model.save_pretrained(folder)  # type: ignore[operator]
             write_filters(model, folder)
@@ -108,16 +108,10 @@ def push_to_hub(
             text, *others = _SECTION.split(old.read_text(encoding="utf-8"))
             text = text + section + "".join(others) if others else f"{text.rstrip()}\n\n{section}\n"
         except (hub.errors.EntryNotFoundError, hub.errors.RevisionNotFoundError):
-            lines = [
-                "---",
-                "library_name: gfsa",
-                "tags:",
-                "- gfsa",
-                "- graph-filter-self-attention",
-            ]
-            lines += [] if backbone is None else [f"base_model: {backbone}"]
-            lines += ["---", "", f"# {repository.rpartition('/')[2]}", "", section, ""]
-            text = "\n".join(lines)
+            tags = ["gfsa", "graph-filter-self-attention"]
+            about = hub.ModelCardData(library_name="gfsa", tags=tags, base_model=backbone)
+            title = repository.rpartition("/")[2]
+            text = f"---\n{about.to_yaml()}\n---\n\n# {title}\n\n{section}\n"
         (folder / CARD).write_text(text, encoding="utf-8")
         commit = api.upload_folder(
             repo_id=repository,
@@ -162,7 +156,7 @@ def _mark(model: nn.Module, folder: Path, place: str, is_adapter: bool) -> str:
     if is_adapter:
         # peft warns about entries that it does not know
         file, key = folder / "adapter_config.json", PEFT_ENTRY
-        use = _code("", f"model = gfsa.load_peft(base_model, {place})")
+        use = _code(f"model = gfsa.load_peft(base_model, {place})")
         alone = (
             "`PeftModel.from_pretrained` alone loads the adapter **without the filters** if the "
             "base model is not plugged."
@@ -172,7 +166,7 @@ def _mark(model: nn.Module, folder: Path, place: str, is_adapter: bool) -> str:
         cls = type(model)
         name = cls.__name__ if cls.__module__.startswith("transformers.") else "AutoModel"
         load = f"model = gfsa.from_pretrained({name}, {place})"
-        use = _code(f"from transformers import {name}", "", load)
+        use = _code(load, f"from transformers import {name}\n")
         alone = (
             f"`{name}.from_pretrained` alone loads the weights **without the filters**: it lists "
             "them as UNEXPECTED in its load report."
@@ -199,10 +193,10 @@ def _section(
     backbone: str | None,
     results: Mapping[str, float | str] | None,
 ) -> str:
+    """The part of the card that gfsa writes."""
     filters = {canonical_name(model, name): f for name, f in filters_of(model).items()}
     of = "" if backbone is None else f" (backbone: `{backbone}`)"
-    polynomials = [f for f in filters.values() if f.is_polynomial]
-    powers = range(1 + max((f.degree for f in polynomials), default=-1))
+    powers = range(1 + max((f.degree for f in filters.values() if f.is_polynomial), default=-1))
     rows: list[Sequence[Any]] = [
         ("layer", "filter", *(f"c{k}: mean (least … largest)" for k in powers))
     ]
@@ -212,7 +206,8 @@ def _section(
         settings |= {term: entry[term] for term in ("exclusive", "depth") if term in entry}
         shown = ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
         c = filter.coefficients().detach().T if filter.is_polynomial else ()
-        ranges = [_range(c[k]) if k < len(c) else "" for k in powers]
+        ranges = [f"{x.mean():.4g} ({x.min():.4g} … {x.max():.4g})" for x in c]
+        ranges += [""] * (len(powers) - len(ranges))
         rows.append((f"`{name}`", f"`{entry['kind']}` {shown}", *ranges))
     parts = [
         BEGIN,
@@ -226,12 +221,8 @@ def _section(
     return "\n\n".join(parts)
 
 
-def _range(column: Tensor) -> str:
-    return f"{column.mean():.4g} ({column.min():.4g} … {column.max():.4g})"
-
-
-def _code(*lines: str) -> str:
-    return "\n".join(["```python", "import gfsa", *lines, "```"])
+def _code(call: str, imports: str = "") -> str:
+    return f"```python\nimport gfsa\n{imports}\n{call}\n```"
 
 
 def _table(rows: Sequence[Sequence[Any]]) -> str:

@@ -92,8 +92,8 @@ def parameter_groups(
 def _default_rate(model: nn.Module, lr: Any) -> Any:
     """The filters' rate if none is given: at that of a fine-tuned model they would hardly move."""
     learning = [filter for filter in filters_of(model).values() if list(filter.parameters())]
-    alone = [f.has_depth and f.theta is not None and f.theta.shape[-1] == 1 for f in learning]
-    rate = _DEPTH_LR if alone and all(alone) else _FILTER_LR
+    depth = [f for f in learning if f.has_depth and f.theta is not None and f.theta.shape[-1] == 1]
+    rate = _DEPTH_LR if depth and depth == learning else _FILTER_LR
     if lr >= rate or any(filter.lr_multiplier != 1 for filter in learning):
         return lr
     # captured steps read a rate from a tensor
@@ -214,15 +214,15 @@ def give_rate(optimizer: Any, model: nn.Module, filter_lr: float) -> None:
         groups = [{**group, "params": list(group["params"])} for group in groups]
     else:
         groups = optimizer.param_groups
-    present = next((group for group in groups if group.get("name") == FILTERS), None)
-    if present is not None:
-        rate = present.get("initial_lr", present["lr"])
-        if rate != filter_lr:
-            raise ValueError(
-                f"filter_lr={filter_lr}, but the optimizer has a group of filters with lr={rate}: "
-                "give the rate once"
-            )
-        return
+    for group in groups:
+        if group.get("name") == FILTERS:
+            rate = group.get("initial_lr", group["lr"])
+            if rate != filter_lr:
+                raise ValueError(
+                    f"filter_lr={filter_lr}, but the optimizer has a group of filters with "
+                    f"lr={rate}: give the rate once"
+                )
+            return
     if not wanted <= _held_by(groups):
         raise ValueError(
             f"filter_lr={filter_lr}: {type(optimizer).__name__} does not hold the filters' "
@@ -234,6 +234,18 @@ def give_rate(optimizer: Any, model: nn.Module, filter_lr: float) -> None:
         optimizer.params = [*groups, filter_group(of_filters, filter_lr)]
     else:
         optimizer.add_param_group(filter_group(of_filters, filter_lr))
+
+
+def refuse_scheduler_from_config(scheduler: Any) -> None:
+    """DeepSpeed's own schedulers know one highest rate, for all groups alike."""
+    # accelerate's stand-in for a scheduler that DeepSpeed builds from its config
+    if type(scheduler).__name__ == "DummyScheduler" and scheduler.lr_scheduler_callable is None:
+        raise ValueError(
+            "FilterRate: the DeepSpeed config has a `scheduler`, which takes all groups to one "
+            "rate (warmup_max_lr, cycle_max_lr), the filters too. Remove it from the config: "
+            "TrainingArguments(lr_scheduler_type=…, warmup_steps=…) schedules instead. "
+            f"Or: {_INSTEAD}"
+        )
 
 
 # plugged models, each with the steps in which their filters got gradients and did not move, and the
@@ -278,31 +290,28 @@ def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
                 "and the filters to AdamW (gfsa.parameter_groups(model, ...) has a group of each)",
                 stacklevel=3,
             )
-    for model in [model for model, (steps, _) in _WATCHED.items() if steps < _STEPS]:
-        _look_for_filters(model, _held_by(optimizer.param_groups))
-
-
-def _look_for_filters(model: nn.Module, held: set[int]) -> None:
-    """Warn if ``held`` are parameters of ``model`` in the last of too many steps without filters.
-
-    Another optimizer that moves filters need not be one of torch: versions show it.
-    """
-    own = [p for p in _learned_by_filters(model).values() if p.requires_grad]
-    steps, before = _WATCHED[model]
-    versions = sum(p._version for p in own)
-    if not own or any(id(p) in held for p in own) or (steps and versions != before):
-        _WATCHED[model] = _STEPS, versions
-    elif any(p.grad is not None for p in own) and any(id(p) in held for p in model.parameters()):
-        _WATCHED[model] = steps + 1, versions
-        if steps + 1 == _STEPS:
-            warnings.warn(
-                f"in {_STEPS} training steps of {type(model).__name__} other weights have changed, "
-                "but no filter has, although filters got gradients: the optimizer does not have "
-                "their parameters. Build it after gfsa.plug, with gfsa.parameter_groups(model, "
-                "...) or model.parameters(); to keep the filters as they are, call "
-                "requires_grad_(False) on them",
-                stacklevel=4,
-            )
+    for model, (steps, before) in [*_WATCHED.items()]:
+        if steps == _STEPS:
+            continue
+        held = _held_by(optimizer.param_groups)
+        own = [p for p in _learned_by_filters(model).values() if p.requires_grad]
+        # an optimizer that moves filters need not be one of torch: versions show it
+        versions = sum(p._version for p in own)
+        if not own or held & {id(p) for p in own} or (steps and versions != before):
+            _WATCHED[model] = _STEPS, versions
+        elif any(p.grad is not None for p in own) and any(
+            id(p) in held for p in model.parameters()
+        ):
+            _WATCHED[model] = steps + 1, versions
+            if steps + 1 == _STEPS:
+                warnings.warn(
+                    f"in {_STEPS} training steps of {type(model).__name__} other weights have "
+                    "changed, but no filter has, although filters got gradients: the optimizer "
+                    "does not have their parameters. Build it after gfsa.plug, with "
+                    "gfsa.parameter_groups(model, ...) or model.parameters(); to keep the filters "
+                    "as they are, call requires_grad_(False) on them",
+                    stacklevel=3,
+                )
 
 
 def _held_by(groups: Iterable[dict[str, Any]]) -> set[int]:
@@ -316,15 +325,3 @@ def _learned_by_filters(model: nn.Module) -> dict[str, nn.Parameter]:
         if isinstance(filter, GraphFilter)
         for own, parameter in filter.named_parameters()
     }
-
-
-def refuse_scheduler_from_config(scheduler: Any) -> None:
-    """DeepSpeed's own schedulers know one highest rate, for all groups alike."""
-    # accelerate's stand-in for a scheduler that DeepSpeed builds from its config
-    if type(scheduler).__name__ != "DummyScheduler" or scheduler.lr_scheduler_callable is not None:
-        return
-    raise ValueError(
-        "FilterRate: the DeepSpeed config has a `scheduler`, which takes all groups to one rate "
-        "(warmup_max_lr, cycle_max_lr), the filters too. Remove it from the config: "
-        f"TrainingArguments(lr_scheduler_type=…, warmup_steps=…) schedules instead. Or: {_INSTEAD}"
-    )

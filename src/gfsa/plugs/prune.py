@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,11 +16,17 @@ from gfsa.filters.spec import check_number
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.checks.called import watch_forwards
 from gfsa.plugs.distributed import refuse_distributed
-from gfsa.plugs.install import attach, detach, notify_adapters, refuse_changed_since
+from gfsa.plugs.install import (
+    all_or_nothing,
+    attach,
+    detach,
+    notify_adapters,
+    refuse_changed_since,
+    unchanged,
+)
 from gfsa.plugs.optim import watch_optimizers
-from gfsa.plugs.running import call, evaluating
+from gfsa.plugs.running import call
 from gfsa.plugs.sites import Site, plugged_sites, refuse_sharded, refuse_wrapped
-from gfsa.plugs.transaction import all_or_nothing
 
 
 @dataclass
@@ -36,12 +42,7 @@ class PruneReport:
     """Layers whose filter had become ordinary attention and was removed."""
     largest_change: float | None = None
     """Largest absolute change of any output on ``inputs``; None without inputs."""
-    _model: nn.Module = field(default_factory=nn.Module, repr=False)
-    _sites: dict[str, Site] = field(default_factory=dict, repr=False)
-    """The sites with their filters of before."""
-    _pruned: dict[str, GraphFilter | None] = field(default_factory=dict, repr=False)
-    """The filters of after, and what they had learned then."""
-    _numbers: list[Tensor] = field(default_factory=list, repr=False)
+    _undo: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
     @property
     def passes_before(self) -> int:
@@ -58,20 +59,7 @@ class PruneReport:
         Raises:
             ValueError: if filters were added, removed, replaced or trained since.
         """
-        before = {name: site.filter for name, site in self._sites.items()}
-        now = {name: getattr(site.module, CHILD, None) for name, site in self._sites.items()}
-        numbers = zip(_numbers_of(self._pruned), self._numbers, strict=True)
-        if (
-            plugged_sites(self._model).keys() != {name for name in now if now[name] is not None}
-            or any(now[name] is not filter for name, filter in self._pruned.items())
-            # wherever and in whatever dtype they are now
-            or not all(torch.equal(p, old.to(p)) for p, old in numbers)
-        ):
-            raise ValueError(
-                "the filters of the model were changed since gfsa.prune, so undo would overwrite "
-                "that change; gfsa.load an earlier save instead"
-            )
-        _exchange(self._model, self._sites, before)
+        self._undo()
 
     def __str__(self) -> str:
         total, left = self.passes_before, self.passes_after
@@ -126,23 +114,39 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
     refuse_wrapped(plugged)
     refuse_sharded(plugged, "prune")
     refuse_changed_since(list(plugged.values()))
+    old = {name: site.filter for name, site in plugged.items()}
     # filters that are created in inference mode could never be trained
     with torch.inference_mode(False):
-        pruned = {name: _pruned(site.filter, tolerance) for name, site in plugged.items()}
-    expected = None if inputs is None else _outputs(model, inputs)
+        pruned = {name: _pruned(filter, tolerance) for name, filter in old.items()}
+    numbers = [p.detach().clone() for p in _numbers_of(pruned)]
+
+    def undo() -> None:
+        now = {name: getattr(site.module, CHILD, None) for name, site in plugged.items()}
+        if (
+            plugged_sites(model).keys() != {name for name in now if now[name] is not None}
+            or any(now[name] is not filter for name, filter in pruned.items())
+            # wherever and in whatever dtype they are now
+            or not all(
+                torch.equal(p, q.to(p)) for p, q in zip(_numbers_of(pruned), numbers, strict=True)
+            )
+        ):
+            raise ValueError(
+                "the filters of the model were changed since gfsa.prune, so undo would overwrite "
+                "that change; gfsa.load an earlier save instead"
+            )
+        _exchange(model, plugged, old)
+
     report = PruneReport(
         float(tolerance),
-        before={name: _degrees(site.filter) for name, site in plugged.items()},
+        before={name: _degrees(filter) for name, filter in old.items()},
         after={
-            name: [1] * plugged[name].filter.num_heads if new is None else _degrees(new)
+            name: [1] * old[name].num_heads if new is None else _degrees(new)
             for name, new in pruned.items()
         },
         unplugged=[name for name, new in pruned.items() if new is None],
-        _model=model,
-        _sites=plugged,
-        _pruned=pruned,
-        _numbers=[p.detach().clone() for p in _numbers_of(pruned)],
+        _undo=undo,
     )
+    expected = None if inputs is None else _outputs(model, inputs)
     with all_or_nothing(model):
         _exchange(model, plugged, pruned)
         if expected is not None:
@@ -154,20 +158,20 @@ def _exchange(
     model: nn.Module, sites: Mapping[str, Site], wanted: Mapping[str, GraphFilter | None]
 ) -> None:
     """Give each of these sites the wanted filter, or none, if it has another one."""
-    now = {name: getattr(site.module, CHILD, None) for name, site in sites.items()}
-    changed = {name: site for name, site in sites.items() if now[name] is not wanted[name]}
-    fresh = {
-        name: (site.module, f) for name, site in changed.items() if (f := wanted[name]) is not None
-    }
-    learning = [module for module, filter in fresh.values() if filter.theta is not None]
-    if learning:
-        refuse_distributed(model, learning)
+    fresh = {}
     with all_or_nothing(model), torch.inference_mode(False):
-        for name, site in changed.items():
-            if (old := now[name]) is not None:
+        for name, site in sites.items():
+            old, new = getattr(site.module, CHILD, None), wanted[name]
+            if old is new:
+                continue
+            if old is not None:
                 detach(replace(site, child=old))
-            if name in fresh:
-                attach(site, fresh[name][1])
+            if new is not None:
+                attach(site, new)
+                fresh[name] = site.module, new
+        learning = [module for module, filter in fresh.values() if filter.theta is not None]
+        if learning:
+            refuse_distributed(model, learning)
         notify_adapters(model, sites.values())
         watch_forwards(model, fresh)
         watch_optimizers(model)
@@ -183,16 +187,17 @@ def _pruned(old: GraphFilter, tolerance: float) -> GraphFilter | None:
     heads, degree = old.num_heads, old.degree
     rest = coefficients[:, 2:].abs().sum(-1)
     high = [head for head in range(heads) if rest[head] > tolerance]
-    # an exclusive or a depth term stays: only high powers are pruned beside it
-    has_terms = old.share() is not None or old.first_values is not None
-    plain = _is_plain(coefficients, tolerance) and not has_terms
-    if len(high) == heads or (degree < 2 and not plain):
-        return old
-    for head in set(range(heads)) - set(high):
+    for head in set(range(heads)) - set(high) if degree else ():
         coefficients[head, 1] = coefficients[head, 1:].sum()
         coefficients[head, 2:] = 0.0
-    if not high and not has_terms and _is_plain(coefficients, tolerance):
-        return None
+    # an exclusive or a depth term stays: only high powers are pruned beside it
+    has_terms = old.share() is not None or old.first_values is not None
+    if degree and not high and not has_terms:
+        off = coefficients[:, 0].abs() + (coefficients[:, 1] - 1).abs()
+        if bool((off <= tolerance).all()):
+            return None
+    if degree < 2 or len(high) == heads:
+        return old
     new = PartialPolynomial(heads, degree, high) if high else Polynomial(heads, degree=1)
     new = new.to(old.base)
     new.set_coefficients(coefficients[:, : new.degree + 1])
@@ -201,24 +206,15 @@ def _pruned(old: GraphFilter, tolerance: float) -> GraphFilter | None:
     return new.requires_grad_(old.theta is not None and old.theta.requires_grad)
 
 
-def _is_plain(coefficients: Tensor, tolerance: float) -> bool:
-    """Whether c0 = 0 and c1 = 1 in every head, within the tolerance; higher columns are ignored."""
-    if coefficients.shape[-1] < 2:
-        return False
-    off = coefficients[:, 0].abs() + (coefficients[:, 1] - 1).abs()
-    return bool((off <= tolerance).all())
-
-
 def _degrees(filter: GraphFilter) -> list[int]:
     high = set(filter.high if isinstance(filter, PartialPolynomial) else range(filter.num_heads))
     return [filter.degree if head in high else 1 for head in range(filter.num_heads)]
 
 
 def _outputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
-    """Every floating-point tensor that the model returns, by its path in the output."""
-    with evaluating(model):
-        output = call(model, inputs)
-    leaves, _ = pytree.tree_flatten_with_path(output)
+    """Every floating-point tensor that the model returns in evaluation, by its path."""
+    with unchanged(model):
+        leaves, _ = pytree.tree_flatten_with_path(call(model.eval(), inputs))
     found = {
         pytree.keystr(path): leaf
         for path, leaf in leaves

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gfsa.filters import GFSA, GraphFilter
 from gfsa.operators.call import DropoutPlace
 from gfsa.plugs.distributed import refuse_distributed
-from gfsa.plugs.install import install
+from gfsa.plugs.install import all_or_nothing, install
 from gfsa.plugs.saving.identity import canonical_name, numbers_in, pattern_of, some_of
 from gfsa.plugs.sites import (
     PlugReport,
@@ -33,21 +33,20 @@ from gfsa.plugs.sites import (
     report_of,
     sites,
 )
-from gfsa.plugs.transaction import all_or_nothing
 
 # what the published code calls the learned number of a head, and where its attention dropout acts
 _PARAMETERS: dict[str, DropoutPlace] = {"lamb": "filter", "w_K": "attention", "beta": "filter"}
 
-# backbone → K by default, of the code that drops entries of A and of that which drops entries of H
-_DROPS_MAP = {"bert": 3, "albert": 3, "roberta": 3, "gpt2": 3, "graphormer": 2}
-_DROPS_FILTER = {"vit": 4, "deit": 4, "cait": 4, "swin": 3, "t5": 3}
-_DROPS_FILTER |= {"speech": 2, "bart": 2, "plbart": 2}
+# backbone → the published code's K by default, and where its attention dropout acts
 _PAPER: dict[str, tuple[int, DropoutPlace]] = {
-    **{name: (K, "attention") for name, K in _DROPS_MAP.items()},
-    **{name: (K, "filter") for name, K in _DROPS_FILTER.items()},
+    **dict.fromkeys(("bert", "albert", "roberta", "gpt2"), (3, "attention")),
+    "graphormer": (2, "attention"),
+    **dict.fromkeys(("vit", "deit", "cait"), (4, "filter")),
+    **dict.fromkeys(("swin", "t5"), (3, "filter")),
+    **dict.fromkeys(("speech", "bart", "plbart"), (2, "filter")),
 }
 # K is written into the files that call the parameter lamb; RoBERTa's is of the code task
-_HARD_CODED = {**_DROPS_FILTER, "roberta": 4}
+_HARD_CODED = {name: K for name, (K, place) in _PAPER.items() if place == "filter"} | {"roberta": 4}
 # classes of other libraries that are one of the paper's backbones
 _BACKBONES = {
     "VisionTransformer": "deit",
@@ -117,11 +116,6 @@ def convert(
     left_out = {}
     for layer, site in matched.items():
         numbers = filters[layer].detach().double().cpu()
-        if not bool(numbers.isfinite().all()):
-            raise ValueError(
-                f"{layer}.{parameter} has values that are not finite; take an earlier checkpoint "
-                "of the run"
-            )
         if site.refusal is not None:
             if strict and bool(numbers.any()):
                 raise ValueError(
@@ -132,10 +126,11 @@ def convert(
             left_out[site.name] = f"left out, although the checkpoint has one: {site.refusal}"
             continue
         heads = site.num_heads
-        if numbers.shape != (heads,):
+        if numbers.shape != (heads,) or not bool(numbers.isfinite().all()):
             raise ValueError(
-                f"{layer}.{parameter} has {numbers.numel()} numbers, {site.name} has {heads} "
-                "heads, expected one number per head; build the model that was trained"
+                f"{layer}.{parameter} must have one finite number for each of the {heads} heads of "
+                f"{site.name}, got {numbers.tolist()!s:.80}; build the model that was trained, or "
+                "take an earlier checkpoint"
             )
         with torch.device("cpu"), torch.inference_mode(False):
             filter = GFSA(heads, K=K, learn=("wK",), w0=w0, wK=numbers.tolist())
@@ -297,9 +292,8 @@ def _unwrapped(state_dict: Any) -> dict[str, Tensor]:
     if inside:
         return _unwrapped(state_dict[inside[0]])
     tensors = {str(key): value for key, value in state_dict.items() if isinstance(value, Tensor)}
-    if tensors and all(key.startswith("module.") for key in tensors):
-        tensors = {key.removeprefix("module."): value for key, value in tensors.items()}
-    return tensors
+    wrapped = all(key.startswith("module.") for key in tensors)
+    return {key.removeprefix("module.") if wrapped else key: x for key, x in tensors.items()}
 
 
 def _load_weights(model: nn.Module, rest: Mapping[str, Tensor]) -> None:
@@ -345,13 +339,12 @@ def preset_for(model: nn.Module, preset: str) -> dict[str, Any]:
             f"the paper has no settings for {type(model).__name__}; it has settings for "
             f"{', '.join(sorted(_PAPER))}. Pass K and learn instead"
         )
-    settings = {_PAPER[backbone] for backbone in backbones}
-    if len(settings) > 1:
+    (K, place), *others = {_PAPER[backbone] for backbone in backbones}
+    if others:
         raise ValueError(
             f"{type(model).__name__} contains {' and '.join(sorted(backbones))}, for which the "
             "paper has different settings; plug its parts one by one"
         )
-    ((K, place),) = settings
     # it learns wK alone, from zero
     return {"K": K, "learn": ("wK",), "dropout_after": place}
 

@@ -117,21 +117,18 @@ _OF_LIBRARY = {
 # classes that the tests have traced; those of timm's ViT and Swin are for versions whose forward
 # the adapter does not know
 _TRACED = {
-    ("speechbrain.nnet.attention", "RelPosMHAXL"),
-    ("speechbrain.nnet.attention", "RoPEMHA"),
-    ("timm.layers.attention", "Attention"),
-    ("timm.layers.attention", "AttentionRope"),
-    ("timm.models.beit", "Attention"),
-    ("timm.models.cait", "TalkingHeadAttn"),
-    ("timm.models.eva", "EvaAttention"),
-    ("timm.models.swin_transformer", "WindowAttention"),
-    ("timm.models.swin_transformer_v2", "WindowAttention"),
-    ("timm.models.swin_transformer_v2_cr", "WindowMultiHeadAttention"),
-    ("timm.models.tnt", "Attention"),
-    ("timm.models.vision_transformer", "Attention"),
-    ("timm.models.vision_transformer_relpos", "RelPosAttention"),
-    ("torchvision.models.swin_transformer", "ShiftedWindowAttention"),
-    ("torchvision.models.swin_transformer", "ShiftedWindowAttentionV2"),
+    "speechbrain.nnet.attention": ("RelPosMHAXL", "RoPEMHA"),
+    "timm.layers.attention": ("Attention", "AttentionRope"),
+    "timm.models.beit": ("Attention",),
+    "timm.models.cait": ("TalkingHeadAttn",),
+    "timm.models.eva": ("EvaAttention",),
+    "timm.models.swin_transformer": ("WindowAttention",),
+    "timm.models.swin_transformer_v2": ("WindowAttention",),
+    "timm.models.swin_transformer_v2_cr": ("WindowMultiHeadAttention",),
+    "timm.models.tnt": ("Attention",),
+    "timm.models.vision_transformer": ("Attention",),
+    "timm.models.vision_transformer_relpos": ("RelPosAttention",),
+    "torchvision.models.swin_transformer": ("ShiftedWindowAttention", "ShiftedWindowAttentionV2"),
 }
 
 
@@ -143,7 +140,7 @@ def _find_built_in(module: nn.Module) -> Adapter | None:
     library = cls.__module__.partition(".")[0]
     if found is None and library in _OF_LIBRARY:
         found = import_module(_OF_LIBRARY[library]).find(module)
-    if found is None and (cls.__module__, cls.__name__) in _TRACED:
+    if found is None and cls.__name__ in _TRACED.get(cls.__module__, ()):
         return KNOWN_TRACER
     if found is None:
         from gfsa.adapters.torch_mha import find

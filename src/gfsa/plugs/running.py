@@ -1,4 +1,4 @@
-"""Run a model on one batch of inputs, and for that time in evaluation mode."""
+"""Run a model on one batch of inputs; keep the random generators as they were."""
 
 from __future__ import annotations
 
@@ -41,18 +41,6 @@ class _Detached(TorchFunctionMode):
             tensor, memo = args
             return memo.setdefault(id(tensor), tensor.detach().clone())
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module has its earlier mode again."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
 
 
 @contextmanager

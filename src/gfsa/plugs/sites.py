@@ -208,7 +208,6 @@ class PlugReport:
 
     def __str__(self) -> str:
         verb = "would plug" if self.dry_run else "plugged"
-        numbers = self.numbers or {name: n for n, name in enumerate(self.plugged, start=1)}
         text = report_text(
             f"{verb} {counted(len(self.plugged), 'layer')}, "
             f"{counted(self.parameters, 'learned number')}",
@@ -217,7 +216,7 @@ class PlugReport:
                 for name, heads in self.plugged.items()
             },
             self.skipped,
-            numbers,
+            self.numbers,
         )
         return f"{text}\n  {self.note}" if self.note else text
 

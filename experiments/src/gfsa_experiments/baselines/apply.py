@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gfsa.plugs.api import plan_filters, plug
 from gfsa.plugs.distributed import refuse_distributed
-from gfsa.plugs.install import install, uninstall
+from gfsa.plugs.install import all_or_nothing, install, uninstall
 from gfsa.plugs.sites import (
     NOT_SELECTED,
     Layers,
@@ -22,7 +22,6 @@ from gfsa.plugs.sites import (
     select_layers,
     sites,
 )
-from gfsa.plugs.transaction import all_or_nothing
 from gfsa_experiments.baselines.blocks import (
     FAMILIES,
     Anatomy,

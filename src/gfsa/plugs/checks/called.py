@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -99,8 +100,9 @@ def watch_forwards(model: nn.Module, plugged: Mapping[str, tuple[nn.Module, Grap
         check = CallCheck(name)
         filter.register_forward_hook(_CallHook(check, "filter"))
         module.register_forward_hook(_CallHook(check, "layer"))
-        if name:
-            _block_of(model, name).register_forward_hook(_CallHook(check, "block"))
+        # the block is the nearest module around the layer that has a forward
+        for block in islice(modules_around(model, [name]), 1):
+            block.register_forward_hook(_CallHook(check, "block"))
 
 
 def stop_checking(filter: GraphFilter) -> None:
@@ -110,14 +112,15 @@ def stop_checking(filter: GraphFilter) -> None:
             del filter._forward_hooks[key]
 
 
-def _block_of(model: nn.Module, name: str) -> nn.Module:
-    """The block of a layer: the nearest module around it that has a forward."""
-    while name:
-        name = name.rpartition(".")[0]
-        block = model.get_submodule(name)
-        if not isinstance(block, nn.ModuleList | nn.ModuleDict):
-            return block
-    return model
+def modules_around(model: nn.Module, names: Sequence[str]) -> Iterator[nn.Module]:
+    """The modules with a forward that contain these layers, innermost first."""
+    path = names[0]
+    while path:
+        path = path.rpartition(".")[0]
+        module = model.get_submodule(path)
+        contains = not path or all(name.startswith(f"{path}.") for name in names)
+        if contains and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            yield module
 
 
 def compiled_parts(model: nn.Module) -> list[str]:

@@ -12,7 +12,6 @@ import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,13 +21,12 @@ from torch.utils._pytree import tree_leaves
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.operators import LinearOperator
 from gfsa.operators.call import AttentionCall
-from gfsa.plugs.checks.called import FilterNotCalledError
+from gfsa.plugs.checks.called import FilterNotCalledError, checks_of
 from gfsa.plugs.checks.proof import REASON, are_same_tokens, leaves_of
-from gfsa.plugs.install import install, uninstall
+from gfsa.plugs.install import install, unchanged, uninstall
 from gfsa.plugs.registry import is_registered
 from gfsa.plugs.running import call, same_random_numbers
 from gfsa.plugs.sites import Site, plugged_sites
-from gfsa.plugs.transaction import unchanged
 
 BYPASSED = "in the trial forward it, or the block around it, ran without calling its filter"
 UNREACHED = "not reached by the trial forward"
@@ -48,33 +46,23 @@ Outputs = dict[str | None, list[Tensor]]
 """Layer → some entries of what it returned, call by call; None is the model itself."""
 
 
-@dataclass
-class Trial:
-    """What forwards with the filters have found."""
-
-    refused: dict[str, str] = field(default_factory=dict)
-    """Layer → why it cannot keep its filter."""
-    unreached: list[str] = field(default_factory=list)
-    """Layers that the inputs do not reach, so nothing is known about their filters."""
-    outputs: Outputs = field(default_factory=dict)
-
-
 def try_forward(
     model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]], inputs: Any
-) -> Trial:
+) -> tuple[dict[str, str], list[str]]:
     """Run ``model`` on ``inputs`` with the planned filters; layers that fail are left out in turn.
 
-    Args:
-        model: the model, which is unchanged afterwards.
-        planned: the filters of the plan. They stay free to be installed afterwards.
-        inputs: a tensor, a dict of keyword arguments or a tuple of positional arguments.
+    The model is unchanged afterwards, and the filters are free to be installed.
+
+    Returns:
+        Layer → why it cannot keep its filter; and the layers that the inputs do not reach, about
+        whose filters nothing is known.
 
     Raises:
         ValueError: if the model does not run on these inputs without the filters, or fails
             outside of its attention layers with them.
     """
     refused: dict[str, str] = {}
-    trial = Trial()
+    unreached: list[str] = []
     # compiled models run uncompiled: the trial does not pay for a compilation
     uncompiled: Any = torch.compiler.set_stance("force_eager")
     with uncompiled, unchanged(model), torch.no_grad():
@@ -87,24 +75,26 @@ def try_forward(
         for plan in plans:
             while remaining := {n: pair for n, pair in plan.items() if n not in refused}:
                 install(model, list(remaining.values()))
+                watch = _Watch(model, remaining)
                 try:
-                    trial = _attempt(model, remaining, inputs)
+                    failed = _failures(watch, inputs)
+                    waiting = [check.name for check in checks_of(model) if not check.called]
                 finally:
                     now = plugged_sites(model)
                     uninstall(model, [now[name] for name in remaining])
-                if not trial.refused and plan is plans[-1]:
-                    trial.refused = _changed(model, remaining, inputs, plain, trial.outputs)
-                if not trial.refused:
+                if not failed and plan is plans[-1]:
+                    failed = _changed(model, remaining, inputs, plain, watch.outputs)
+                if not failed:
+                    unreached = [name for name in remaining if name in waiting]
                     break
-                refused |= trial.refused
-    trial.refused = refused
-    return trial
+                refused |= failed
+    return refused, unreached
 
 
 def _run_plain(model: nn.Module, planned: Planned, inputs: Any) -> Outputs:
     """What a model and its layers return without the planned filters."""
+    watch = _Watch(model, planned)
     try:
-        watch = _Watch(model, planned)
         watch.run(inputs)
     except Exception as error:
         raise ValueError(
@@ -114,52 +104,46 @@ def _run_plain(model: nn.Module, planned: Planned, inputs: Any) -> Outputs:
     return watch.outputs
 
 
-def _attempt(model: nn.Module, planned: Planned, inputs: Any) -> Trial:
-    """Run the model with installed filters; a layer that fails is refused."""
-    watch = _Watch(model, planned)
+def _failures(watch: _Watch, inputs: Any) -> dict[str, str]:
+    """Run the model with installed filters; the layers that fail, with the reason."""
     try:
         watch.run(inputs)
     except torch.OutOfMemoryError:
         raise
     except FilterNotCalledError as error:
-        refused = {name: BYPASSED for name in error.names if name in planned}
+        refused = {name: BYPASSED for name in error.names if name in watch.planned}
         if not refused:
             raise
-        return Trial(refused)
+        return refused
     except Exception as error:
         if not watch.running:
             raise ValueError(
-                f"{type(model).__name__} runs on these inputs, but with the filters it "
+                f"{type(watch.model).__name__} runs on these inputs, but with the filters it "
                 f"raised outside of the attention layers: {_shown(error)}"
             ) from error
-        return Trial({watch.running[-1]: f"the trial forward raised {_shown(error)}"})
-    unreached = [name for name in planned if name not in watch.called]
-    return Trial(_crossing(model, planned, inputs), unreached, watch.outputs)
+        return {watch.running[-1]: f"the trial forward raised {_shown(error)}"}
+    return _crossing(watch.model, watch.planned, inputs)
 
 
 class _Watch:
-    """Hooks that know which planned layer is running, whose filter was called, and the outputs."""
+    """Hooks that know which planned layer is running, and what each returned."""
 
     def __init__(self, model: nn.Module, planned: Planned) -> None:
         self.model = model
         self.planned = planned
         self.running: list[str] = []
-        self.called: set[str] = set()
         self.outputs: Outputs = {}
 
     def run(self, inputs: Any) -> None:
         """One forward of the model; ``running`` keeps the layers in which it raised."""
         handles = [self.model.register_forward_hook(functools.partial(self._leave, None))]
-        for name, (site, filter) in self.planned.items():
+        for name, (site, _) in self.planned.items():
             handles += [
                 # prepended: hooks of the adapter may raise, too
                 site.module.register_forward_pre_hook(
                     lambda module, args, name=name: self.running.append(name), prepend=True
                 ),
                 site.module.register_forward_hook(functools.partial(self._leave, name)),
-                filter.register_forward_hook(
-                    lambda module, args, output, name=name: self.called.add(name)
-                ),
             ]
         try:
             with same_random_numbers((*self.model.parameters(), *self.model.buffers())):
@@ -201,36 +185,19 @@ def _changed(
     model: nn.Module, planned: Planned, inputs: Any, plain: Outputs, outputs: Outputs
 ) -> dict[str, str]:
     """The first layer whose output the filters changed, with that as a reason."""
-    device = next((p.device.type for p in model.parameters() if not p.is_meta), "cpu")
-    half = torch.is_autocast_enabled(device) or any(
-        p.is_floating_point() and p.dtype not in _TOLERANCE for p in model.parameters()
-    )
-    if not _first_change(plain, outputs, half)[1]:
-        return {}
-    # a model whose outputs differ from run to run shows nothing
-    again = _run_plain(model, planned, inputs)
-    stable = {n: x for n, x in outputs.items() if not _first_change(plain, {n: again[n]}, half)[1]}
-    name, change = _first_change(plain, stable, half)
-    if not change:
-        return {}
-    if name is None:
+    changes = _changes(model, plain, outputs)
+    if changes:
+        # a model whose outputs differ from run to run shows nothing
+        unsteady = _changes(model, plain, _run_plain(model, planned, inputs))
+        changes = {name: change for name, change in changes.items() if name not in unsteady}
+    for name, change in changes.items():
+        if name is not None:
+            return {name: f"its output {change}. {_CAUSES}"}
         raise ValueError(
             f"the output of {type(model).__name__} {change}, although no layer with a filter "
             f"returned another output. {_CAUSES}"
         )
-    return {name: f"its output {change}. {_CAUSES}"}
-
-
-def _first_change(plain: Outputs, outputs: Outputs, half: bool) -> tuple[str | None, str]:
-    """The first layer, in the order of the forward, that differs, and by how much."""
-    for name, calls in outputs.items():
-        for before, x in zip(plain.get(name, ()), calls, strict=False):
-            is_half = half or before.dtype not in _TOLERANCE
-            tolerance = _HALF_TOLERANCE if is_half else _TOLERANCE[before.dtype]
-            change = _change(before, x, tolerance * (_WHOLE_MODEL if name is None else 1))
-            if change:
-                return name, change
-    return None, ""
+    return {}
 
 
 _CAUSES = (
@@ -240,18 +207,35 @@ _CAUSES = (
 )
 
 
-def _change(plain: Tensor, x: Tensor, tolerance: float) -> str:
-    """By how much the outputs of two forwards differ, or nothing if they are the same."""
-    if plain.shape != x.shape:
-        return f"has {x.numel()} entries with its filter and {plain.numel()} without"
-    finite = plain.isfinite()
-    plain, x = plain[finite].double(), x[finite].double()
-    if not plain.numel():
-        return ""
-    change, largest = float((x - plain).abs().max()), float(plain.abs().max())
-    if change <= tolerance * largest:
-        return ""
-    return f"changes by {change:.2g} (its largest entry is {largest:.2g}) with its filter"
+def _changes(model: nn.Module, plain: Outputs, outputs: Outputs) -> dict[str | None, str]:
+    """How outputs differ from the plain ones, in the order of the forward."""
+    device = next((p.device.type for p in model.parameters() if not p.is_meta), "cpu")
+    half = torch.is_autocast_enabled(device) or any(
+        p.is_floating_point() and p.dtype not in _TOLERANCE for p in model.parameters()
+    )
+    found: dict[str | None, str] = {}
+    for name, calls in outputs.items():
+        for before, now in zip(plain.get(name, ()), calls, strict=False):
+            if before.shape != now.shape:
+                found[name] = (
+                    f"has {now.numel()} entries with its filter and {before.numel()} without"
+                )
+                break
+            finite = before.isfinite()
+            before, now = before[finite], now[finite]
+            if not before.numel():
+                continue
+            tolerance = _HALF_TOLERANCE if half else _TOLERANCE.get(before.dtype, _HALF_TOLERANCE)
+            tolerance *= _WHOLE_MODEL if name is None else 1
+            largest = float(before.double().abs().max())
+            change = float((now.double() - before.double()).abs().max())
+            # NaN counts as a change
+            if not change <= tolerance * largest:
+                found[name] = (
+                    f"changes by {change:.2g} (its largest entry is {largest:.2g}) with its filter"
+                )
+                break
+    return found
 
 
 def _crossing(model: nn.Module, planned: Planned, inputs: Any) -> dict[str, str]:

@@ -11,33 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from gfsa._version import __version__
-from gfsa.filters import GraphFilter
-from gfsa.filters.spec import (
-    EXTRA,
-    KINDS,
-    MOST_DEGREE,
-    build,
-    is_same_filter,
-    kind_of,
-    numbers_of,
-    read_description,
-    shown,
-)
+from gfsa.filters import GraphFilter, spec
+from gfsa.filters.spec import MOST_DEGREE, numbers_of
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.distributed import gathered, refuse_distributed
-from gfsa.plugs.install import device_of, dtype_for, install, notify_adapters
-from gfsa.plugs.saving import files
-from gfsa.plugs.saving.files import filter_folder
-from gfsa.plugs.saving.identity import (
-    canonical_name,
-    check_depths,
-    depths_of,
-    fingerprint_of,
-    has_weights,
-    renamed_layers,
-    some_of,
-    weights_of,
-)
+from gfsa.plugs.install import all_or_nothing, device_of, dtype_for, install, notify_adapters
+from gfsa.plugs.saving import files, identity
+from gfsa.plugs.saving.identity import canonical_name, fingerprint_of, some_of
 from gfsa.plugs.sites import (
     PlugReport,
     Site,
@@ -49,7 +29,6 @@ from gfsa.plugs.sites import (
     sites,
 )
 from gfsa.plugs.tracing.adapter import TracerAdapter
-from gfsa.plugs.transaction import all_or_nothing
 
 FORMAT = 1
 
@@ -107,19 +86,19 @@ def save(model: nn.Module, path: str | Path) -> None:
 
 def write_filters(model: nn.Module, path: str | Path) -> None:
     """What :func:`save` does, for callers that save the backbone themselves."""
-    description = describe(model)
-    if not description["filters"]:
-        raise ValueError(f"{type(model).__name__} has no filters to save; gfsa.plug(model) first")
     plugged = plugged_sites(model)
+    if not plugged:
+        raise ValueError(f"{type(model).__name__} has no filters to save; gfsa.plug(model) first")
     for name, site in plugged.items():
-        kind = type(site.filter)
-        if kind_of(kind) not in KINDS:
+        kind = spec.kind_of(type(site.filter))
+        if kind not in spec.KINDS:
             raise ValueError(
-                f"the filter of {name or 'the model'} is a {kind_of(kind)}, which gfsa.load cannot "
-                f"build: it builds {', '.join(sorted(KINDS))}. Save model.state_dict() instead, "
-                "or, if a polynomial that has learned is enough, replace each filter by "
-                "filter.fold() (docs/reference/filters.md)"
+                f"the filter of {name or 'the model'} is a {kind}, which gfsa.load cannot build: "
+                f"it builds {', '.join(sorted(spec.KINDS))}. Save model.state_dict() instead, or, "
+                "if a polynomial that has learned is enough, replace each filter by filter.fold() "
+                "(docs/reference/filters.md)"
             )
+    description = describe(model)
     if len(description["filters"]) != len(plugged):
         raise ValueError(
             f"{some_of(plugged)} have the same names without the prefixes of wrappers and task "
@@ -127,7 +106,7 @@ def write_filters(model: nn.Module, path: str | Path) -> None:
         )
     with gathered(p for site in plugged.values() for p in site.filter.parameters()):
         tensors = {
-            f"{canonical_name(model, name)}.{key}": _values(value, f"{name}.{key}")
+            f"{canonical_name(model, name)}.{key}": _whole(value, f"{name}.{key}")
             for name, site in plugged.items()
             for key, value in numbers_of(site.filter).items()
         }
@@ -136,22 +115,24 @@ def write_filters(model: nn.Module, path: str | Path) -> None:
     files.write(Path(path), description, tensors)
 
 
-def _values(value: Any, name: str) -> Tensor:
-    """A filter's tensor, whole, on the host."""
+def _whole(value: Any, name: str) -> Tensor:
+    """A filter's tensor, whole, on the host, and a copy of its own.
+
+    safetensors refuses tensors of layers that share one parameter.
+    """
     if value.is_meta:
         raise ValueError(
             f"{name} is on the meta device and has no values to save: save the filters before "
             "accelerate offloads them"
         )
-    gathered: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    # a copy of its own: safetensors refuses tensors of layers that share one parameter
-    tensor = gathered.detach().clone(memory_format=torch.contiguous_format).cpu()
-    if not bool(torch.isfinite(tensor).all()):
+    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    whole = whole.detach().clone(memory_format=torch.contiguous_format).cpu()
+    if not bool(whole.isfinite().all()):
         raise ValueError(
             f"{name} has values that are not finite, which gfsa.load would refuse: nothing was "
             "written, and an earlier save in the folder is kept"
         )
-    return tensor
+    return whole
 
 
 def load(
@@ -194,7 +175,7 @@ def load(
         ['layers.0.self_attn', 'layers.1.self_attn']
     """
     check_model(model)
-    saved = Saved(str(path), *files.read(filter_folder(path, revision, token)))
+    saved = Saved(str(path), *files.read(files.filter_folder(path, revision, token)))
     restore(model, saved, other_versions=True, max_degree=max_degree)
     found = sites(model)
     plugged = [(site, site.filter) for site in found.values() if site.is_plugged]
@@ -218,13 +199,13 @@ def describe(model: nn.Module) -> dict[str, Any]:
             names[name]: {
                 **site.filter.describe(),
                 "backbone": fingerprint_of(site.module),
-                "weights": weights_of(site.module),
+                "weights": identity.weights_of(site.module),
                 # gfsa.load traces only layers that were traced when they were saved
                 _TRACED: isinstance(site.adapter, TracerAdapter),
             }
             for name, site in plugged.items()
         },
-        "layers": depths_of(model, names.values()),
+        "layers": identity.depths_of(model, names.values()),
     }
 
 
@@ -249,8 +230,8 @@ def saved_among(tensors: Mapping[str, Tensor], name_of: Callable[[str], str], so
     for key, value in tensors.items():
         layer, _, name = key.rpartition(f".{CHILD}.")
         layer = name_of(layer)
-        if name == EXTRA:
-            filters[layer] = read_description(value)
+        if name == spec.EXTRA:
+            filters[layer] = spec.read_description(value)
         else:
             numbers[f"{layer}.{name}"] = value
     return Saved(source, {"format": FORMAT, "filters": filters}, numbers)
@@ -264,14 +245,10 @@ def restore(
     max_degree: int = MOST_DEGREE,
     check_only: bool = False,
 ) -> None:
-    """Give ``model`` the saved filters: checked first, then all or nothing.
+    """Give ``model``, plugged in the same layers or not at all, the saved filters.
 
-    Args:
-        model: plugged in the same layers, or not plugged.
-        saved: the filters.
-        other_versions: whether layers may have the names of another version of the model's library.
-        max_degree: as in :func:`load`.
-        check_only: leave the model as it is.
+    They are checked first, then put into the model all or nothing, unless ``check_only``. With
+    ``other_versions`` layers may have the names of another version of the model's library.
     """
     planned = _plan(model, saved, other_versions, max_degree)
     plugged, source = plugged_sites(model), saved.source
@@ -312,52 +289,64 @@ _Plan = list[tuple[str, Site, GraphFilter]]
 
 def _plan(model: nn.Module, saved: Saved, other_versions: bool, max_degree: int) -> _Plan:
     """Find the site of every described filter and rebuild the filters."""
+    entries, source, kind = _entries_of(saved), saved.source, type(model).__name__
     refusing, tracing = sites(model), sites(model, unknown="trace")
-    entries, source = _entries_of(saved.description, saved.source), saved.source
     layers: dict[str, list[str]] = {}
     # attention comes first where several modules share a name without prefixes
     for name in dict.fromkeys((*tracing, *dict(model.named_modules()))):
         layers.setdefault(canonical_name(model, name), []).append(name)
-    renamed = renamed_layers(model, refusing, tracing, entries) if other_versions else {}
+    renamed = identity.renamed_layers(model, refusing, tracing, entries) if other_versions else {}
     planned: _Plan = []
     others = []
     for layer, entry in entries.items():
-        name = renamed.get(layer) or _layer_of(model, layer, layers, tracing, saved)
+        if layer not in renamed and layer not in layers:
+            # checkpoints of whole models and adapters do not say it
+            of = saved.description.get("model")
+            raise ValueError(
+                f"{source} has a filter for the layer {layer!r:.80}, which {kind} does not have; "
+                f"load it into the model that it was saved from{f', {of!r:.80}' if of else ''}"
+            )
+        name, *alike = [renamed[layer]] if layer in renamed else layers[layer]
+        alike = [other for other in alike if other in tracing]
+        if alike:
+            raise ValueError(
+                f"{source} has a filter for {layer!r}, which both {name} and {alike[0]} can be; "
+                "load the filters of each part on its own"
+            )
         # older versions, and checkpoints of whole models, do not say which layers were traced
-        traced = entry.get(_TRACED, True)
-        site = (tracing if traced is True else refusing).get(name)
+        site = (tracing if entry.get(_TRACED, True) is True else refusing).get(name)
         if site is None or site.refusal:
             reason = "it is not attention" if site is None else site.refusal
-            kind = type(model.get_submodule(name)).__name__
-            raise ValueError(f"{name} ({kind}) cannot take the filter of {source}: {reason}")
+            module = type(model.get_submodule(name)).__name__
+            raise ValueError(f"{name} ({module}) cannot take the filter of {source}: {reason}")
         # the heads first: they are why shapes differ
-        rebuilt = build(entry, site.num_heads, name, source, max_degree)
+        rebuilt = spec.build(entry, site.num_heads, name, source, max_degree)
         if layer not in renamed:
             _check_backbone(site, entry, source)
-            if not has_weights(site.module, entry.get("weights")):
+            if not identity.has_weights(site.module, entry.get("weights")):
                 others.append(name)
         if site.is_plugged:
             own, wanted = site.filter.describe(), rebuilt.describe()
-            if not is_same_filter(own, wanted):
+            if not spec.is_same_filter(own, wanted):
                 raise ValueError(
-                    f"{name} is plugged with a {shown(own)}, {source} has a {shown(wanted)}; "
-                    "gfsa.unplug(model) first"
+                    f"{name} is plugged with a {spec.shown(own)}, {source} has a "
+                    f"{spec.shown(wanted)}; gfsa.unplug(model) first"
                 )
         planned.append((layer, site, rebuilt))
     if renamed:
         warnings.warn(
-            f"{source} was saved with another version of the library that {type(model).__name__} "
+            f"{source} was saved with another version of the library that {kind} "
             f"is from, in which {len(renamed)} of its layers have other names or parameters; "
             f"their filters were loaded: {some_of(f'{a} is {b}' for a, b in renamed.items())}. "
             "gfsa.save writes the names of the installed version",
             stacklevel=4,
         )
     else:
-        check_depths(model, saved.description, entries, source)
+        identity.check_depths(model, saved.description, entries, source)
     if others:
         warnings.warn(
             f"the filters of {source} were saved with other weights than {some_of(others)} of "
-            f"{type(model).__name__} {'has' if len(others) == 1 else 'have'}. Filters belong to "
+            f"{kind} {'has' if len(others) == 1 else 'have'}. Filters belong to "
             "the weights they were trained with: if the backbone was trained with them, load that "
             "backbone first",
             stacklevel=4,
@@ -365,52 +354,22 @@ def _plan(model: nn.Module, saved: Saved, other_versions: bool, max_degree: int)
     return planned
 
 
-def _entries_of(description: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
+def _entries_of(saved: Saved) -> dict[str, dict[str, Any]]:
     """The description of each filter by the name of its layer; refuses another format."""
-    found = description.get("format")
+    found, entries = saved.description.get("format"), saved.description.get("filters")
     if type(found) is not int or found != FORMAT:
+        writer = saved.description.get("gfsa")
         raise ValueError(
-            f"{source} has format {found!r:.40}, this version of gfsa ({__version__}) reads format "
-            f"{FORMAT}; it was written by gfsa {description.get('gfsa')!r:.40}: load it with that "
-            "version"
+            f"{saved.source} has format {found!r:.40}, this version of gfsa ({__version__}) reads "
+            f"format {FORMAT}; it was written by gfsa {writer!r:.40}: load it with that version"
         )
-    entries = description.get("filters")
-    if (
-        not isinstance(entries, dict)
-        or not entries
-        or not all(isinstance(entry, dict) for entry in entries.values())
-    ):
+    is_known = isinstance(entries, dict) and all(isinstance(e, dict) for e in entries.values())
+    if not entries or not is_known:
         raise ValueError(
-            f"{source} describes no filters: expected an object for each layer under 'filters', "
-            f"got {entries!r:.40}; save the filters of a plugged model again"
+            f"{saved.source} describes no filters: expected an object for each layer under "
+            f"'filters', got {entries!r:.40}; save the filters of a plugged model again"
         )
-    return entries
-
-
-def _layer_of(
-    model: nn.Module,
-    layer: str,
-    layers: Mapping[str, list[str]],
-    attention: Mapping[str, Site],
-    saved: Saved,
-) -> str:
-    """The name in ``model`` of a saved layer."""
-    source, kind = saved.source, type(model).__name__
-    if layer not in layers:
-        # checkpoints of whole models and adapters do not say it
-        of = saved.description.get("model")
-        raise ValueError(
-            f"{source} has a filter for the layer {layer!r:.80}, which {kind} does not have; load "
-            f"it into the model that it was saved from{f', {of!r:.80}' if of else ''}"
-        )
-    name, *others = layers[layer]
-    others = [other for other in others if other in attention]
-    if others:
-        raise ValueError(
-            f"{source} has a filter for {layer!r}, which both {name} and {others[0]} can be; "
-            "load the filters of each part on its own"
-        )
-    return name
+    return dict(entries)
 
 
 def _check_backbone(site: Site, entry: Mapping[str, Any], source: str) -> None:
@@ -433,7 +392,7 @@ def _check_backbone(site: Site, entry: Mapping[str, Any], source: str) -> None:
 
 def _fill(layer: str, site: Site, filter: GraphFilter, saved: Saved) -> None:
     """Give the rebuilt filter its numbers, in the precision that it will have in the model."""
-    source = saved.source
+    source = f"{saved.source}: "
     place = device_of(site.module) or torch.get_default_device()
     dtype = dtype_for(site.module) or filter.base.dtype
     if site.is_plugged:
@@ -441,8 +400,9 @@ def _fill(layer: str, site: Site, filter: GraphFilter, saved: Saved) -> None:
         place, dtype = theta.device, theta.dtype
     if place.type == "meta":
         raise ValueError(
-            f"{site.name} is on the meta device, where the numbers of {source} would be lost: give "
-            "the model its weights first, and load filters before accelerate offloads them"
+            f"{site.name} is on the meta device, where the numbers of {saved.source} would be "
+            "lost: give the model its weights first, and load filters before accelerate offloads "
+            "them"
         )
     with torch.inference_mode(False), torch.no_grad():
         filter.to(dtype=dtype)
@@ -450,29 +410,18 @@ def _fill(layer: str, site: Site, filter: GraphFilter, saved: Saved) -> None:
             found = saved.tensors[f"{layer}.{key}"]
             if found.shape != value.shape or found.dtype not in _DTYPES:
                 raise ValueError(
-                    f"{source}: {layer}.{key} should be floating point of shape "
+                    f"{source}{layer}.{key} should be floating point of shape "
                     f"{tuple(value.shape)}, got {found.dtype} of shape {tuple(found.shape)}; save "
                     "the filters again"
                 )
             value.copy_(found)
-            _check_finite(value, f"{source}: {layer}.{key}", f"in {value.dtype}")
         # files have polynomials alone
         for term in (filter.coefficients(), filter.share(), filter.depth()):
-            if term is None:
-                continue
-            _check_finite(term, f"{source}: the filter of {site.name}", "as a sum")
-            largest = term.abs().max().item()
-            if largest > _LARGEST:
+            largest = 0.0 if term is None else term.abs().max().item()
+            # NaN is not smaller, so it is refused, too
+            if not largest <= _LARGEST:
                 raise ValueError(
-                    f"{source}: the filter of {site.name} has a coefficient of {largest:.3g}; "
-                    f"those of trained filters are about 1, more than {_LARGEST:g} is refused. "
-                    "Take an earlier save"
+                    f"{source}the filter of {site.name} has a coefficient of {largest:.3g} in "
+                    f"{dtype}; those of trained filters are about 1, more than {_LARGEST:g} is "
+                    "refused. Take an earlier save"
                 )
-
-
-def _check_finite(tensor: Tensor, name: str, how: str) -> None:
-    if not bool(torch.isfinite(tensor).all()):
-        raise ValueError(
-            f"{name} has values that are not finite {how}; take an earlier save, or a model in a "
-            "wider dtype"
-        )

@@ -1,11 +1,8 @@
 """The file of saved filters: safetensors, with the description of the filters in its header.
 
-The file is written under a temporary name, synchronised to the disk and renamed. ``os.replace`` is
-atomic, so a reader sees the last save or the new one, and a killed save leaves at worst a temporary
-file that nobody reads.
-
-Older versions wrote two files: ``filters.json`` with the description beside
-``filters.safetensors``. They are still read. A name on the Hub is downloaded into a folder first.
+The file is written under a temporary name, synchronised to the disk and renamed: a reader sees the
+last save or the new one. Older versions wrote the description into ``filters.json`` beside it,
+which is still read. A name on the Hub is downloaded into a folder first.
 """
 
 from __future__ import annotations
@@ -99,7 +96,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return description, load(content)
     # beside its own error, dtypes that torch does not have and shapes beyond its range
     except (SafetensorError, KeyError, AttributeError, ValueError, RuntimeError) as error:
-        raise _damaged(folder / FILE, error) from error
+        raise damaged(folder / FILE, error) from error
 
 
 def other_loader(folder: str | Path, caller: str) -> str | None:
@@ -116,15 +113,15 @@ def _read(file: Path) -> bytes:
         advice = other_loader(file.parent, "gfsa.load") or "gfsa.save writes filters"
         raise FileNotFoundError(f"{file} does not exist; {advice}")
     with file.open("rb") as opened:
-        _check_size(os.fstat(opened.fileno()).st_size, file.name, file.parent)
+        _check_size(os.fstat(opened.fileno()).st_size, f"{file.name} of {file.parent}")
         return opened.read(MOST_BYTES)
 
 
-def _check_size(size: int, file: str, place: str | Path) -> None:
+def _check_size(size: int, what: str) -> None:
     if size > MOST_BYTES:
         raise ValueError(
-            f"{file} of {place} has {size} bytes; filters are a few numbers per head, more than "
-            f"{MOST_BYTES} is refused"
+            f"{what} has {size} bytes; filters are a few numbers per head, more than {MOST_BYTES} "
+            "is refused"
         )
 
 
@@ -140,7 +137,7 @@ def _parse(text: str | bytes, file: Path) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise _damaged(file, error) from error
+        raise damaged(file, error) from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -150,8 +147,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _damaged(file: Path, error: Exception) -> ValueError:
-    return ValueError(f"{file} is damaged: {error!s:.200}; save the filters again")
+def damaged(file: str | Path, error: Exception) -> ValueError:
+    """The error of a file that cannot be read."""
+    return ValueError(f"{file} is damaged: {error!s:.200}; save or download it again")
 
 
 def filter_tensors(files: Iterable[str | Path], source: str) -> dict[str, Tensor]:
@@ -159,35 +157,24 @@ def filter_tensors(files: Iterable[str | Path], source: str) -> dict[str, Tensor
     from safetensors import SafetensorError, safe_open
 
     found = {}
-    room = MOST_BYTES
+    size = 0
     for file in files:
         try:
             with safe_open(file, framework="pt") as checkpoint:
                 for key in checkpoint.keys():  # noqa: SIM118  (not a dict)
-                    if f".{CHILD}." not in key:
-                        continue
-                    # at most 8 bytes a number
-                    room -= 8 * math.prod(checkpoint.get_slice(key).get_shape())
-                    if room < 0:
-                        raise ValueError(
-                            f"the filters of {source} have more than {MOST_BYTES} bytes, which is "
-                            "refused: filters are a few numbers per head"
-                        )
-                    found[key] = checkpoint.get_tensor(key)
+                    if f".{CHILD}." in key:
+                        # at most 8 bytes a number
+                        size += 8 * math.prod(checkpoint.get_slice(key).get_shape())
+                        _check_size(size, f"what filters add to {source}")
+                        found[key] = checkpoint.get_tensor(key)
         except SafetensorError as error:
-            raise ValueError(
-                f"{file} is damaged: {error!s:.200}; save or download it again"
-            ) from error
+            raise damaged(file, error) from error
     return found
 
 
 HUB_ARGUMENTS = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "revision",
-    "subfolder",
-    "token",
+    *("cache_dir", "force_download", "local_files_only"),
+    *("revision", "subfolder", "token"),
 )
 """Arguments of ``from_pretrained`` that say where on the Hub the files of a checkpoint are."""
 
@@ -248,9 +235,8 @@ def download(name: str, wanted: Mapping[str, Any], file: str = FILE) -> Path:
         raise FileNotFoundError(str(error)) from error
     try:
         if file in (FILE, OLD_DESCRIPTION):
-            _check_size(
-                hub.hf_hub_download(name, file, dry_run=True, **wanted).file_size, file, name
-            )
+            size = hub.hf_hub_download(name, file, dry_run=True, **wanted).file_size
+            _check_size(size, f"{file} of {name}")
         found = Path(hub.hf_hub_download(name, file, **wanted))
         if file == FILE and _description_in(_read(found), found) is None:
             download(name, wanted, OLD_DESCRIPTION)

@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from gfsa.plugs.adapter import CHILD, plain_class
-from gfsa.plugs.distributed import is_partitioned, shape_of
+from gfsa.plugs.distributed import is_partitioned
 
 if TYPE_CHECKING:
     from gfsa.plugs.sites import Site
 
 _WRAPPERS_ANYWHERE = (
-    "_orig_mod",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "base_layer",
+    *("_orig_mod", "base_layer"),
+    *("_fsdp_wrapped_module", "_checkpoint_wrapped_module"),
 )
 _WRAPPERS_IN_FRONT = ("module.", "base_model.model.")
 
@@ -69,7 +67,8 @@ def _whole_shape(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple
         rows, columns = (getattr(owner, f"{side}_features", None) for side in ("out", "in"))
         if isinstance(rows, int) and isinstance(columns, int):
             return rows, columns
-    return shape_of(parameter)
+    # ZeRO-3 leaves an empty tensor between forwards
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def weights_of(module: nn.Module) -> list[float] | None:
@@ -85,12 +84,12 @@ def _entries_of_matrices(module: nn.Module) -> list[list[float]] | None:
     own = _own_parameters(module)
     if any(is_partitioned(p) or p.is_meta or not p.is_floating_point() for p in own.values()):
         return None
-    matrices = [p.detach() for _, p in sorted(own.items()) if p.dim() > 1 and p.numel()]
     picked = [
-        p.reshape(-1)[:: max(1, p.numel() // _PICKED)][:_PICKED].float().cpu().tolist()
-        for p in matrices
+        p.detach().reshape(-1)[:: max(1, p.numel() // _PICKED)][:_PICKED].float().cpu().tolist()
+        for _, p in sorted(own.items())
+        if p.dim() > 1 and p.numel()
     ]
-    if not all(math.isfinite(value) for entries in picked for value in entries):
+    if not all(map(math.isfinite, chain.from_iterable(picked))):
         return None
     return [[float(f"{value:.6g}") for value in entries] for entries in picked]
 
@@ -114,14 +113,12 @@ def _shares_weights(module: nn.Module, saved: Any) -> bool:
 
 
 def _are_close(saved: Any, own: list[float]) -> bool:
+    if not isinstance(saved, list) or len(saved) != len(own):
+        return False
     # the tolerance is that of a cast to bfloat16 and back
-    return (
-        isinstance(saved, list)
-        and len(saved) == len(own)
-        and all(
-            isinstance(a, float) and math.isclose(a, b, rel_tol=0.02, abs_tol=1e-6)
-            for a, b in zip(saved, own, strict=True)
-        )
+    return all(
+        isinstance(a, float) and math.isclose(a, b, rel_tol=0.02, abs_tol=1e-6)
+        for a, b in zip(saved, own, strict=True)
     )
 
 
@@ -138,39 +135,30 @@ def renamed_layers(
     describe weights: the model was loaded from the same file, so the numbers and the last part of
     the name (``attention``, ``self_attn`` …) decide there.
 
-    Args:
-        model: the model that the filters are for.
-        refusing, tracing: its sites, without and with the tracer.
-        entries: what a file says of its filters.
-
     Returns:
         The name in the file → the name in the model, of those that are certain.
     """
-
-    def accepting(found: Mapping[str, Site]) -> dict[str, Site]:
-        return {canonical_name(model, n): site for n, site in found.items() if not site.refusal}
-
-    known, traceable = accepting(refusing), accepting(tracing)
+    known, traceable = (
+        {canonical_name(model, n): site for n, site in found.items() if not site.refusal}
+        for found in (refusing, tracing)
+    )
 
     def fits(saved: str, entry: Mapping[str, Any]) -> bool:
         if "backbone" not in entry:
             return saved in traceable
         return saved in known and entry["backbone"] == fingerprint_of(known[saved].module)
 
+    def is_renamed(site: Site, saved: str, entry: Mapping[str, Any]) -> bool:
+        if "backbone" not in entry:
+            return site.name.rpartition(".")[2] == saved.rpartition(".")[2]
+        return _shares_weights(site.module, entry.get("weights"))
+
     misfits = {saved: entry for saved, entry in entries.items() if not fits(saved, entry)}
     free = {name: site for name, site in known.items() if name in misfits or name not in entries}
     chosen: dict[str, str] = {}
     for saved, entry in misfits.items():
         named = (site for name, site in free.items() if numbers_in(name) == numbers_in(saved))
-        may_be = [
-            site.name
-            for site in named
-            if (
-                _shares_weights(site.module, entry.get("weights"))
-                if "backbone" in entry
-                else site.name.rpartition(".")[2] == saved.rpartition(".")[2]
-            )
-        ]
+        may_be = [site.name for site in named if is_renamed(site, saved, entry)]
         if len(may_be) == 1:
             chosen[saved] = may_be[0]
     return chosen if len(set(chosen.values())) == len(chosen) else {}

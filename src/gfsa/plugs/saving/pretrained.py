@@ -1,8 +1,7 @@
 """Load what transformers and peft saved from a plugged model: a whole model, or an adapter.
 
 Their files have the filters among the weights, each with its description beside its numbers.
-transformers alone drops them and says so. ``PeftModel.from_pretrained`` on a base model without
-filters leaves them out without a word; here they are rebuilt first.
+transformers alone drops them and says so; peft alone leaves them out without a word.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from torch import Tensor, nn
 
 from gfsa.filters.spec import EXTRA, MOST_DEGREE
 from gfsa.plugs.adapter import CHILD
+from gfsa.plugs.install import all_or_nothing
+from gfsa.plugs.saving import files
 from gfsa.plugs.saving.checkpoint import load, restore, saved_among
-from gfsa.plugs.saving.files import FILE, HUB_ARGUMENTS, download, filter_tensors, other_loader
+from gfsa.plugs.saving.files import FILE, HUB_ARGUMENTS, filter_tensors, other_loader
 from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.sites import check_model, filters_of, plugged_sites, sites
-from gfsa.plugs.transaction import all_or_nothing
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -151,10 +151,9 @@ def restore_filters(
 
     Args:
         model: a model of transformers.
-        path: the folder, or a name on the hub.
+        path, max_degree: as in :func:`from_pretrained`.
         hub: some of :data:`~gfsa.plugs.saving.files.HUB_ARGUMENTS`.
-        variant: the variant of the weights, as in ``model.fp16.safetensors``.
-        max_degree: as in :func:`from_pretrained`.
+        variant: of the weights, as in ``model.fp16.safetensors``.
 
     Returns:
         Whether the checkpoint has filters.
@@ -234,23 +233,21 @@ def files_of(
         try:
             shards = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f"{index} is damaged: {error!r:.200}; save or download it again"
-            ) from error
+            raise files.damaged(index, error) from error
     outside = [shard for shard in shards if Path(str(shard)).name != shard]
     if outside:
         raise ValueError(
             f"the index of {path} names a file outside of it: {outside[0]!r:.80}, which is "
             "refused; save the model again with save_pretrained"
         )
-    files = {shard: locate(shard) for shard in sorted(shards)}
-    missing = [shard for shard, file in files.items() if file is None]
+    found = {shard: locate(shard) for shard in sorted(shards)}
+    missing = [shard for shard, file in found.items() if file is None]
     if missing:
         advice = other_loader(path, "gfsa.from_pretrained") or (
             "filters are read from safetensors only; save the model again with save_pretrained"
         )
         raise FileNotFoundError(f"{path} has no {', '.join(missing)}: {advice}")
-    return [file for file in files.values() if file is not None]
+    return [file for file in found.values() if file is not None]
 
 
 def load_peft(
@@ -299,54 +296,43 @@ def load_peft(
         )
     source = str(path)
     found = filter_tensors([_file_of(path, _ADAPTER, kwargs)], source)
-    if not found:
-        return _load_beside(model, path, max_degree, kwargs)
     saved = saved_among(found, functools.partial(canonical_name, model), source)
-    with all_or_nothing(model), _without_warning():
+    folder = None if found else _folder_beside(path, kwargs)
+    with all_or_nothing(model), warnings.catch_warnings():
+        # the entry in the config is for whoever loads the adapter without gfsa
+        warnings.filterwarnings("ignore", message=rf".*\['{PEFT_ENTRY}'\]")
         is_plugged = bool(plugged_sites(model))
-        restore(model, saved, max_degree=max_degree, check_only=is_plugged)
-        if not is_plugged:
+        if found:
+            restore(model, saved, max_degree=max_degree, check_only=is_plugged)
+        if found and not is_plugged:
             # ordinary attention while the adapter is disabled, but for fixed numbers
             for filter in filters_of(model).values():
                 if filter.theta is not None:
                     nn.init.zeros_(filter.theta)
         loaded = peft.PeftModel.from_pretrained(model, source, **kwargs)
-        check_loaded(loaded, saved.tensors, source)
+        if folder is not None:
+            load(loaded, folder, max_degree=max_degree)
+        else:
+            check_loaded(loaded, saved.tensors, source)
     return loaded
 
 
-def _load_beside(
-    model: nn.Module, path: str | Path, max_degree: int, kwargs: dict[str, Any]
-) -> PeftModel:
-    """Load an adapter without filters, and the filters that gfsa.save wrote beside it."""
-    import peft
-
+def _folder_beside(path: str | Path, kwargs: dict[str, Any]) -> Path:
+    """The folder with filters that gfsa.save wrote beside an adapter without filters."""
     try:
-        folder = _file_of(path, FILE, kwargs).parent
+        return _file_of(path, FILE, kwargs).parent
     except FileNotFoundError as error:
         raise ValueError(
             f"{path} has no filters: its adapter was saved without modules_to_save=['gfsa'], and "
             f"gfsa.save wrote none beside it ({error}). Load it with "
             "peft.PeftModel.from_pretrained"
         ) from error
-    with all_or_nothing(model), _without_warning():
-        loaded = peft.PeftModel.from_pretrained(model, str(path), **kwargs)
-        load(loaded, folder, max_degree=max_degree)
-    return loaded
-
-
-@contextmanager
-def _without_warning() -> Iterator[None]:
-    """The entry in the config is for whoever loads the adapter without gfsa: no warning here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=rf".*\['{PEFT_ENTRY}'\]")
-        yield
 
 
 def _file_of(path: str | Path, name: str, kwargs: dict[str, Any]) -> Path:
     """A file of an adapter's folder, downloaded if ``path`` is a name on the Hub."""
     if not Path(path).is_dir():
-        return download(str(path), _hub_arguments(kwargs), name)
+        return files.download(str(path), _hub_arguments(kwargs), name)
     file = Path(path) / (kwargs.get("subfolder") or "") / name
     if not file.is_file():
         advice = other_loader(file.parent, "gfsa.load_peft") or (

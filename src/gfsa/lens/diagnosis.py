@@ -431,9 +431,8 @@ _POINTS = 64
 class _Mean:
     """A running mean over samples that ignores NaN, element by element."""
 
-    def __init__(self) -> None:
-        self.total = torch.zeros(())
-        self.count = torch.zeros(())
+    total = torch.zeros(())
+    count = torch.zeros(())
 
     def add(self, values: Tensor) -> None:
         """``values``: ``(samples, ...)``."""
@@ -447,7 +446,7 @@ class _Mean:
 
 
 class _LayerRecord:
-    """The measurements of one layer so far, averaged over samples."""
+    """The measurements of one layer so far, averaged over samples, by their names in readings."""
 
     def __init__(self, depth: int, options: _Options) -> None:
         self.depth = depth
@@ -479,56 +478,50 @@ class _LayerRecord:
 
         ``valid``: ``(..., N)`` or None.
         """
-        options, found = self.options, dict[str, Tensor]()
+        options, share, found = self.options, filter.share(), dict[str, Tensor]()
+        is_spectral = options.spectral and self.spectral_samples < options.spectral_samples
+        if not options.attention and not is_spectral:
+            return
         is_short = v.shape[-2] <= options.most_tokens
         of_heads = None if valid is None else valid[..., None, :]
+        smoothed = operator.apply(v)
+        spread = repeat_heads(v, smoothed)
+        matrix = None
+        if is_short and (is_spectral or share is not None):
+            matrix = measure.dense_map(operator, v)
         if options.attention:
-            smoothed = operator.apply(v)
-            spread = repeat_heads(v, smoothed)
             found["energy_before"] = measure.dirichlet_energy(spread, smoothed, of_heads)
             found["energy_after"] = measure.dirichlet_energy(y, operator.apply(y), of_heads)
             # a map that is known only by its products takes n/D products to build
             if is_short or measure.has_rows(operator):
-                entropy, share = measure.attention_entropy(operator, v, valid)
-                found |= {"entropy": entropy, "entropy_share": share}
-            if filter.share() is not None:
+                entropy = measure.attention_entropy(operator, v, valid)
+                found["entropy"], found["entropy_share"] = entropy
+            if share is not None:
                 own = {
-                    "own_part": own_share(v.new_ones(()), smoothed, spread).squeeze(-1),
-                    "own_cosine": torch.cosine_similarity(y.double(), spread.double(), dim=-1),
+                    "part": own_share(v.new_ones(()), smoothed, spread).squeeze(-1),
+                    "cosine": torch.cosine_similarity(y.double(), spread.double(), dim=-1),
                 }
-                if is_short:
-                    matrix = measure.dense_map(operator, v)
-                    own["own_weight"] = matrix.diagonal(dim1=-2, dim2=-1)
+                if matrix is not None:
+                    own["weight"] = matrix.diagonal(dim1=-2, dim2=-1)
                 for name, value in own.items():
                     hidden = value if of_heads is None else value.masked_fill(~of_heads, math.nan)
-                    found[name] = hidden.nanmean(-1)
-        if options.spectral and self.spectral_samples < options.spectral_samples:
+                    found[f"own_{name}"] = hidden.nanmean(-1)
+        if is_spectral:
             self.spectral_samples += v.shape[:-3].numel()
-            found |= self._responses(filter, operator, v, valid)
-            if is_short:
-                matrix = measure.dense_map(operator, v).double()
+            if self.frequencies is None:
+                self.frequencies = measure.frequency_grid(v.shape[-2], options.most_frequencies)
+            taken = None if share is None else own_share(share.detach(), smoothed, spread)
+            found["map_response"], found["filter_response"] = measure.frequency_response(
+                operator, v, filter.coefficients().detach(), valid, self.frequencies, taken
+            )
+            if matrix is not None:
                 most = measure.token_count(matrix, of_heads)
-                values = measure.map_singular_values(matrix, valid)
+                values = measure.map_singular_values(matrix.double(), valid)
                 profile = _profile(self.heads, "map_values", values, most)
                 found["map_values"] = profile * values[..., :1]
         lead = v.dim() - 3
         for name, value in found.items():
             self.heads[name].add(value.flatten(0, lead - 1) if lead else value[None])
-
-    def _responses(
-        self, filter: GraphFilter, operator: Operator, v: Tensor, valid: Tensor | None
-    ) -> dict[str, Tensor]:
-        share, own = filter.share(), None
-        if share is not None:
-            share = share.detach()
-            own = own_share(share, operator.apply(v), repeat_heads(v, share[:, None, None]))
-        if self.frequencies is None:
-            most = self.options.most_frequencies
-            self.frequencies = measure.frequency_grid(v.shape[-2], most)
-        on_map, on_filter = measure.frequency_response(
-            operator, v, filter.coefficients().detach(), valid, self.frequencies, own
-        )
-        return {"map_response": on_map, "filter_response": on_filter}
 
     def feature_reading(self, name: str) -> FeatureReading:
         values = {what: mean.value() for what, mean in self.features.items()}

@@ -19,8 +19,7 @@ from gfsa.plugs.sites import accepting_sites, filters_of, grouped_reasons, sites
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Every self-attention module of the model that has a filter or can have one, by name."""
-    accepting = accepting_sites(model, sites(model))
-    return {name: site.module for name, site in accepting.items()}
+    return {name: site.module for name, site in accepting_sites(model, sites(model)).items()}
 
 
 @dataclass
@@ -78,9 +77,7 @@ class Watch:
         }
         # encoders, decoders and towers: the model has attention outside of them, on other tokens
         self._parts = {
-            container
-            for container in self._containers
-            if not all(name == container or _is_inside(name, container) for name in blocks)
+            part for part in self._containers if not all(_is_in(part, name) for name in blocks)
         }
         self._handles: list[RemovableHandle] = []
 
@@ -125,26 +122,25 @@ class Watch:
         if torch.compiler.is_compiling():
             # the compiler traces hooks inside a compiled block, whose own call has the masks
             return
-        self._calls[name] = arguments(module, args, kwargs)
+        self._calls[name] = Arguments.of_call(module, args, kwargs)
         if name in self._containers:
             self._begin_forward(name)
-        found = first_tensor((args, kwargs))
-        if self._outer is None or found is None or name not in self._layer_of:
-            return
-        # the first block to begin is the outermost block around the first attention
-        if self._layer is None and self._entered is None:
-            self._entered = (module, found)
+        is_first = self._layer is None and self._entered is None
+        if is_first and self._outer is not None and name in self._layer_of:
+            # the first block to begin is the outermost block around the first attention
+            found = first_tensor((args, kwargs))
+            self._entered = None if found is None else (module, found)
 
     def _begin_forward(self, name: str) -> None:
         if self._outer not in (None, name):
             return
         # what is checkpointed runs again in the backward, when the forward around it is over
-        if any(_is_inside(name, container) for container in self._ran):
+        if any(_is_in(container, name) for container in self._ran - {name}):
             return
         self._outer, self._layer, self._entered = name, None, None
         self._ran.add(name)
         # the layers of the model before the first one inside of this part
-        inside = [other == name or _is_inside(other, name) for other in self.attention]
+        inside = [_is_in(name, layer) for layer in self.attention]
         self._depth = inside.index(True) if True in inside else 0
 
     @torch.no_grad()
@@ -170,10 +166,9 @@ class Watch:
         if layer is None or layer.name != name or (is_attention and layer.has_ended):
             layer = self._begin_unfiltered(name, block, entered)
         layer.has_ended |= is_attention
-        found = first_tensor(output)
-        if layer.attended is None or found is None:
+        found, attended, valid = first_tensor(output), layer.attended, None
+        if attended is None or found is None:
             return
-        attended, valid = layer.attended, None
         if self.on_filter is not None and found.dim() == 2:
             valid = layer.padding.of((attended.batch, attended.length), found.device)
         try:
@@ -191,7 +186,7 @@ class Watch:
         matrices = {
             tuple(value.shape)
             for around, call in self._calls.items()
-            if _is_inside(name, around)
+            if _is_in(around, name)
             for value in call.given.values()
             if isinstance(value, Tensor) and value.dim() == 2
         }
@@ -210,7 +205,7 @@ class Watch:
             return
         operator, v = args[0].whole(), args[1].detach()
         attended = attended_by_values(self.attention[name], v)
-        padding = padding_of(self._mask_of(name), operator, v, self._valid)
+        padding = Padding.of_filter(self._mask_of(name), operator, v, self._valid)
         layer = self._begin_layer(name, attended, padding)
         if self.on_filter is not None:
             # what runs for a measurement is not followed itself
@@ -237,8 +232,8 @@ class Watch:
         there are decoders, and towers for images and text. It is not about those of a decoder or
         tower that was called without it.
         """
-        around = sorted((n for n in self._calls if n == layer or _is_inside(layer, n)), key=len)
-        calls = [(layer[len(n) :], self._calls[n], n in self._parts) for n in reversed(around)]
+        around = sorted((n for n in self._calls if _is_in(n, layer)), key=len, reverse=True)
+        calls = [(layer[len(n) :], self._calls[n], n in self._parts) for n in around]
         calls.append((layer, self._batch, False))
         square = None
         for path, call, is_part in calls:
@@ -260,27 +255,55 @@ def _mix_first(filter: GraphFilter, args: tuple[Operator, Tensor]) -> tuple[Oper
 
 
 # names of masks in the arguments of models, and whether True means that a token counts
-_OF_SOURCE = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
-_OF_TARGET = {"decoder_attention_mask": True, "tgt_key_padding_mask": False}
+_MASKS = {
+    "attention_mask": True,
+    "src_key_padding_mask": False,
+    "key_padding_mask": False,
+    "decoder_attention_mask": True,
+    "tgt_key_padding_mask": False,
+}
+_OF_TARGET = {"decoder_attention_mask", "tgt_key_padding_mask"}
 
 
 class Arguments(NamedTuple):
     """What a module was called with."""
 
-    takes: tuple[str, ...]
+    takes: Collection[str]
     """The parameters of its forward."""
     given: dict[str, Any]
-    """By name, in the order of the parameters, and what is in those that are a whole batch. What
-    only ``*args`` takes is not here."""
+    """By name, in the order of the parameters, and what is in those that are a whole batch."""
     passes_on: bool
     """Whether its forward has ``*args``: a wrapper, whose arguments have names further inside."""
 
+    @classmethod
+    def of_call(cls, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Arguments:
+        """The arguments of a call, by the names of the forward's parameters."""
+        try:
+            forward = inspect.signature(module.forward)
+            bound = forward.bind(*args, **kwargs).arguments
+        except (TypeError, ValueError):
+            # compiled code, whose parameters have no names
+            return cls((), _with_batches(kwargs), passes_on=True)
+        kinds = [parameter.kind for parameter in forward.parameters.values()]
+        # a Sequential takes no masks, whatever its modules do with them
+        passes_on = inspect.Parameter.VAR_POSITIONAL in kinds or isinstance(module, nn.Sequential)
+        return cls(forward.parameters.keys(), _with_batches(bound), passes_on)
+
     def mask(self, path: str) -> Tensor | None:
-        """The padding mask for the layer at ``path`` inside of the module."""
+        """The padding mask for the layer at ``path`` inside of the module, True where one counts.
+
+        No number is read from the device.
+        """
         for name in self._mask_names(path):
             mask = self.given.get(name)
             if isinstance(mask, Tensor) and mask.dim() == 2:
-                return _counting(mask, {**_OF_SOURCE, **_OF_TARGET}[name])
+                if not _MASKS[name]:
+                    # of torch: True or -inf hides
+                    return ~mask.bool()
+                if not mask.is_floating_point():
+                    return mask.bool()
+                # zeros and ones, or zeros and large negative numbers to add to scores
+                return torch.where((mask < 0).any(), mask == 0, mask != 0)
         return None
 
     def has_another_mask(self, path: str) -> bool:
@@ -290,50 +313,20 @@ class Arguments(NamedTuple):
 
     def _mask_names(self, path: str) -> list[str]:
         """The names of masks that are about the layer at ``path``."""
-        source, target = (
-            [name for name in names if name in self.takes or name in self.given]
-            for names in (_OF_SOURCE, _OF_TARGET)
-        )
+        names = [name for name in _MASKS if name in self.takes or name in self.given]
+        target = [name for name in names if name in _OF_TARGET]
+        source = [name for name in names if name not in _OF_TARGET]
         if source and target:
             return target if "decoder" in path else source
-        return source + target
+        return names
 
 
-def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Bind the arguments of a call to the names of the forward's parameters."""
-    if isinstance(module, nn.Sequential):
-        # it takes no masks, whatever its modules do with them
-        return Arguments((), {}, passes_on=True)
-    try:
-        parameters = inspect.signature(module.forward).parameters
-    except (TypeError, ValueError):
-        # compiled code, whose parameters have no names
-        return Arguments((), _with_batches(kwargs), passes_on=True)
-    kinds = inspect.Parameter
-    named = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-    positional = [name for name, p in parameters.items() if p.kind in named]
-    given = {**dict(zip(positional, args, strict=False)), **kwargs}
-    ordered = {name: given[name] for name in (*parameters, *given) if name in given}
-    passes_on = any(p.kind is kinds.VAR_POSITIONAL for p in parameters.values())
-    return Arguments(tuple(parameters), _with_batches(ordered), passes_on)
-
-
-def _with_batches(given: dict[str, Any]) -> dict[str, Any]:
+def _with_batches(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, and what is in those that are mappings, as ``**kwargs`` are."""
     found: dict[str, Any] = {}
     for name, value in given.items():
         found |= {name: value} | (dict(value) if isinstance(value, Mapping) else {})
     return found
-
-
-def _counting(mask: Tensor, counts: bool) -> Tensor:
-    """A mask as bool, True where a token counts; without reading a number from the device."""
-    if not counts:
-        # of torch: True or -inf hides
-        return ~mask.bool()
-    if not mask.is_floating_point():
-        return mask.bool()
-    # zeros and ones, or zeros and large negative numbers to add to scores
-    return torch.where((mask < 0).any(), mask == 0, mask != 0)
 
 
 def _blocks_around(model: nn.Module, attention: Iterable[str]) -> dict[str, list[str]]:
@@ -348,7 +341,7 @@ def _blocks_around(model: nn.Module, attention: Iterable[str]) -> dict[str, list
     for name in names:
         found[name] = [name]
         for part in _parts_around(name):
-            if any(other != name and _is_inside(other, part) for other in names):
+            if any(other != name and _is_in(part, other) for other in names):
                 break
             parent = modules[part.rpartition(".")[0]]
             if isinstance(parent, (*lists, nn.Sequential)) and not isinstance(modules[part], lists):
@@ -362,9 +355,9 @@ def _parts_around(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 
 
-def _is_inside(name: str, container: str) -> bool:
-    """Whether the module ``name`` is inside of the module ``container``; no module is in itself."""
-    return name != container and (not container or name.startswith(container + "."))
+def _is_in(container: str, name: str) -> bool:
+    """Whether the module ``name`` is ``container`` or a module inside of it."""
+    return not container or f"{name}.".startswith(f"{container}.")
 
 
 def first_tensor(value: Any) -> Tensor | None:
@@ -375,11 +368,11 @@ def first_tensor(value: Any) -> Tensor | None:
         return value if has_tokens else None
     if isinstance(value, Mapping):
         value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        for part in value:
-            found = first_tensor(part)
-            if found is not None:
-                return found
+    # a loop: compilers that follow the hooks know no generators
+    for part in value if isinstance(value, (tuple, list)) else ():
+        found = first_tensor(part)
+        if found is not None:
+            return found
     return None
 
 
@@ -539,8 +532,7 @@ def _width(attention: nn.Module) -> int:
     return 0
 
 
-@dataclass
-class Padding:
+class Padding(NamedTuple):
     """The masks of a layer's tokens, each for the tensors whose shape it has."""
 
     own: Tensor | None = None
@@ -560,21 +552,22 @@ class Padding:
                 return torch.stack(fitting).all(0)
         return None
 
+    @classmethod
+    def of_filter(
+        cls, handed_down: Tensor | None, operator: Operator, v: Tensor, own: Tensor | None = None
+    ) -> Padding:
+        """That of a layer whose filter was called with an operator and values.
 
-def padding_of(
-    handed_down: Tensor | None, operator: Operator, v: Tensor, own: Tensor | None = None
-) -> Padding:
-    """The padding of a layer whose filter was called with an operator and values.
-
-    ``handed_down`` is the mask that the modules around the layer got, ``own`` that of the user.
-    """
-    visible = operator.visibility()
-    # False where the operator's masks hide a token from every query
-    stated = (handed_down, None if visible is None else _of_keys(visible.visible_keys(), v))
-    shape = (*v.shape[:-3], v.shape[-2])
-    is_known = any(mask is not None and mask.shape == shape for mask in (own, *stated))
-    # reads all entries of a map
-    return Padding(own, stated, None if is_known else shown_by_map(operator, v))
+        ``handed_down`` is the mask that the modules around the layer got, ``own`` the user's.
+        """
+        visible = operator.visibility()
+        # False where the operator's masks hide a token from every query
+        hidden = None if visible is None else _of_keys(visible.visible_keys(), v)
+        known = cls(own, (handed_down, hidden))
+        if known.of((*v.shape[:-3], v.shape[-2]), v.device) is not None:
+            return known
+        # reads all entries of a map
+        return known._replace(shown=shown_by_map(operator, v))
 
 
 def shown_by_map(operator: Operator, v: Tensor) -> Tensor | None:

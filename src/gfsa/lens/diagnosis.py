@@ -11,10 +11,9 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from operator import length_hint
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,17 +52,19 @@ Valid = Tensor | Callable[[Any], Tensor | None] | None
 """Which tokens count, or a function of the batch that says so."""
 
 
-@dataclass(frozen=True)
-class _Options:
-    """What to measure, as :func:`diagnose` takes it."""
+class _Options(NamedTuple):
+    """What to measure and how, as :func:`diagnose` takes it."""
 
     layers: Layers
     features: bool
     attention: bool
     spectral: bool
+    valid: Valid
+    forward: Forward
     spectral_samples: int
     most_frequencies: int
     most_tokens: int
+    unknown: Unknown
 
 
 def diagnose(
@@ -135,8 +136,9 @@ def diagnose(
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected an nn.Module, got {type(module).__name__} for {name!r}")
     options = _Options(
-        layers, features, attention, spectral, spectral_samples, most_frequencies, most_tokens
-    )
+        layers, features, attention, spectral, valid, forward or _call,
+        spectral_samples, most_frequencies, most_tokens, unknown,
+    )  # fmt: skip
     is_one = isinstance(inputs, (Tensor, Mapping, tuple)) or not isinstance(inputs, Iterable)
     batches = [inputs] if is_one else inputs
     if len(models) > 1 and isinstance(batches, Iterator):
@@ -151,21 +153,13 @@ def diagnose(
     for name, module in models.items():
         chosen = itertools.islice(batches, max_batches)
         shown = _with_progress(chosen, name, total) if progress else chosen
-        readings[name] = _measure(
-            name, module, shown if is_one else map(_without_labels, shown), options, valid,
-            forward or _call, unknown,
-        )  # fmt: skip
+        shown = shown if is_one else map(_without_labels, shown)
+        readings[name] = _measure(name, module, shown, options)
     return LensReport(readings, created=datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
 
 def _measure(
-    name: str,
-    model: nn.Module,
-    batches: Iterable[Any],
-    options: _Options,
-    valid: Valid,
-    forward: Forward,
-    unknown: Unknown,
+    name: str, model: nn.Module, batches: Iterable[Any], options: _Options
 ) -> ModelReading:
     """The readings of one model."""
     # a compiled model would be compiled again for every hook; the module inside is not compiled
@@ -173,12 +167,12 @@ def _measure(
     parameters = sum(p.numel() for p in model.parameters())
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     start = time.perf_counter()
-    with torch.no_grad(), _plugged_everywhere(model, unknown) as (sites, bare, skipped):
+    with torch.no_grad(), _plugged_everywhere(model, options.unknown) as (sites, bare, skipped):
         recorder = _Recorder(model, sites, options)
         for batch in batches:
             batch = _to_device(batch, device)
-            with recorder.listening(valid(batch) if callable(valid) else valid, batch):
-                forward(model, batch)
+            with recorder.listening(batch):
+                options.forward(model, batch)
         if not recorder.layers:
             raise ValueError("no attention layer ran: expected at least one batch in inputs")
         if recorder.in_doubt:
@@ -299,9 +293,10 @@ class _Recorder:
         self.tokens = 0
 
     @contextmanager
-    def listening(self, valid: Any, batch: Any) -> Iterator[None]:
-        """Around one forward of the model on ``batch``; ``valid`` overrides all other masks."""
-        self._valid = checked_mask(valid)
+    def listening(self, batch: Any) -> Iterator[None]:
+        """Around one forward of the model on ``batch``."""
+        valid = self.options.valid
+        self._valid = checked_mask(valid(batch) if callable(valid) else valid)
         self._turns: dict[str, int] = defaultdict(int)
         # the layer whose filter ran last, and its record
         self._last: tuple[Layer, _LayerRecord] | None = None
@@ -341,7 +336,7 @@ class _Recorder:
         record = self.layers.setdefault(key, _LayerRecord(len(self.layers) + 1, options))
         is_first, self._last = self._last is None, (layer, record)
         if is_first and layer.entered is not None:
-            self._begin(layer, *layer.entered)
+            self._begin(layer, layer.entered)
         if name not in self.selected:
             return
         if not filter.is_polynomial:
@@ -358,16 +353,17 @@ class _Recorder:
         # (..., heads, tokens, features)
         if y.dim() == 4:
             self._mask(layer, y.transpose(1, 2).flatten(2), f"that leave the attention of {name}")
-        valid = layer.padding.of((*v.shape[:-3], length), v.device)
+        valid = layer.mask((*v.shape[:-3], length), v.device)
         record.add_attention(filter, operator, v, y, _unless_all(valid))
 
-    def _begin(self, layer: Layer, block: nn.Module, entered: Tensor) -> None:
+    def _begin(self, layer: Layer, entered: Tensor) -> None:
         """Count samples and tokens, and measure the input of the first block."""
         attended = layer.attended
         assert attended is not None
         sizes = (attended.batch, attended.length)
         try:
-            valid = layer.padding.of(sizes, entered.device)
+            valid = layer.mask(sizes, entered.device)
+            block = self.watch.model.get_submodule(layer.outermost)
             tokens = tokens_of(entered, attended, block, valid=valid)
             if tokens is None:
                 return
@@ -381,7 +377,7 @@ class _Recorder:
                 f"valid must be a mask of the tokens that enter the first block, "
                 f"{sizes} here (batch, tokens), got {tuple(self._valid.shape)}"
             )
-        valid = layer.padding.of(sizes, entered.device)
+        valid = layer.mask(sizes, entered.device)
         self.samples += sizes[0]
         self.tokens += sizes[0] * sizes[1] if valid is None else int(valid.sum())
         if tokens is not None and self._wants_features(layer.name):
@@ -400,7 +396,7 @@ class _Recorder:
 
     def _mask(self, layer: Layer, tokens: Tensor, which: str) -> Tensor | None:
         """The mask of tokens ``(B, N, D)``; raises if one that counts is NaN or infinite."""
-        valid = _unless_all(layer.padding.of(tokens.shape[:2], tokens.device))
+        valid = _unless_all(layer.mask(tokens.shape[:2], tokens.device))
         counted = tokens if valid is None else tokens[valid]
         if not bool(counted.isfinite().all()):
             raise ValueError(
@@ -525,7 +521,7 @@ class _LayerRecord:
 
     def feature_reading(self, name: str) -> FeatureReading:
         values = {what: mean.value() for what, mean in self.features.items()}
-        return FeatureReading(depth=self.depth, name=name, **values)
+        return FeatureReading(self.depth, name, **values)
 
     def attention_reading(self, name: str, filter: GraphFilter, bare: bool) -> AttentionReading:
         """The reading; ``bare``: the layer has no filter besides the one the lens plugged."""
@@ -535,12 +531,8 @@ class _LayerRecord:
         scalars = ("entropy", "entropy_share", "energy_before", "energy_after")
         spectrum = own = None
         if self.frequencies is not None:
-            spectrum = Spectrum(
-                frequencies=self.frequencies.tolist(),
-                map_response=means["map_response"],
-                filter_response=means["filter_response"],
-                map_values=means.get("map_values", []),
-            )
+            responses = (means["map_response"], means["filter_response"])
+            spectrum = Spectrum(self.frequencies.tolist(), *responses, means.get("map_values", []))
         if "own_part" in means:
             weight = means.get("own_weight", missing)
             own = OwnValue(means["own_part"], weight, means["own_cosine"])

@@ -95,7 +95,7 @@ class Monitor:
         if tokens is None:
             self._left_out.add(layer.name)
             return
-        valid = layer.padding.of(tokens.shape[:2], tokens.device)
+        valid = layer.mask(tokens.shape[:2], tokens.device)
         for what, function in _CHEAP.items():
             self._found.append((what, layer.depth, function(tokens, valid)))
 

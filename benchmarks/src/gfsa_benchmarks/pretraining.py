@@ -109,11 +109,8 @@ def _variant(
 
 
 def _loss(model: Any, tokens: Tensor, setting: Setting) -> Callable[[], Any]:
-    # autocast knows no float32; there the step runs as it is
-    low = setting.dtype in (torch.bfloat16, torch.float16)
-
     def loss() -> Any:
-        with torch.autocast(setting.device.type, setting.dtype if low else None, enabled=low):
+        with setting.autocast():
             # a mask that is handed over ready, as in the recipe: none
             return model(
                 input_ids=tokens[:, :-1],

@@ -95,28 +95,24 @@ def _model(shape: Shape, setting: Setting) -> tuple[Any, dict[str, Any]]:
 def _variant(name: str, way: Way, model: Any, batch: dict[str, Any], setting: Setting) -> Variant:
     # in a graph the number of steps must be counted on the GPU
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, capturable=setting.graphs)
-    device = setting.device.type
-    # autocast knows no float32; there the step runs as it is
-    low = setting.dtype in (torch.bfloat16, torch.float16)
     served = _Served(way)
     whole = setting.graphs and "attention_mask" not in batch
     uncaptured = _no_masks_for_graphs if whole else nullcontext
     called = model
 
     def loss() -> Any:
-        with torch.autocast(device, setting.dtype if low else None, enabled=low), uncaptured():
+        with setting.autocast(), uncaptured():
             return called(**batch).loss
 
     def forward() -> object:
         with torch.no_grad(), served():
             return loss()
 
-    def step() -> object:
+    def step() -> None:
         with served():
             loss().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return None
 
     ran: str = "torch" if way == "published" else way
     if way == "auto":

@@ -245,10 +245,6 @@ def test_folders_without_a_model_of_transformers_say_what_they_are(
     assert said in refused("--model", tmp_path, "--data", "random")
 
 
-def test_texts_for_a_model_of_images(texts: Path) -> None:
-    assert "takes no text" in refused("--model", "timm:test_vit", "--untrained", "--data", texts)
-
-
 # "2-" could mean from the second on
 @pytest.mark.parametrize("layers", ["first", "2-", "-2", ""])
 def test_layers_that_are_none(bert: Path, layers: str) -> None:

@@ -261,31 +261,6 @@ def test_transformers(kind: str, implementation: str, plugged: bool) -> None:
     assert bool(gfsa.filters_of(model)) == plugged
 
 
-def test_graphs_whose_tokens_lie_one_after_another() -> None:
-    """PyG's GPS layers: features of all graphs in one list, attention on padded graphs."""
-    geometric = pytest.importorskip("torch_geometric.nn")
-
-    class Graphs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(geometric.GPSConv(16, None, heads=4) for _ in range(2))
-
-        def forward(self, x: Tensor, edges: Tensor, batch: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x, edges, batch)
-            return x
-
-    counts = [5, 3, 7]
-    x = torch.randn(sum(counts), 16)
-    batch = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
-    model = Graphs().eval()
-    reading = only(diagnose(model, (x, torch.zeros(2, 0, dtype=torch.long), batch)))
-    parts = [measure.cosine_similarity(part[None]) for part in x.split(counts)]
-    assert reading.samples == 3
-    assert reading.features[0].cosine == pytest.approx(torch.cat(parts).mean().item(), abs=1e-6)
-    assert len(reading.features) == 3
-
-
 def test_linear_attention() -> None:
     from gfsa_experiments.models import Encoder
 

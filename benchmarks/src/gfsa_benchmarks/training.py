@@ -17,7 +17,7 @@ from gfsa.operators.call import DecisionCache
 from gfsa.plugs import plug
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant
 from gfsa_benchmarks.published import published_attention
-from gfsa_experiments.engine.compiling import compile_blocks
+from gfsa_experiments.engine.compiling import compile_blocks, compile_model
 
 LAYERS = 12
 # a picture of 224 pixels in patches of 16, and the class token
@@ -98,11 +98,10 @@ def _variant(name: str, way: Way, model: Any, batch: dict[str, Any], setting: Se
     served = _Served(way)
     whole = setting.graphs and "attention_mask" not in batch
     uncaptured = _no_masks_for_graphs if whole else nullcontext
-    called = model
 
     def loss() -> Any:
         with setting.autocast(), uncaptured():
-            return called(**batch).loss
+            return model(**batch).loss
 
     def forward() -> object:
         with torch.no_grad(), served():
@@ -118,15 +117,18 @@ def _variant(name: str, way: Way, model: Any, batch: dict[str, Any], setting: Se
     if way == "auto":
         if setting.compiled == "model":
             # traced, transformers makes masks that it leaves out otherwise: others may serve then
-            called = torch.compile(model, backend="eager")
+            compile_model(model, backend="eager")
         ran = backend_of(loss)
+    compile_for(setting, model)
+    return Variant(name, ran, forward, step)
+
+
+def compile_for(setting: Setting, model: Any) -> None:
+    """Compile the part of a model that the setting names; what was compiled before is forgotten."""
     if setting.compiled == "model":
-        # and forget what was traced to look at it
-        torch._dynamo.reset()
-        called = torch.compile(model)
+        compile_model(model)
     elif setting.compiled == "blocks":
         compile_blocks(model)
-    return Variant(name, ran, forward, step)
 
 
 def _no_masks_for_graphs() -> AbstractContextManager[Any]:

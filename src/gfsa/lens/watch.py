@@ -23,9 +23,9 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 Masks = Sequence[Sequence[Tensor | None]]
-"""The masks of a layer's tokens: what the user gives overrides what is stated, by the model's call
-and by the attention, and that what an attention map shows. A token counts if all masks of the
-first group that has some of the tokens' shape say so."""
+"""Masks of a layer's tokens in three groups: the user's own, those of the model's call and of the
+attention, and what an attention map shows. The first group that has masks of the tokens' shape
+decides; a token counts if all of these say so."""
 
 
 @dataclass
@@ -46,11 +46,10 @@ class Layer:
     tokens: Tensor | None = None
     """What leaves this block, ``(B, N, D)``; None if its axes are in doubt."""
 
-    def mask(self, shape: Iterable[int], device: torch.device) -> Tensor | None:
+    def mask(self, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
         """The mask of tokens of this shape, True where one counts; None if no mask is known."""
-        wanted = tuple(shape)
         for masks in self.masks or ():
-            fitting = [m.to(device) for m in masks if m is not None and tuple(m.shape) == wanted]
+            fitting = [m.to(device) for m in masks if m is not None and m.shape == shape]
             if fitting:
                 return torch.stack(fitting).all(0)
         return None
@@ -187,13 +186,8 @@ class Watch:
         layer.masks = [[self._mask_of(layer.name)]]
         # keyword arguments need not come in the order of the parameters
         x = first_tensor(self._calls[block].given) if block in self._calls else None
-        matrices = {
-            tuple(value.shape)
-            for around, call in self._calls.items()
-            if _is_in(around, layer.name)
-            for value in call.given.values()
-            if isinstance(value, Tensor) and value.dim() == 2
-        }
+        given = [value for call in self._calls.values() for value in call.given.values()]
+        matrices = {tuple(v.shape) for v in given if isinstance(v, Tensor) and v.dim() == 2}
         x = entered if x is None else x
         layer.attended = attended_by_input(self.attention[layer.name], x, matrices)
 

@@ -19,7 +19,7 @@ from gfsa.kernels.routes import Decision
 from gfsa_benchmarks import measure as measuring
 from gfsa_benchmarks import suites
 from gfsa_benchmarks.case import MIB, Case, Setting, Shape, Variant, deterministic
-from gfsa_benchmarks.command import against_published, run_suite
+from gfsa_benchmarks.command import run_suite
 from gfsa_benchmarks.measure import COLUMNS, append, interleaved, measure, peak_mib
 from gfsa_benchmarks.published import published_attention
 from gfsa_benchmarks.suites import SUITES
@@ -122,14 +122,6 @@ def test_csv_grows_under_one_header(tmp_path):
     assert tuple(header) == COLUMNS
     assert len(lines) == 2 * len(rows)
     assert {len(line) for line in lines} == {len(COLUMNS)}
-
-
-def test_reports_are_computed_from_the_rows():
-    rows = small_rows()
-    named = {row.variant: row for row in rows}
-    factor = named["published"].fwd_bwd_ms / named["gfsa"].fwd_bwd_ms
-    assert f"{factor:.1f}× faster" in against_published(rows)
-    assert against_published(rows[:1]) is None
 
 
 @pytest.mark.parametrize(
@@ -248,7 +240,6 @@ def test_ops_end_to_end(tmp_path):
     shown = bench("--shapes", "1x2x16x4,2x1x8x4:causal", "--csv", str(path))
     assert shown.exit_code == 0, shown.output
     assert "10 rows added" in shown.output
-    assert "faster than" in shown.output
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == COLUMNS

@@ -112,22 +112,14 @@ def test_an_attention_whose_axes_are_turned(plugged: bool) -> None:
     with pytest.warns(UserWarning, match=rf"blocks\.0\.attention: .* {IN_DOUBT}"):
         got = diagnosed(model, square)
     assert got == {2: expected[1][2]}
-    with pytest.warns(UserWarning, match=IN_DOUBT):
-        assert monitored(model, lambda: model(square)) == [{2: expected[1][2]}]
+    # the monitor warns once
+    with pytest.warns(UserWarning, match=r"blocks\.0\.attention: ") as said:
+        assert monitored(model, *[lambda: model(square)] * 2) == [{2: expected[1][2]}] * 2
+    assert len(said) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert diagnosed(model, oblong) == {0: similar(oblong), **expected[0]}
         assert monitored(model, lambda: model(oblong)) == [expected[0]]
-
-
-def test_the_monitor_warns_once_of_what_it_leaves_out() -> None:
-    model = Blocks(TurnsAround(), TinyBlock(16, 4, causal=False)).eval()
-    x = torch.randn(7, 7, 16)
-    with pytest.warns(UserWarning, match=IN_DOUBT) as said:
-        steps = monitored(model, lambda: model(x), lambda: model(x))
-    assert [set(step) for step in steps] == [{2}, {2}]
-    assert len(said) == 1
-    assert "blocks.0.attention" in str(said[0].message)
 
 
 @pytest.mark.parametrize("plugged", [False, True])
@@ -184,10 +176,12 @@ def test_the_input_alone_is_in_doubt() -> None:
     assert list(reading.skipped) == ["the input of the first block"]
 
 
-def test_a_valid_mask_is_compared_with_square_batches() -> None:
-    model, valid = Blocks(TurnsAround()), torch.ones(7, 6, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"\(7, 7\) here .* got \(7, 6\)"):
-        diagnose(model, torch.randn(7, 7, 16), valid=valid)
+@pytest.mark.parametrize("samples", [2, 7])
+def test_a_valid_mask_of_another_size_is_refused(samples: int) -> None:
+    """Also where the axes of the tokens are in doubt."""
+    model, valid = Blocks(TurnsAround()), torch.ones(samples, 6, dtype=torch.bool)
+    with pytest.raises(ValueError, match=rf"\({samples}, 7\) here .* got \({samples}, 6\)"):
+        diagnose(model, torch.randn(samples, 7, 16), valid=valid)
 
 
 def test_a_model_that_is_sequence_first_inside() -> None:

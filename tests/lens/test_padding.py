@@ -15,6 +15,7 @@ from gfsa.lens import diagnose, measure
 from gfsa.lens.monitor import Monitor
 from gfsa.lens.watch import shown_by_map
 from gfsa.operators import DenseOperator
+from gfsa.plugs.running import call
 from support.lens import SMALL, SMALL_PAIR, diagnosed, monitored, only
 from support.tiny import TinyBlock, TinyEncoder, padded_batch
 
@@ -22,15 +23,13 @@ IDS = torch.arange(30).reshape(3, 10) % 17 + 3
 MASK = torch.arange(10) < torch.tensor([[10], [6], [8]])
 
 
-def after_blocks(model: nn.Module, inputs: Any, **options: Any) -> list[float]:
-    """Similarity after each block, by ``diagnose``."""
-    return [cosine for depth, cosine in diagnosed(model, inputs, **options).items() if depth]
-
-
-def while_training(model: nn.Module, call: Callable[[], object]) -> list[float]:
-    """Similarity after each block, by the monitor."""
-    (step,) = monitored(model, call)
-    return list(step.values())
+def check(model: nn.Module, inputs: Any, expected: list[float], first: int = 1) -> None:
+    """Similarity after each block from ``first`` on, by ``diagnose`` and by the monitor."""
+    found = [cosine for depth, cosine in diagnosed(model, inputs).items() if depth >= first]
+    assert found == pytest.approx(expected, abs=1e-5)
+    (step,) = monitored(model, lambda: call(model, inputs))
+    found = [cosine for depth, cosine in step.items() if depth >= first]
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
 def similar(states: Any, mask: Tensor | None = None) -> list[float]:
@@ -65,9 +64,8 @@ def test_a_decoder_is_not_padded_as_its_source_is(plugged: bool) -> None:
         gfsa.plug(model, w0=0.2, wK=0.3)
     batch = {"input_ids": IDS, "attention_mask": MASK.long(), "labels": IDS.flip(1)}
     blocks = model.model.decoder.layers
-    expected = similar(outputs_of(blocks, lambda: model(**batch)))
-    assert after_blocks(model, batch)[1:] == pytest.approx(expected, abs=1e-5)
-    assert while_training(model, lambda: model(**batch))[1:] == pytest.approx(expected, abs=1e-5)
+    # the encoder has a layer
+    check(model, batch, similar(outputs_of(blocks, lambda: model(**batch))), first=2)
 
 
 class OfBatches(nn.Module):
@@ -97,9 +95,7 @@ def test_masks_reach_the_model_in_any_way(way: str, plugged: bool) -> None:
         "by place": tuple(batch.values()),
         "in a batch": (batch,),
     }[way]
-    call = (lambda: whole(**inputs)) if way == "by name" else (lambda: whole(*inputs))
-    assert while_training(whole, call) == pytest.approx(expected, abs=1e-5)
-    assert after_blocks(whole, inputs) == pytest.approx(expected, abs=1e-5)
+    check(whole, inputs, expected)
 
 
 class Encoder(nn.Module):
@@ -145,9 +141,7 @@ def test_a_mask_that_an_inner_part_does_not_get(samples: int, pairs: bool) -> No
     mask = MASK.repeat(4, 1)[:samples]
     # as if the padding were other tokens
     batch = {"x": torch.randn(samples, 10, 16) + 5 * ~mask[..., None], "attention_mask": mask}
-    expected = similar(outputs_of(model.encoder.blocks, lambda: model(**batch)), mask)
-    assert after_blocks(model, batch) == pytest.approx(expected, abs=1e-5)
-    assert while_training(model, lambda: model(**batch)) == pytest.approx(expected, abs=1e-5)
+    check(model, batch, similar(outputs_of(model.encoder.blocks, lambda: model(**batch)), mask))
 
 
 def test_a_mask_of_the_batch_that_the_model_does_not_get() -> None:
@@ -155,8 +149,8 @@ def test_a_mask_of_the_batch_that_the_model_does_not_get() -> None:
     x = torch.randn(3, 10, 16) + 5 * ~MASK[..., None]
     expected = similar(outputs_of(model.blocks, lambda: model(x)), MASK)
     batch = {"x": x, "attention_mask": MASK}
-    found = after_blocks(model, batch, forward=lambda model, batch: model(batch["x"]))
-    assert found == pytest.approx(expected, abs=1e-5)
+    found = diagnosed(model, batch, forward=lambda model, batch: model(batch["x"]))
+    assert list(found.values())[1:] == pytest.approx(expected, abs=1e-5)
 
 
 class MaskedLoss(nn.Module):
@@ -175,9 +169,7 @@ def test_a_mask_that_no_attention_sees(kind: str) -> None:
     model = MaskedLoss().eval()
     mask = {"long": MASK.long(), "float": MASK.float(), "added": (~MASK) * -1e4}[kind]
     batch = {"tokens": torch.randn(3, 10, 16), "attention_mask": mask}
-    expected = similar(outputs_of(model.blocks, lambda: model(batch)), MASK)
-    assert while_training(model, lambda: model(batch)) == pytest.approx(expected, abs=1e-5)
-    assert after_blocks(model, (batch,)) == pytest.approx(expected, abs=1e-5)
+    check(model, (batch,), similar(outputs_of(model.blocks, lambda: model(batch)), MASK))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -193,9 +185,8 @@ def test_padding_that_a_written_map_shows(side: str) -> None:
     batch = {"input_ids": IDS, "attention_mask": added}
     expected = similar(outputs_of(model.layers, lambda: model(**batch)), valid)
     assert only(diagnose(model, batch, spectral=False)).tokens == int(valid.sum())
-    assert after_blocks(model, batch) == pytest.approx(expected, abs=1e-5)
     gfsa.plug(model)
-    assert while_training(model, lambda: model(**batch)) == pytest.approx(expected, abs=1e-5)
+    check(model, batch, expected)
 
 
 def shown(matrix: Tensor) -> list[bool]:
@@ -243,12 +234,12 @@ def test_encoders_that_pack_their_batches(plugged: bool) -> None:
     if plugged:
         gfsa.plug(model, w0=0.2)
     batch = {"src": torch.randn(3, 10, 16), "src_key_padding_mask": ~MASK}
-    got = after_blocks(model, batch)
+    got = list(diagnosed(model, batch).values())[1:]
     assert model.use_nested_tensor
     # the monitor changes nothing of how a model computes
     both = r"layers\.0\.self_attn, layers\.1\.self_attn: .* nested tensors"
     with pytest.warns(UserWarning, match=both) as said:
-        assert while_training(model, lambda: model(**batch)) == []
+        assert monitored(model, lambda: model(**batch)) == [{}]
     assert not [w for w in said if "no block of the model ran" in str(w.message)]
     model.use_nested_tensor = False
     expected = similar(outputs_of(model.layers, lambda: model(**batch)), MASK)

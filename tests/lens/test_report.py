@@ -14,7 +14,7 @@ import pytest
 import gfsa
 from gfsa.lens import LensReport
 from gfsa.lens.page import render
-from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading
+from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading, to_plain
 from gfsa.lens.sentences import findings, headline, passed
 from gfsa.lens.trajectory import LayerTrajectory, Trajectory
 from support.lens import example_report, example_trajectory
@@ -47,16 +47,14 @@ def model(
 
 
 def test_json_and_back(report: LensReport, tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
+    path, copy = tmp_path / "report.json", tmp_path / "copy.json"
+    report = LensReport(report.models, trajectories={"GFSA": example_trajectory()})
     report.to_json(path)
     again = LensReport.from_json(path)
-    assert list(again.models) == list(report.models)
-    copy = tmp_path / "copy.json"
     again.to_json(copy)
     assert copy.read_text() == path.read_text()
-    assert again.models["plain"].features[1].cosine == pytest.approx(
-        report.models["plain"].features[1].cosine, rel=1e-5
-    )
+    # six digits, of everything
+    assert to_plain(again) == to_plain(report)
     assert str(again) == str(report)
     assert "plain:\n  - Tokens are" in str(report)
 
@@ -214,17 +212,6 @@ def test_figures_have_marks_and_save_as_vectors(report: LensReport, tmp_path: Pa
     assert list(line.get_ydata()) == pytest.approx(expected)
 
 
-def test_trajectories_are_in_the_json(report: LensReport, tmp_path: Path) -> None:
-    trajectory = example_trajectory()
-    found = LensReport(report.models, trajectories={"GFSA": trajectory})
-    found.to_json(tmp_path / "report.json")
-    again = LensReport.from_json(tmp_path / "report.json").trajectories["GFSA"]
-    assert again.steps == trajectory.steps
-    assert again.layers[3].coefficients[-1][2] == pytest.approx(
-        trajectory.layers[3].coefficients[-1][2], rel=1e-5
-    )
-
-
 def test_the_page_is_one_file_and_names_are_text(report: LensReport) -> None:
     page = render(report)
     assert "{{" not in page
@@ -238,9 +225,6 @@ def test_the_page_is_one_file_and_names_are_text(report: LensReport) -> None:
     # the XML namespace of SVG, which is not loaded, and a link
     assert addresses == {"http://www.w3.org/2000/svg", "https://arxiv.org/abs/2312.04234"}
     assert len(page) < 200_000
-
-
-def test_a_script_cannot_be_smuggled_in_by_a_name() -> None:
     name = "</script><script>alert(1)</script>"
     assert "<script>alert" not in render(LensReport({name: reading(name, 0.5)}))
 

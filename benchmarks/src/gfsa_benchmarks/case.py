@@ -94,6 +94,11 @@ class Setting:
         compiled = {None: "eager", "model": "compiled", "blocks": "compiled blocks"}
         return "graph" if self.graphs else compiled[self.compiled]
 
+    def autocast(self) -> torch.autocast:
+        """Autocast to the dtype; it knows no float32, in which everything runs as it is."""
+        low = self.dtype in (torch.bfloat16, torch.float16)
+        return torch.autocast(self.device.type, self.dtype if low else None, enabled=low)
+
     def randn(self, *shape: int) -> Tensor:
         # drawn on the CPU for the same numbers on every device
         return torch.randn(*shape).to(device=self.device, dtype=self.dtype)

@@ -148,9 +148,6 @@ def run_suite(
                 console.print(memory_of_caches(case))
     if name == "attention":
         console.print(ratios(cases))
-    for rows in cases:
-        if sentence := against_published(rows):
-            console.print(sentence)
     if csv is not None:
         console.print(f"{sum(map(len, cases))} rows added to {csv}")
     return cases
@@ -268,19 +265,6 @@ def ratios(cases: Sequence[Sequence[Row]]) -> Table:
         ]
         shown.add_row(first.shape, *times)
     return shown
-
-
-def against_published(rows: Sequence[Row]) -> str | None:
-    """What gfsa saves against the published form, in a sentence; None if it was not measured."""
-    named = {row.variant: row for row in rows}
-    ours, theirs = named.get("gfsa"), named.get("published")
-    if ours is None or theirs is None or not ours.fwd_bwd_ms or not theirs.fwd_bwd_ms:
-        return None
-    memory = ours.extra_mib / theirs.extra_mib
-    return (
-        f"{ours.shape}: forward+backward {theirs.fwd_bwd_ms / ours.fwd_bwd_ms:.1f}× faster than "
-        f"the published form, with {memory:.1%} of its extra memory"
-    )
 
 
 def _ms(value: float | None) -> str:

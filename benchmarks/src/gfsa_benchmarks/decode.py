@@ -100,21 +100,20 @@ def _prompted(model: Any, shape: Shape, setting: Setting) -> Callable[[], Any]:
 
 def _case(shape: Shape, setting: Setting, static: bool) -> Case:
     models = _models(shape, setting)
-    variants = [
-        _variant(name, model, shape, setting, static, kernel=False)
-        for name, model in models.items()
-    ]
+    named = [(name, model, False) for name, model in models.items()]
     if setting.device.type == "cuda":
-        variants += [
-            _variant(f"{name} kernel", models[name], shape, setting, static, kernel=True)
-            for name in ("gfsa degree 1", "gfsa")
-        ]
+        named += [(f"{name} kernel", models[name], True) for name in ("gfsa degree 1", "gfsa")]
+    variants = [
+        _variant(name, model, shape, setting, static, kernel=kernel)
+        for name, model, kernel in named
+    ]
     return Case(f"{shape}", variants, _SAMPLE_MS)
 
 
 @contextmanager
 def _measured(kernel: bool) -> Iterator[None]:
     """Choose the kernel for a decoded token where it serves, or never."""
+    # not mock.patch, which takes longer than some kernels do
     before = routes.DECODES_BY_KERNEL
     routes.DECODES_BY_KERNEL = kernel
     try:
@@ -126,30 +125,21 @@ def _measured(kernel: bool) -> Iterator[None]:
 def _decoder(shape: Shape, setting: Setting) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-    width, positions = shape.heads * shape.dim, shape.tokens + 1
+    # GPT-2 knows these names, too
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": shape.heads * shape.dim,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": shape.heads,
+        "max_position_embeddings": shape.tokens + 1,
+    }
     model: Any
     if shape.key_heads is None:
-        model = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=VOCABULARY,
-                n_embd=width,
-                n_layer=LAYERS,
-                n_head=shape.heads,
-                n_positions=positions,
-            )
-        )
+        model = GPT2LMHeadModel(GPT2Config(**sizes))
     else:
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=width,
-                intermediate_size=4 * width,
-                num_hidden_layers=LAYERS,
-                num_attention_heads=shape.heads,
-                num_key_value_heads=shape.key_heads,
-                max_position_embeddings=positions,
-            )
-        )
+        sizes |= {"num_key_value_heads": shape.key_heads}
+        sizes |= {"intermediate_size": 4 * shape.heads * shape.dim}
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
     return model.to(setting.device, setting.dtype).eval()
 
 

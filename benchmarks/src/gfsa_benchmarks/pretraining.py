@@ -13,8 +13,8 @@ from torch import Tensor
 from gfsa.filters import Exclusive
 from gfsa.plugs import filters_of, plug
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant
-from gfsa_benchmarks.training import backend_of
-from gfsa_experiments.engine.compiling import compile_blocks, compile_model
+from gfsa_benchmarks.training import backend_of, compile_for
+from gfsa_experiments.engine.compiling import compile_model
 from gfsa_experiments.engine.next_token_loss import NextTokenLoss
 from gfsa_experiments.engine.optimiser import build_optimiser
 from gfsa_experiments.tasks.pretrain.model import Sizes, build_decoder
@@ -90,10 +90,7 @@ def _variant(
     parameters = list(model.parameters())
     added = [p for layer in filters_of(model).values() for p in layer.parameters()]
     optimiser = build_optimiser(model, added, config, filter_lr=None)
-    if setting.compiled == "model":
-        compile_model(model)
-    elif setting.compiled == "blocks":
-        compile_blocks(model)
+    compile_for(setting, model)
     loss = _loss(model, tokens, setting)
 
     def forward() -> Tensor:
@@ -109,11 +106,8 @@ def _variant(
 
 
 def _loss(model: Any, tokens: Tensor, setting: Setting) -> Callable[[], Any]:
-    # autocast knows no float32; there the step runs as it is
-    low = setting.dtype in (torch.bfloat16, torch.float16)
-
     def loss() -> Any:
-        with torch.autocast(setting.device.type, setting.dtype if low else None, enabled=low):
+        with setting.autocast():
             # a mask that is handed over ready, as in the recipe: none
             return model(
                 input_ids=tokens[:, :-1],
@@ -129,9 +123,6 @@ def _ran(sizes: Sizes, arguments: dict[str, Any], tokens: Tensor, setting: Setti
     """Which operator serves a layer with these filters; its choice may differ when compiled."""
     model = _decoder(dataclasses.replace(sizes, depth=2), setting)
     plug(model, **arguments)
-    if not setting.compiled:
-        return backend_of(_loss(model, tokens, setting))
-    ran = backend_of(_loss(torch.compile(model, backend="eager"), tokens, setting))
-    # forget what was traced to look at it
-    torch._dynamo.reset()
-    return ran
+    if setting.compiled:
+        compile_model(model, backend="eager")
+    return backend_of(_loss(model, tokens, setting))

@@ -21,11 +21,11 @@ from gfsa_benchmarks.training import training_step
 
 @dataclass(frozen=True)
 class Suite:
-    """The function that builds a suite's cases, and its default shapes."""
+    """The function that builds a suite's cases, and its default shapes, separated by spaces."""
 
     build: Callable[[Shape, Setting], Case]
-    cpu_shapes: Sequence[str]
-    cuda_shapes: Sequence[str]
+    cpu_shapes: str
+    cuda_shapes: str
     compiles: bool = False
     grouped: bool = False
     """Whether shapes may have fewer heads of keys than of queries."""
@@ -33,7 +33,7 @@ class Suite:
     """Whether shapes may have dropout."""
 
     def shapes(self, device: torch.device) -> Sequence[str]:
-        return self.cuda_shapes if device.type == "cuda" else self.cpu_shapes
+        return (self.cuda_shapes if device.type == "cuda" else self.cpu_shapes).split()
 
 
 def operators(shape: Shape, setting: Setting) -> Case:
@@ -52,38 +52,33 @@ def operators(shape: Shape, setting: Setting) -> Case:
         torch.full((shape.heads,), value, device=setting.device, requires_grad=True)
         for value in (0.1, 0.8, 0.1)
     ]
+    variants = [
+        _plain(shape, setting, tokens),
+        _filtered("gfsa degree 1", 1, "auto", shape, setting, tokens),
+        _filtered("gfsa", 2, "auto", shape, setting, tokens),
+    ]
+    # by torch's attention, which draws one dropout mask twice outside of graphs alone
+    if not (shape.dropout and setting.graphs):
+        variants.append(_filtered("gfsa sdpa", 2, "sdpa", shape, setting, tokens))
+    variants += _by_fused_kernels(shape, setting, tokens)
     return Case(
-        str(shape),
-        [
-            _plain(shape, setting, tokens),
-            _filtered("gfsa degree 1", 1, "auto", shape, setting, tokens),
-            _filtered("gfsa", 2, "auto", shape, setting, tokens),
-            *_by_torch(shape, setting, tokens),
-            *_by_fused_kernels(shape, setting, tokens),
-            variant("published", "torch", published, (*tokens, *weights)),
-        ],
+        str(shape), [*variants, variant("published", "torch", published, (*tokens, *weights))]
     )
 
 
 def attention(shape: Shape, setting: Setting) -> Case:
     """What each filter costs beside plain attention, by the kernels that ``auto`` chooses."""
     tokens = _tokens(shape, setting)
-    return Case(
-        str(shape),
-        [
-            _plain(shape, setting, tokens),
-            _filtered("degree 2", 2, "auto", shape, setting, tokens),
-            _filtered("degree 1", 1, "auto", shape, setting, tokens),
-            _filtered("exclusive", 1, "auto", shape, setting, tokens, exclusive=True),
-        ],
-    )
+    variants = [
+        _plain(shape, setting, tokens),
+        _filtered("degree 2", 2, "auto", shape, setting, tokens),
+        _filtered("degree 1", 1, "auto", shape, setting, tokens),
+        _filtered("exclusive", 1, "auto", shape, setting, tokens, exclusive=True),
+    ]
+    return Case(str(shape), variants)
 
 
 def _plain(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) -> Variant:
-    return variant("plain", "torch", _attend(shape, setting), tokens)
-
-
-def _attend(shape: Shape, setting: Setting) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Torch's attention."""
     mask, causal = _mask(shape, setting), shape.causal
     if mask is not None and causal:
@@ -96,7 +91,7 @@ def _attend(shape: Shape, setting: Setting) -> Callable[[Tensor, Tensor, Tensor]
             q, k, v, mask, shape.dropout, causal, enable_gqa=grouped
         )
 
-    return run
+    return variant("plain", "torch", run, tokens)
 
 
 def _filtered(
@@ -129,13 +124,6 @@ def _filtered(
     return variant(name, ran, run, tokens if exclusive else (*tokens, coeffs))
 
 
-def _by_torch(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) -> list[Variant]:
-    """Degree 2 by torch's attention, which draws one dropout mask twice outside of graphs alone."""
-    if shape.dropout and setting.graphs:
-        return []
-    return [_filtered("gfsa sdpa", 2, "sdpa", shape, setting, tokens)]
-
-
 def _by_fused_kernels(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) -> list[Variant]:
     """Variants for calls that fused kernels take; none for others."""
     try:
@@ -161,87 +149,57 @@ def linear(shape: Shape, setting: Setting) -> Case:
         coeffs = _coefficients(shape, setting, degree)
         return variant(name, "linear", linear_graph_filter_attention, (q, k, v, coeffs))
 
-    return Case(
-        str(shape),
-        [
-            variant("plain", "torch", plain, (q, k, v)),
-            filtered("gfsa", 2),
-            filtered("gfsa degree 10", 10),
-        ],
-    )
+    variants = [variant("plain", "torch", plain, (q, k, v))]
+    return Case(str(shape), [*variants, filtered("gfsa", 2), filtered("gfsa degree 10", 10)])
 
 
 SUITES: dict[str, Suite] = {
     "ops": Suite(
         operators,
-        cpu_shapes=("1x12x1024x64", "1x12x256x64", "8x6x197x64"),
-        cuda_shapes=(
-            "1024x6x64x64",
-            "32x12x128x64",
-            "256x6x197x64",
-            "32x12x256x64",
-            "32x12x512x64",
-            "8x12x1024x64:causal",
-            "4x16x4096x64",
-            "2x16x8192x128",
-            "2x16x8192x128:causal",
-        ),
+        "1x12x1024x64 1x12x256x64 8x6x197x64",
+        "1024x6x64x64 32x12x128x64 256x6x197x64 32x12x256x64 32x12x512x64 8x12x1024x64:causal "
+        "4x16x4096x64 2x16x8192x128 2x16x8192x128:causal",
         grouped=True,
         drops=True,
     ),
     "attention": Suite(
         attention,
-        cpu_shapes=("1x12x256x64:causal",),
-        cuda_shapes=(
-            *("32x12x128x64", "256x6x197x64", "32x12x256x64", "32x12x512x64", "64x12x577x64"),
-            *("16x8x1500x80", "4x16x4096x64", "2x16x8192x128", "8x12x1024x64:causal"),
-            *("64x8x1024x64:causal", "16x16x2048x64:causal", "4x16x4096x128:causal"),
-            *("8x32/8x2048x128:causal", "4x32/8x4096x128:causal", "1x16x32768x128:causal"),
-            *("8x16x2048x96:causal", "4x8/4x2048x256:causal", "32x12x256x64:causal"),
-        ),
+        "1x12x256x64:causal",
+        "32x12x128x64 256x6x197x64 32x12x256x64 32x12x512x64 64x12x577x64 16x8x1500x80 "
+        "4x16x4096x64 2x16x8192x128 8x12x1024x64:causal 64x8x1024x64:causal 16x16x2048x64:causal "
+        "4x16x4096x128:causal 8x32/8x2048x128:causal 4x32/8x4096x128:causal "
+        "1x16x32768x128:causal 8x16x2048x96:causal 4x8/4x2048x256:causal 32x12x256x64:causal",
         grouped=True,
     ),
     "models": Suite(
         training_step,
-        cpu_shapes=("2x12x64x64", "2x12x64x64:padded", "2x12x64x64:causal"),
-        cuda_shapes=(
-            "32x12x128x64",
-            "32x12x128x64:padded",
-            "256x6x197x64",
-            "8x12x1024x64:causal",
-        ),
+        "2x12x64x64 2x12x64x64:padded 2x12x64x64:causal",
+        "32x12x128x64 32x12x128x64:padded 256x6x197x64 8x12x1024x64:causal",
         compiles=True,
     ),
     "pretrain-step": Suite(
         pretraining_step,
-        cpu_shapes=("1x8x128x64:causal",),
-        cuda_shapes=("64x8x1024x64:causal", "32x12x1024x64:causal"),
+        "1x8x128x64:causal",
+        "64x8x1024x64:causal 32x12x1024x64:causal",
         compiles=True,
     ),
     "linear": Suite(
-        linear,
-        cpu_shapes=("1x4x4096x64", "1x4x8192x64", "1x4x16384x64"),
-        cuda_shapes=("4x8x4096x64", "4x8x8192x64", "4x8x16384x64"),
+        linear, "1x4x4096x64 1x4x8192x64 1x4x16384x64", "4x8x4096x64 4x8x8192x64 4x8x16384x64"
     ),
     "decode": Suite(
         decode,
-        cpu_shapes=("1x12x128x64", "1x12x512x64", "1x12x1023x64"),
-        cuda_shapes=("1x12x512x64", "1x12x1023x64", "16x12x1023x64"),
+        "1x12x128x64 1x12x512x64 1x12x1023x64",
+        "1x12x512x64 1x12x1023x64 16x12x1023x64",
         grouped=True,
     ),
     "decode-static": Suite(
         decode_static,
-        cpu_shapes=("1x12x128x64", "1x12x512x64", "1x12x1023x64"),
-        cuda_shapes=("1x12x1023x64", "16x12x1023x64"),
+        "1x12x128x64 1x12x512x64 1x12x1023x64",
+        "1x12x1023x64 16x12x1023x64",
         compiles=True,
         grouped=True,
     ),
-    "prefill": Suite(
-        prefill,
-        cpu_shapes=("1x12x128x64",),
-        cuda_shapes=("1x12x1024x64", "16x12x1024x64"),
-        grouped=True,
-    ),
+    "prefill": Suite(prefill, "1x12x128x64", "1x12x1024x64 16x12x1024x64", grouped=True),
 }
 
 

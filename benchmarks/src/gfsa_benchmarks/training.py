@@ -17,7 +17,7 @@ from gfsa.operators.call import DecisionCache
 from gfsa.plugs import plug
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant
 from gfsa_benchmarks.published import published_attention
-from gfsa_experiments.engine.compiling import compile_blocks
+from gfsa_experiments.engine.compiling import compile_blocks, compile_model
 
 LAYERS = 12
 # a picture of 224 pixels in patches of 16, and the class token
@@ -95,42 +95,40 @@ def _model(shape: Shape, setting: Setting) -> tuple[Any, dict[str, Any]]:
 def _variant(name: str, way: Way, model: Any, batch: dict[str, Any], setting: Setting) -> Variant:
     # in a graph the number of steps must be counted on the GPU
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, capturable=setting.graphs)
-    device = setting.device.type
-    # autocast knows no float32; there the step runs as it is
-    low = setting.dtype in (torch.bfloat16, torch.float16)
     served = _Served(way)
     whole = setting.graphs and "attention_mask" not in batch
     uncaptured = _no_masks_for_graphs if whole else nullcontext
-    called = model
 
     def loss() -> Any:
-        with torch.autocast(device, setting.dtype if low else None, enabled=low), uncaptured():
-            return called(**batch).loss
+        with setting.autocast(), uncaptured():
+            return model(**batch).loss
 
     def forward() -> object:
         with torch.no_grad(), served():
             return loss()
 
-    def step() -> object:
+    def step() -> None:
         with served():
             loss().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return None
 
     ran: str = "torch" if way == "published" else way
     if way == "auto":
         if setting.compiled == "model":
             # traced, transformers makes masks that it leaves out otherwise: others may serve then
-            called = torch.compile(model, backend="eager")
+            compile_model(model, backend="eager")
         ran = backend_of(loss)
+    compile_for(setting, model)
+    return Variant(name, ran, forward, step)
+
+
+def compile_for(setting: Setting, model: Any) -> None:
+    """Compile the part of a model that the setting names; what was compiled before is forgotten."""
     if setting.compiled == "model":
-        # and forget what was traced to look at it
-        torch._dynamo.reset()
-        called = torch.compile(model)
+        compile_model(model)
     elif setting.compiled == "blocks":
         compile_blocks(model)
-    return Variant(name, ran, forward, step)
 
 
 def _no_masks_for_graphs() -> AbstractContextManager[Any]:

@@ -11,10 +11,9 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from operator import length_hint
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,17 +51,19 @@ Valid = Tensor | Callable[[Any], Tensor | None] | None
 """Which tokens count, or a function of the batch that says so."""
 
 
-@dataclass(frozen=True)
-class _Options:
-    """What to measure, as :func:`diagnose` takes it."""
+class _Options(NamedTuple):
+    """What to measure and how, as :func:`diagnose` takes it."""
 
     layers: Layers
     features: bool
     attention: bool
     spectral: bool
+    valid: Valid
+    forward: Forward
     spectral_samples: int
     most_frequencies: int
     most_tokens: int
+    unknown: Unknown
 
 
 def diagnose(
@@ -134,8 +135,9 @@ def diagnose(
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected an nn.Module, got {type(module).__name__} for {name!r}")
     options = _Options(
-        layers, features, attention, spectral, spectral_samples, most_frequencies, most_tokens
-    )
+        layers, features, attention, spectral, valid, forward or _call,
+        spectral_samples, most_frequencies, most_tokens, unknown,
+    )  # fmt: skip
     is_one = isinstance(inputs, (Tensor, Mapping, tuple)) or not isinstance(inputs, Iterable)
     batches = [inputs] if is_one else inputs
     if len(models) > 1 and isinstance(batches, Iterator):
@@ -150,21 +152,13 @@ def diagnose(
     for name, module in models.items():
         chosen = itertools.islice(batches, max_batches)
         shown = _with_progress(chosen, name, total) if progress else chosen
-        readings[name] = _measure(
-            name, module, shown if is_one else map(_without_labels, shown), options, valid,
-            forward or _call, unknown,
-        )  # fmt: skip
+        shown = shown if is_one else map(_without_labels, shown)
+        readings[name] = _measure(name, module, shown, options)
     return LensReport(readings, created=datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
 
 def _measure(
-    name: str,
-    model: nn.Module,
-    batches: Iterable[Any],
-    options: _Options,
-    valid: Valid,
-    forward: Forward,
-    unknown: Unknown,
+    name: str, model: nn.Module, batches: Iterable[Any], options: _Options
 ) -> ModelReading:
     """The readings of one model."""
     # a compiled model would be compiled again for every hook; the module inside is not compiled
@@ -172,12 +166,12 @@ def _measure(
     parameters = sum(p.numel() for p in model.parameters())
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     start = time.perf_counter()
-    with torch.no_grad(), _plugged_everywhere(model, unknown) as (sites, bare, skipped):
+    with torch.no_grad(), _plugged_everywhere(model, options.unknown) as (sites, bare, skipped):
         recorder = _Recorder(model, sites, options)
         for batch in batches:
             batch = _to_device(batch, device)
-            with recorder.listening(valid(batch) if callable(valid) else valid, batch):
-                forward(model, batch)
+            with recorder.listening(batch):
+                options.forward(model, batch)
         if not recorder.layers:
             raise ValueError("no attention layer ran: expected at least one batch in inputs")
         if recorder.in_doubt:
@@ -298,9 +292,10 @@ class _Recorder:
         self.tokens = 0
 
     @contextmanager
-    def listening(self, valid: Any, batch: Any) -> Iterator[None]:
-        """Around one forward of the model on ``batch``; ``valid`` overrides all other masks."""
-        self._valid = checked_mask(valid)
+    def listening(self, batch: Any) -> Iterator[None]:
+        """Around one forward of the model on ``batch``."""
+        valid = self.options.valid
+        self._valid = checked_mask(valid(batch) if callable(valid) else valid)
         self._turns: dict[str, int] = defaultdict(int)
         # the layer whose filter ran last, and its record
         self._last: tuple[Layer, _LayerRecord] | None = None
@@ -340,7 +335,7 @@ class _Recorder:
         record = self.layers.setdefault(key, _LayerRecord(len(self.layers) + 1, options))
         is_first, self._last = self._last is None, (layer, record)
         if is_first and layer.entered is not None:
-            self._begin(layer, *layer.entered)
+            self._begin(layer, layer.entered)
         if name not in self.selected:
             return
         if not filter.is_polynomial:
@@ -357,16 +352,17 @@ class _Recorder:
         # (..., heads, tokens, features)
         if y.dim() == 4:
             self._mask(layer, y.transpose(1, 2).flatten(2), f"that leave the attention of {name}")
-        valid = layer.padding.of((*v.shape[:-3], length), v.device)
+        valid = layer.mask((*v.shape[:-3], length), v.device)
         record.add_attention(filter, operator, v, y, _unless_all(valid))
 
-    def _begin(self, layer: Layer, block: nn.Module, entered: Tensor) -> None:
+    def _begin(self, layer: Layer, entered: Tensor) -> None:
         """Count samples and tokens, and measure the input of the first block."""
         attended = layer.attended
         assert attended is not None
         sizes = (attended.batch, attended.length)
         try:
-            valid = layer.padding.of(sizes, entered.device)
+            valid = layer.mask(sizes, entered.device)
+            block = self.watch.model.get_submodule(layer.outermost)
             tokens = tokens_of(entered, attended, block, valid=valid)
             if tokens is None:
                 return
@@ -380,7 +376,7 @@ class _Recorder:
                 f"valid must be a mask of the tokens that enter the first block, "
                 f"{sizes} here (batch, tokens), got {tuple(self._valid.shape)}"
             )
-        valid = layer.padding.of(sizes, entered.device)
+        valid = layer.mask(sizes, entered.device)
         self.samples += sizes[0]
         self.tokens += sizes[0] * sizes[1] if valid is None else int(valid.sum())
         if tokens is not None and self._wants_features(layer.name):
@@ -399,7 +395,7 @@ class _Recorder:
 
     def _mask(self, layer: Layer, tokens: Tensor, which: str) -> Tensor | None:
         """The mask of tokens ``(B, N, D)``; raises if one that counts is NaN or infinite."""
-        valid = _unless_all(layer.padding.of(tokens.shape[:2], tokens.device))
+        valid = _unless_all(layer.mask(tokens.shape[:2], tokens.device))
         counted = tokens if valid is None else tokens[valid]
         if not bool(counted.isfinite().all()):
             raise ValueError(
@@ -430,9 +426,8 @@ _POINTS = 64
 class _Mean:
     """A running mean over samples that ignores NaN, element by element."""
 
-    def __init__(self) -> None:
-        self.total = torch.zeros(())
-        self.count = torch.zeros(())
+    total = torch.zeros(())
+    count = torch.zeros(())
 
     def add(self, values: Tensor) -> None:
         """``values``: ``(samples, ...)``."""
@@ -446,7 +441,7 @@ class _Mean:
 
 
 class _LayerRecord:
-    """The measurements of one layer so far, averaged over samples."""
+    """The measurements of one layer so far, averaged over samples, by their names in readings."""
 
     def __init__(self, depth: int, options: _Options) -> None:
         self.depth = depth
@@ -478,60 +473,54 @@ class _LayerRecord:
 
         ``valid``: ``(..., N)`` or None.
         """
-        options, found = self.options, dict[str, Tensor]()
+        options, share, found = self.options, filter.share(), dict[str, Tensor]()
+        is_spectral = options.spectral and self.spectral_samples < options.spectral_samples
+        if not options.attention and not is_spectral:
+            return
         is_short = v.shape[-2] <= options.most_tokens
         of_heads = None if valid is None else valid[..., None, :]
+        smoothed = operator.apply(v)
+        spread = repeat_heads(v, smoothed)
+        matrix = None
+        if is_short and (is_spectral or share is not None):
+            matrix = measure.dense_map(operator, v)
         if options.attention:
-            smoothed = operator.apply(v)
-            spread = repeat_heads(v, smoothed)
             found["energy_before"] = measure.dirichlet_energy(spread, smoothed, of_heads)
             found["energy_after"] = measure.dirichlet_energy(y, operator.apply(y), of_heads)
             # a map that is known only by its products takes n/D products to build
             if is_short or measure.has_rows(operator):
-                entropy, share = measure.attention_entropy(operator, v, valid)
-                found |= {"entropy": entropy, "entropy_share": share}
-            if filter.share() is not None:
+                entropy = measure.attention_entropy(operator, v, valid)
+                found["entropy"], found["entropy_share"] = entropy
+            if share is not None:
                 own = {
-                    "own_part": own_share(v.new_ones(()), smoothed, spread).squeeze(-1),
-                    "own_cosine": torch.cosine_similarity(y.double(), spread.double(), dim=-1),
+                    "part": own_share(v.new_ones(()), smoothed, spread).squeeze(-1),
+                    "cosine": torch.cosine_similarity(y.double(), spread.double(), dim=-1),
                 }
-                if is_short:
-                    matrix = measure.dense_map(operator, v)
-                    own["own_weight"] = matrix.diagonal(dim1=-2, dim2=-1)
+                if matrix is not None:
+                    own["weight"] = matrix.diagonal(dim1=-2, dim2=-1)
                 for name, value in own.items():
                     hidden = value if of_heads is None else value.masked_fill(~of_heads, math.nan)
-                    found[name] = hidden.nanmean(-1)
-        if options.spectral and self.spectral_samples < options.spectral_samples:
+                    found[f"own_{name}"] = hidden.nanmean(-1)
+        if is_spectral:
             self.spectral_samples += v.shape[:-3].numel()
-            found |= self._responses(filter, operator, v, valid)
-            if is_short:
-                matrix = measure.dense_map(operator, v).double()
+            if self.frequencies is None:
+                self.frequencies = measure.frequency_grid(v.shape[-2], options.most_frequencies)
+            taken = None if share is None else own_share(share.detach(), smoothed, spread)
+            found["map_response"], found["filter_response"] = measure.frequency_response(
+                operator, v, filter.coefficients().detach(), valid, self.frequencies, taken
+            )
+            if matrix is not None:
                 most = measure.token_count(matrix, of_heads)
-                values = measure.map_singular_values(matrix, valid)
+                values = measure.map_singular_values(matrix.double(), valid)
                 profile = _profile(self.heads, "map_values", values, most)
                 found["map_values"] = profile * values[..., :1]
         lead = v.dim() - 3
         for name, value in found.items():
             self.heads[name].add(value.flatten(0, lead - 1) if lead else value[None])
 
-    def _responses(
-        self, filter: GraphFilter, operator: Operator, v: Tensor, valid: Tensor | None
-    ) -> dict[str, Tensor]:
-        share, own = filter.share(), None
-        if share is not None:
-            share = share.detach()
-            own = own_share(share, operator.apply(v), repeat_heads(v, share[:, None, None]))
-        if self.frequencies is None:
-            most = self.options.most_frequencies
-            self.frequencies = measure.frequency_grid(v.shape[-2], most)
-        on_map, on_filter = measure.frequency_response(
-            operator, v, filter.coefficients().detach(), valid, self.frequencies, own
-        )
-        return {"map_response": on_map, "filter_response": on_filter}
-
     def feature_reading(self, name: str) -> FeatureReading:
         values = {what: mean.value() for what, mean in self.features.items()}
-        return FeatureReading(depth=self.depth, name=name, **values)
+        return FeatureReading(self.depth, name, **values)
 
     def attention_reading(self, name: str, filter: GraphFilter, bare: bool) -> AttentionReading:
         """The reading; ``bare``: the layer has no filter besides the one the lens plugged."""
@@ -541,12 +530,8 @@ class _LayerRecord:
         scalars = ("entropy", "entropy_share", "energy_before", "energy_after")
         spectrum = own = None
         if self.frequencies is not None:
-            spectrum = Spectrum(
-                frequencies=self.frequencies.tolist(),
-                map_response=means["map_response"],
-                filter_response=means["filter_response"],
-                map_values=means.get("map_values", []),
-            )
+            responses = (means["map_response"], means["filter_response"])
+            spectrum = Spectrum(self.frequencies.tolist(), *responses, means.get("map_values", []))
         if "own_part" in means:
             weight = means.get("own_weight", missing)
             own = OwnValue(means["own_part"], weight, means["own_cosine"])

@@ -6,7 +6,7 @@ No global state of matplotlib changes: figures are created without pyplot, style
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -88,18 +88,13 @@ def _figure(columns: int = 1, size: tuple[float, float] = COLUMN) -> tuple[Figur
     return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
-def _looks(models: list[ModelReading]) -> list[dict[str, Any]]:
+def _looks(models: list[ModelReading]) -> Iterator[tuple[dict[str, Any], ModelReading]]:
     """How the lines of each model look: earlier ones are wider, so that later ones hide none."""
     numbers = series_of([model.name for model in models])
-    return [
-        {
-            "label": model.name,
-            "color": COLOURS[number],
-            "marker": MARKERS[number],
-            "linewidth": 1.6 + 0.9 * (len(models) - 1 - place),
-        }
-        for place, (model, number) in enumerate(zip(models, numbers, strict=True))
-    ]
+    for place, (model, number) in enumerate(zip(models, numbers, strict=True)):
+        width = 1.6 + 0.9 * (len(models) - 1 - place)
+        look = {"label": model.name, "color": COLOURS[number], "linewidth": width}
+        yield look | {"marker": MARKERS[number]}, model
 
 
 def _tokens(what: str) -> Curve:
@@ -124,11 +119,12 @@ def _lines(
     """
     figure, (axis,) = _figure()
     by_layer = xlabel.startswith("layer")
-    for look, model in zip(_looks(models), models, strict=True):
+    for look, model in _looks(models):
         points = [(x, [v for v in values if math.isfinite(v)]) for x, values in curve(model)]
         points = [(x, values) for x, values in points if values]
-        xs = [x for x, _ in points]
-        axis.plot(xs, [fmean(values) for _, values in points], **look if by_layer else _bare(look))
+        xs, means = [x for x, _ in points], [fmean(values) for _, values in points]
+        # a curve of many points has no room for marks
+        axis.plot(xs, means, **look if by_layer else look | {"marker": ""})
         lows, highs = ([end(values) for _, values in points] for end in (min, max))
         if lows != highs:
             axis.fill_between(xs, lows, highs, color=look["color"], alpha=0.12, linewidth=0)
@@ -148,11 +144,6 @@ def _label(axis: Axes, models: list[ModelReading], xlabel: str, ylabel: str) -> 
         axis.legend()
 
 
-def _bare(look: dict[str, Any]) -> dict[str, Any]:
-    """For curves of many points, which have no room for marks."""
-    return look | {"marker": ""}
-
-
 def _spectra(model: ModelReading) -> list[tuple[AttentionReading, Spectrum]]:
     return [(layer, layer.spectrum) for layer in model.attention if layer.spectrum is not None]
 
@@ -160,11 +151,12 @@ def _spectra(model: ModelReading) -> list[tuple[AttentionReading, Spectrum]]:
 def _response(models: list[ModelReading], depth: int) -> Figure:
     """The gain of one layer on Fourier modes, as in the paper's Fig. 1a; dashed: its map alone."""
     figure, (axis,) = _figure()
-    for look, model in zip(_looks(models), models, strict=True):
+    for look, model in _looks(models):
         for layer, spectrum in _spectra(model):
             if layer.depth != depth:
                 continue
-            axis.plot(spectrum.frequencies, _mean(spectrum.filter_response), **_bare(look))
+            bare = look | {"marker": ""}
+            axis.plot(spectrum.frequencies, _mean(spectrum.filter_response), **bare)
             if layer.filter is not None:
                 style = {"color": look["color"], "linestyle": "--", "linewidth": 1}
                 axis.plot(spectrum.frequencies, _mean(spectrum.map_response), **style)

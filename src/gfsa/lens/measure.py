@@ -156,16 +156,8 @@ def frequency_response(
     nearest mode is used, so that modes are orthogonal for every length. Costs ``degree · 2F / D``
     attention passes for F frequencies and head dim D; no n×n matrix is built.
 
-    Args:
-        operator: the map A.
-        v: ``(..., H, N, D)``: its shape, dtype and device are used.
-        coeffs: ``(heads, degree+1)``.
-        valid: ``(..., N)`` or None.
-        frequencies: ``(F,)``.
-        own: a·p of the exclusive term, ``(..., heads, N, 1)``.
-
-    Returns:
-        ``r_A`` and ``r_H``, each ``(..., heads, F)``.
+    Of the values v only shape, dtype and device are used; ``own`` is a·p of the exclusive term,
+    ``(..., heads, N, 1)``. Returns ``r_A`` and ``r_H``, each ``(..., heads, F)``.
     """
     modes = fourier_modes(v.shape[:-3], v.shape[-2], valid, frequencies.to(v.device))
     keep = 1.0 if valid is None else valid[..., None, :, None].double()
@@ -240,23 +232,15 @@ def verdicts(coeffs: Tensor) -> list[Verdict]:
 
     with :math:`g(σ) = \sum_k c_k σ^k`. Neither is "mixed"; a constant g is "all-pass". The grid of
     σ is so fine at both ends that a crossing 1e-6 from them is seen.
-
-    Args:
-        coeffs: ``(heads, degree+1)``.
     """
     numbers = coeffs.detach().double().cpu()
     sigma = torch.linspace(0, math.pi / 2, 4097, dtype=torch.float64)[1:-1].sin().square()
     differences = polynomial(numbers, sigma).abs() - numbers.sum(-1, keepdim=True).abs()
     noise = 1e-12 * numbers.abs().sum(-1, keepdim=True)
-    is_less, is_more = differences < -noise, differences > noise
-    names: dict[tuple[bool, bool], Verdict] = {
-        (False, False): "all-pass",
-        (True, False): "low-pass",
-        (False, True): "high-pass",
-        (True, True): "mixed",
-    }
-    sides = zip(is_less.any(-1).tolist(), is_more.any(-1).tolist(), strict=True)
-    return [names[side] for side in sides]
+    is_less, is_more = (differences < -noise).any(-1), (differences > noise).any(-1)
+    # in the order of what is true of a head: neither, more, less, both
+    names: list[Verdict] = ["all-pass", "high-pass", "low-pass", "mixed"]
+    return [names[2 * less + more] for less, more in zip(is_less, is_more, strict=True)]
 
 
 def _blocks(columns: Tensor, v: Tensor) -> list[Tensor]:
@@ -283,10 +267,7 @@ def attention_entropy(
     where token i may attend to :math:`m_i` tokens (i of them in a causal model). A share of 1 is
     uniform attention, 0 is one-hot. Rows that see a single token have no share and are left out of
     its mean. Rows that do not sum to one are normalised first. O(N²·D) time, as one attention pass,
-    and bounded memory.
-
-    Returns:
-        Nats and share, each ``(..., heads)``.
+    and bounded memory. Returns nats and share, each ``(..., heads)``.
     """
     nats = shares = counts = counts_shared = torch.zeros((), device=v.device)
     # autocast would round the scores to bfloat16, whatever the type of q and k here

@@ -95,7 +95,7 @@ class Monitor:
         if tokens is None:
             self._left_out.add(layer.name)
             return
-        valid = layer.padding.of(tokens.shape[:2], tokens.device)
+        valid = layer.mask(tokens.shape[:2], tokens.device)
         for what, function in _CHEAP.items():
             self._found.append((what, layer.depth, function(tokens, valid)))
 
@@ -114,13 +114,12 @@ class Monitor:
         for name, filter in filters_of(self.model).items():
             if not filter.is_polynomial:
                 continue
-            means = filter.coefficients().detach().mean(0).tolist()
-            numbers = {f"c{power}": mean for power, mean in enumerate(means)}
-            for what, terms in (("share", filter.share()), ("r", filter.depth())):
-                if terms is not None:
-                    numbers[what] = float(terms.detach().mean())
-            for what, value in numbers.items():
-                values[f"{self.prefix}/{what}/{depth[name]:02d}"] = value
+            means = filter.coefficients().detach().mean(0)
+            terms = {f"c{power}": mean for power, mean in enumerate(means)}
+            terms |= {"share": filter.share(), "r": filter.depth()}
+            for what, term in terms.items():
+                if term is not None:
+                    values[f"{self.prefix}/{what}/{depth[name]:02d}"] = float(term.detach().mean())
         return values
 
 

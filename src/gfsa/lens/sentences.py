@@ -131,10 +131,9 @@ def _similarity(model: ModelReading) -> str:
     if len(known) < 2:
         return ""
     first, last = known[0], known[-1]
-    less = "more" if last.cosine > first.cosine else "less"
-    word = f"{less} alike at the end than at the beginning"
-    if abs(last.cosine - first.cosine) <= RISE:
-        word = "about as alike all along"
+    change = last.cosine - first.cosine
+    word = f"{'more' if change > 0 else 'less'} alike at the end than at the beginning"
+    word = word if abs(change) > RISE else "about as alike all along"
     place = "at the input" if first.depth == 0 else f"after layer {first.depth}"
     _, low, high = USUAL_SIMILARITY[-1]
     text = (
@@ -156,11 +155,10 @@ def _rank(last: FeatureReading) -> str:
     if not math.isfinite(last.effective_rank) or not last.most_rank:
         return ""
     share = last.effective_rank / last.most_rank
-    text = (
+    return (
         f"The last features use {last.effective_rank:.1f} of {last.most_rank:.0f} directions "
         f"(effective rank, {share:.0%})."
-    )
-    return text + (" Most directions have collapsed." if share < FEW else "")
+    ) + (" Most directions have collapsed." if share < FEW else "")
 
 
 def _response(model: ModelReading) -> str:
@@ -184,7 +182,7 @@ def _filters(model: ModelReading) -> str:
     verdicts = ", ".join(f"{count} {word}" for word, count in counts.most_common())
     moved, where = _largest_move(model)
     return (
-        f"Of {sum(counts.values())} filtered heads, by their coefficients: {verdicts} "
+        f"Of {counts.total()} filtered heads, by their coefficients: {verdicts} "
         f"(Theorem 3.1). The largest move from ordinary attention is {moved:.2g}, in layer {where}."
     )
 
@@ -195,12 +193,13 @@ def _filtered(model: ModelReading) -> list[AttentionReading]:
 
 def _largest_move(model: ModelReading) -> tuple[float, int]:
     """How far the filters are from ordinary attention at most, and in which layer."""
-    return max(
-        (abs(c - (1.0 if power == 1 else 0.0)), layer.depth)
+    moves = (
+        (abs(c - (power == 1)), layer.depth)
         for layer in _filtered(model)
         for row in layer.coefficients
         for power, c in enumerate(row)
     )
+    return max(moves, default=(0.0, 0))
 
 
 def _entropy(model: ModelReading) -> list[str]:
@@ -274,34 +273,25 @@ def _compared(reference: ModelReading, others: Sequence[ModelReading]) -> list[s
 
 def _advice_on(model: ModelReading, as_alike: bool) -> str:
     """``as_alike``: the last tokens are as alike as those of the model to compare with."""
-    if not _filtered(model):
-        alike = _alike_from(model)
-        if alike is not None:
-            return (
-                f"tokens are alike from layer {alike} on; plug filters there, "
-                f"gfsa.plug(model, layers=range({alike}, …)), train, and compare."
-            )
-        none = "no sign of over-smoothing, which is then no reason to plug filters."
-        return none if model.features else ""
+    alike, is_plain = _alike_from(model), not _filtered(model)
     moved, _ = _largest_move(model)
-    if not model.filter_parameters:
-        return "its filters are fixed: judge them by the task's own metric."
-    if moved < HARDLY:
-        return (
-            f"the filters hardly moved (at most {moved:.2g} from ordinary attention): raise their "
-            "learning rate, filter_lr of gfsa.parameter_groups."
-        )
-    if moved > FAR:
-        return (
-            f"some filters are very far from ordinary attention (by {moved:.2g}): their learning "
-            "rate may be too high."
-        )
-    if as_alike:
-        return (
-            "the filters moved and tokens stay as alike as without them: judge the filters by the "
-            "task's own metric."
-        )
-    return "the filters moved; the task's own metric shows whether that helps."
+    # the first that holds
+    advice = {
+        f"tokens are alike from layer {alike} on; plug filters there, "
+        f"gfsa.plug(model, layers=range({alike}, …)), train, and compare.": is_plain and alike,
+        "no sign of over-smoothing, which is then no reason to plug filters.": is_plain
+        and model.features,
+        "": is_plain,
+        "its filters are fixed: judge them by the task's own metric.": not model.filter_parameters,
+        f"the filters hardly moved (at most {moved:.2g} from ordinary attention): raise their "
+        "learning rate, filter_lr of gfsa.parameter_groups.": moved < HARDLY,
+        f"some filters are very far from ordinary attention (by {moved:.2g}): their learning rate "
+        "may be too high.": moved > FAR,
+        "the filters moved and tokens stay as alike as without them: judge the filters by the "
+        "task's own metric.": as_alike,
+        "the filters moved; the task's own metric shows whether that helps.": True,
+    }
+    return next(text for text, holds in advice.items() if holds)
 
 
 def _path(name: str, trajectory: Trajectory) -> list[str]:

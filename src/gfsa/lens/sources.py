@@ -207,11 +207,9 @@ def label_of(text: str) -> tuple[str, str]:
     """The label, empty if there is none, and what it names, which may have a "=" in its name."""
     if Path(text).exists():
         return "", text
-    for at, letter in enumerate(text):
-        if letter == "=" and Path(text[at + 1 :]).exists():
-            return text[:at], text[at + 1 :]
-    label, _, where = text.rpartition("=")
-    return label, where
+    places = [at for at, letter in enumerate(text) if letter == "="]
+    label_ends = next((at for at in places if Path(text[at + 1 :]).exists()), text.rfind("="))
+    return text[: max(label_ends, 0)], text[label_ends + 1 :]
 
 
 def _own(module: str, function: str) -> Source:
@@ -241,13 +239,10 @@ def _transformers(where: str) -> Source:
         ) from None
     # a run writes it before anything else; no model of transformers has such a file
     if Path(where, "environment.json").is_file():
-        coefficients, shown = Path(where, "coefficients.csv"), ""
-        if coefficients.is_file():
-            shown = ", or show its filters over training: gfsa diagnose --coefficients "
-            shown += f"{coefficients} --html page.html"
         raise ValueError(
             f"{where} is a run of gfsa train, whose model transformers cannot build. Train with "
-            f"--set lens=true for a lens page{shown}"
+            "--set lens=true for a lens page, or show its filters over training: gfsa diagnose "
+            f"--coefficients {Path(where, 'coefficients.csv')} --html page.html"
         )
     config = read_config(where)
     named = next(iter(config.architectures or ()), None)
@@ -309,15 +304,11 @@ def _makes(where: str, config: Any, longest: int, main: str) -> dict[str, Make]:
         side = size if isinstance(size, int) else size[0]
         return {"pixel_values": torch.randn(len(rows), config.num_channels, side, side)}
 
-    if main == "pixel_values":
-        return {"images": images, "random": random_images}
-    if main != "input_ids":
-        return {}
-    makes: dict[str, Make] = {"texts": texts}
     # a model of texts and images has the sizes of each in a config inside its own
-    if hasattr(config, "vocab_size"):
-        makes["random"] = random_texts
-    return makes
+    has_words = hasattr(config, "vocab_size")
+    of_texts: dict[str, Make] = {"texts": texts} | ({"random": random_texts} if has_words else {})
+    of_images: dict[str, Make] = {"images": images, "random": random_images}
+    return {"input_ids": of_texts, "pixel_values": of_images}.get(main, {})
 
 
 def positions_of(config: Any, model: nn.Module) -> int:

@@ -19,8 +19,13 @@ from gfsa.plugs.sites import accepting_sites, filters_of, grouped_reasons, sites
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Every self-attention module of the model that has a filter or can have one, by name."""
-    accepting = accepting_sites(model, sites(model))
-    return {name: site.module for name, site in accepting.items()}
+    return {name: site.module for name, site in accepting_sites(model, sites(model)).items()}
+
+
+Masks = Sequence[Sequence[Tensor | None]]
+"""Masks of a layer's tokens in three groups: the user's own, those of the model's call and of the
+attention, and what an attention map shows. The first group that has masks of the tokens' shape
+decides; a token counts if all of these say so."""
 
 
 @dataclass
@@ -30,15 +35,24 @@ class Layer:
     name: str
     depth: int
     """Its number among the layers of the model, from 1."""
-    attended: Attended | None
+    outermost: str
+    """The name of the outermost block around it that runs."""
+    entered: Tensor | None
+    """What this block was called with."""
+    attended: Attended | None = None
     """None if it cannot be told what the attention attends to."""
-    padding: Padding
-    entered: tuple[nn.Module, Tensor] | None
-    """Of the first layer: the outermost block around it, and what it was called with."""
+    masks: Masks | None = None
+    """None until the filter runs, or the attention ends without one."""
     tokens: Tensor | None = None
-    """What leaves the outermost block around it, ``(B, N, D)``; None if its axes are in doubt."""
-    has_ended: bool = False
-    """Whether the attention module has returned."""
+    """What leaves this block, ``(B, N, D)``; None if its axes are in doubt."""
+
+    def mask(self, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+        """The mask of tokens of this shape, True where one counts; None if no mask is known."""
+        for masks in self.masks or ():
+            fitting = [m.to(device) for m in masks if m is not None and m.shape == shape]
+            if fitting:
+                return torch.stack(fitting).all(0)
+        return None
 
 
 class Watch:
@@ -78,30 +92,25 @@ class Watch:
         }
         # encoders, decoders and towers: the model has attention outside of them, on other tokens
         self._parts = {
-            container
-            for container in self._containers
-            if not all(name == container or _is_inside(name, container) for name in blocks)
+            part for part in self._containers if not all(_is_in(part, name) for name in blocks)
         }
         self._handles: list[RemovableHandle] = []
 
     def start(self, valid: Tensor | None = None, batch: Any = None) -> None:
         """Add the hooks.
 
-        Args:
-            valid: ``(B, N)``, True where a token counts; overrides all other masks.
-            batch: what the model is called with; a padding mask in it counts as one it was given.
+        The mask ``valid (B, N)`` overrides all others. A padding mask in ``batch`` counts as one
+        that the model was given.
         """
         self.stop()
         self._valid = valid
-        self._batch = Arguments((), _with_batches({"batch": batch}), passes_on=True)
+        self._batch = Arguments(_with_batches({"batch": batch}))
         # what the modules that run now were called with
         self._calls: dict[str, Arguments] = {}
-        # the outermost container that runs now, and those that ran before
+        # the outermost container that runs now, and the layer whose blocks do
         self._outer: str | None = None
-        self._ran: set[str] = set()
         self._layer: Layer | None = None
         self._depth = 0
-        self._entered: tuple[nn.Module, Tensor] | None = None
         modules = dict(self.model.named_modules())
         for name in dict.fromkeys((*self._containers, *self._layer_of)):
             enter, leave = partial(self._enter, name), partial(self._leave, name)
@@ -122,113 +131,80 @@ class Watch:
         return bool(handles)
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            # the compiler traces hooks inside a compiled block, whose own call has the masks
-            return
-        self._calls[name] = arguments(module, args, kwargs)
-        if name in self._containers:
-            self._begin_forward(name)
-        found = first_tensor((args, kwargs))
-        if self._outer is None or found is None or name not in self._layer_of:
-            return
-        # the first block to begin is the outermost block around the first attention
-        if self._layer is None and self._entered is None:
-            self._entered = (module, found)
-
-    def _begin_forward(self, name: str) -> None:
-        if self._outer not in (None, name):
-            return
-        # what is checkpointed runs again in the backward, when the forward around it is over
-        if any(_is_inside(name, container) for container in self._ran):
-            return
-        self._outer, self._layer, self._entered = name, None, None
-        self._ran.add(name)
-        # the layers of the model before the first one inside of this part
-        inside = [other == name or _is_inside(other, name) for other in self.attention]
-        self._depth = inside.index(True) if True in inside else 0
+        # the compiler traces hooks inside a compiled block, whose own call has the masks
+        if not torch.compiler.is_compiling():
+            # what is checkpointed runs again in the backward
+            is_forward = torch._C._current_graph_task_id() == -1
+            if name in self._containers and self._outer in (None, name) and is_forward:
+                self._outer, self._layer = name, None
+                # the layers of the model before the first one inside of this part
+                inside = [_is_in(name, layer) for layer in self.attention]
+                self._depth = inside.index(True) if True in inside else 0
+            self._calls[name] = Arguments.of_call(module, args, kwargs)
+        # the first block to begin is the outermost one around its attention
+        if self._outer is not None and self._layer is None and name in self._layer_of:
+            self._depth += 1
+            entered = first_tensor((args, kwargs))
+            self._layer = Layer(self._layer_of[name], self._depth, name, entered)
 
     @torch.no_grad()
     def _leave(
         self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self._outer is not None and name in self._layer_of:
-            self._end_block(
-                self._layer_of[name], name, module, first_tensor((args, kwargs)), output
-            )
+        layer = self._layer
+        if self._outer is not None and layer is not None and name in self._layer_of:
+            self._end_block(layer, name, module, first_tensor((args, kwargs)), first_tensor(output))
+            if name == layer.outermost:
+                self._layer = None
+                self.on_layer(layer)
         if torch.compiler.is_compiling():
             return
         self._calls.pop(name, None)
         if name == self._outer:
-            self._end_layer()
             self._outer = None
 
     def _end_block(
-        self, name: str, block: str, module: nn.Module, entered: Tensor | None, output: Any
+        self, layer: Layer, name: str, module: nn.Module, entered: Tensor | None, x: Tensor | None
     ) -> None:
         """Keep what leaves a block: blocks end from the inside out, so the outermost is kept."""
-        layer, is_attention = self._layer, block == name
-        if layer is None or layer.name != name or (is_attention and layer.has_ended):
-            layer = self._begin_unfiltered(name, block, entered)
-        layer.has_ended |= is_attention
-        found = first_tensor(output)
-        if layer.attended is None or found is None:
-            return
+        if layer.masks is None:
+            self._unfiltered(layer, name, entered)
         attended, valid = layer.attended, None
-        if self.on_filter is not None and found.dim() == 2:
-            valid = layer.padding.of((attended.batch, attended.length), found.device)
+        if attended is None or x is None:
+            return
+        if self.on_filter is not None and x.dim() == 2:
+            valid = layer.mask((attended.batch, attended.length), x.device)
         try:
-            tokens = tokens_of(found.detach(), attended, module, entered, valid)
+            tokens = tokens_of(x.detach(), attended, module, entered, valid)
         except AxesInDoubtError:
             layer.tokens = None
         else:
             layer.tokens = layer.tokens if tokens is None else tokens
 
-    def _begin_unfiltered(self, name: str, block: str, entered: Tensor | None) -> Layer:
-        """The layer whose innermost block has ended, and whose filter did not run."""
+    def _unfiltered(self, layer: Layer, block: str, entered: Tensor | None) -> None:
+        """What is known of a layer whose innermost block ends, and whose filter did not run."""
+        layer.masks = [[self._mask_of(layer.name)]]
         # keyword arguments need not come in the order of the parameters
         x = first_tensor(self._calls[block].given) if block in self._calls else None
-        # ids and masks are (B, N)
-        matrices = {
-            tuple(value.shape)
-            for around, call in self._calls.items()
-            if _is_inside(name, around)
-            for value in call.given.values()
-            if isinstance(value, Tensor) and value.dim() == 2
-        }
-        try:
-            attended = attended_by_input(
-                self.attention[name], entered if x is None else x, matrices
-            )
-        except AxesInDoubtError:
-            attended = None
-        return self._begin_layer(name, attended, Padding(stated=[self._mask_of(name)]))
+        given = [value for call in self._calls.values() for value in call.given.values()]
+        matrices = {tuple(v.shape) for v in given if isinstance(v, Tensor) and v.dim() == 2}
+        x = entered if x is None else x
+        layer.attended = attended_by_input(self.attention[layer.name], x, matrices)
 
     @torch.no_grad()
     def _filtered(self, name: str, filter: GraphFilter, args: Any, output: Any) -> None:
         """The hook on a filter, whose arguments show the tokens and the masks of the layer."""
-        if self._outer is None or args[1].is_nested:
+        outer, layer = self._outer, self._layer
+        if outer is None or layer is None or args[1].is_nested:
             return
         operator, v = args[0].whole(), args[1].detach()
-        attended = attended_by_values(self.attention[name], v)
-        padding = padding_of(self._mask_of(name), operator, v, self._valid)
-        layer = self._begin_layer(name, attended, padding)
+        layer.attended = attended_by_values(self.attention[name], v)
+        layer.masks = masks_of_filter(self._mask_of(name), operator, v, self._valid)
         if self.on_filter is not None:
             # what runs for a measurement is not followed itself
-            outer, self._outer = self._outer, None
+            self._outer = None
             self.on_filter(layer, filter, operator, v, output)
             self._outer = outer
-
-    def _begin_layer(self, name: str, attended: Attended | None, padding: Padding) -> Layer:
-        self._end_layer()
-        self._depth += 1
-        entered, self._entered = self._entered, None
-        self._layer = Layer(name, self._depth, attended, padding, entered)
-        return self._layer
-
-    def _end_layer(self) -> None:
-        layer, self._layer = self._layer, None
-        if layer is not None:
-            self.on_layer(layer)
 
     def _mask_of(self, layer: str) -> Tensor | None:
         """The padding mask that was handed down to a layer that runs now, True where one counts.
@@ -237,8 +213,8 @@ class Watch:
         there are decoders, and towers for images and text. It is not about those of a decoder or
         tower that was called without it.
         """
-        around = sorted((n for n in self._calls if n == layer or _is_inside(layer, n)), key=len)
-        calls = [(layer[len(n) :], self._calls[n], n in self._parts) for n in reversed(around)]
+        around = sorted((n for n in self._calls if _is_in(n, layer)), key=len, reverse=True)
+        calls = [(layer[len(n) :], self._calls[n], n in self._parts) for n in around]
         calls.append((layer, self._batch, False))
         square = None
         for path, call, is_part in calls:
@@ -260,27 +236,53 @@ def _mix_first(filter: GraphFilter, args: tuple[Operator, Tensor]) -> tuple[Oper
 
 
 # names of masks in the arguments of models, and whether True means that a token counts
-_OF_SOURCE = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
-_OF_TARGET = {"decoder_attention_mask": True, "tgt_key_padding_mask": False}
+_MASKS = {
+    "attention_mask": True,
+    "src_key_padding_mask": False,
+    "key_padding_mask": False,
+    "decoder_attention_mask": True,
+    "tgt_key_padding_mask": False,
+}
+_OF_TARGET = {"decoder_attention_mask", "tgt_key_padding_mask"}
 
 
 class Arguments(NamedTuple):
     """What a module was called with."""
 
-    takes: tuple[str, ...]
-    """The parameters of its forward."""
     given: dict[str, Any]
-    """By name, in the order of the parameters, and what is in those that are a whole batch. What
-    only ``*args`` takes is not here."""
-    passes_on: bool
+    """By name, in the order of the parameters, and what is in those that are a whole batch."""
+    passes_on: bool = True
     """Whether its forward has ``*args``: a wrapper, whose arguments have names further inside."""
 
+    @classmethod
+    def of_call(cls, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Arguments:
+        """The arguments of a call, by the names of the forward's parameters."""
+        try:
+            bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        except (TypeError, ValueError):
+            # compiled code, whose parameters have no names
+            return cls(_with_batches(kwargs))
+        bound.apply_defaults()
+        kinds = [parameter.kind for parameter in bound.signature.parameters.values()]
+        # a Sequential takes no masks, whatever its modules do with them
+        passes_on = inspect.Parameter.VAR_POSITIONAL in kinds or isinstance(module, nn.Sequential)
+        return cls(_with_batches(bound.arguments), passes_on)
+
     def mask(self, path: str) -> Tensor | None:
-        """The padding mask for the layer at ``path`` inside of the module."""
+        """The padding mask for the layer at ``path`` inside of the module, True where one counts.
+
+        No number is read from the device.
+        """
         for name in self._mask_names(path):
             mask = self.given.get(name)
             if isinstance(mask, Tensor) and mask.dim() == 2:
-                return _counting(mask, {**_OF_SOURCE, **_OF_TARGET}[name])
+                if not _MASKS[name]:
+                    # of torch: True or -inf hides
+                    return ~mask.bool()
+                if not mask.is_floating_point():
+                    return mask.bool()
+                # zeros and ones, or zeros and large negative numbers to add to scores
+                return torch.where((mask < 0).any(), mask == 0, mask != 0)
         return None
 
     def has_another_mask(self, path: str) -> bool:
@@ -290,50 +292,18 @@ class Arguments(NamedTuple):
 
     def _mask_names(self, path: str) -> list[str]:
         """The names of masks that are about the layer at ``path``."""
-        source, target = (
-            [name for name in names if name in self.takes or name in self.given]
-            for names in (_OF_SOURCE, _OF_TARGET)
-        )
-        if source and target:
-            return target if "decoder" in path else source
-        return source + target
+        names = [name for name in _MASKS if name in self.given]
+        wanted = [name for name in names if (name in _OF_TARGET) == ("decoder" in path)]
+        # of a module that takes masks of one kind alone, they are about all of its layers
+        return wanted or names
 
 
-def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Bind the arguments of a call to the names of the forward's parameters."""
-    if isinstance(module, nn.Sequential):
-        # it takes no masks, whatever its modules do with them
-        return Arguments((), {}, passes_on=True)
-    try:
-        parameters = inspect.signature(module.forward).parameters
-    except (TypeError, ValueError):
-        # compiled code, whose parameters have no names
-        return Arguments((), _with_batches(kwargs), passes_on=True)
-    kinds = inspect.Parameter
-    named = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-    positional = [name for name, p in parameters.items() if p.kind in named]
-    given = {**dict(zip(positional, args, strict=False)), **kwargs}
-    ordered = {name: given[name] for name in (*parameters, *given) if name in given}
-    passes_on = any(p.kind is kinds.VAR_POSITIONAL for p in parameters.values())
-    return Arguments(tuple(parameters), _with_batches(ordered), passes_on)
-
-
-def _with_batches(given: dict[str, Any]) -> dict[str, Any]:
+def _with_batches(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, and what is in those that are mappings, as ``**kwargs`` are."""
     found: dict[str, Any] = {}
     for name, value in given.items():
         found |= {name: value} | (dict(value) if isinstance(value, Mapping) else {})
     return found
-
-
-def _counting(mask: Tensor, counts: bool) -> Tensor:
-    """A mask as bool, True where a token counts; without reading a number from the device."""
-    if not counts:
-        # of torch: True or -inf hides
-        return ~mask.bool()
-    if not mask.is_floating_point():
-        return mask.bool()
-    # zeros and ones, or zeros and large negative numbers to add to scores
-    return torch.where((mask < 0).any(), mask == 0, mask != 0)
 
 
 def _blocks_around(model: nn.Module, attention: Iterable[str]) -> dict[str, list[str]]:
@@ -348,7 +318,7 @@ def _blocks_around(model: nn.Module, attention: Iterable[str]) -> dict[str, list
     for name in names:
         found[name] = [name]
         for part in _parts_around(name):
-            if any(other != name and _is_inside(other, part) for other in names):
+            if any(other != name and _is_in(part, other) for other in names):
                 break
             parent = modules[part.rpartition(".")[0]]
             if isinstance(parent, (*lists, nn.Sequential)) and not isinstance(modules[part], lists):
@@ -362,9 +332,9 @@ def _parts_around(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 
 
-def _is_inside(name: str, container: str) -> bool:
-    """Whether the module ``name`` is inside of the module ``container``; no module is in itself."""
-    return name != container and (not container or name.startswith(container + "."))
+def _is_in(container: str, name: str) -> bool:
+    """Whether the module ``name`` is ``container`` or a module inside of it."""
+    return not container or f"{name}.".startswith(f"{container}.")
 
 
 def first_tensor(value: Any) -> Tensor | None:
@@ -375,11 +345,11 @@ def first_tensor(value: Any) -> Tensor | None:
         return value if has_tokens else None
     if isinstance(value, Mapping):
         value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        for part in value:
-            found = first_tensor(part)
-            if found is not None:
-                return found
+    # a loop: compilers that follow the hooks know no generators
+    for part in value if isinstance(value, (tuple, list)) else ():
+        found = first_tensor(part)
+        if found is not None:
+            return found
     return None
 
 
@@ -443,18 +413,15 @@ def attended_by_values(attention: nn.Module, v: Tensor) -> Attended:
 
 def attended_by_input(
     attention: nn.Module, x: Tensor | None, around: Collection[tuple[int, ...]]
-) -> Attended:
-    """The same of an attention without a filter, by what it or a block around it was called with.
+) -> Attended | None:
+    """The same of an attention without a filter, by the tensor that it or its block got.
 
-    Args:
-        attention: the attention module.
-        x: the first floating-point tensor of the call.
-        around: shapes of matrices among the arguments of the modules around it. Those of ids and
-            masks are ``(B, N)``.
+    None if that does not show it. ``around`` has the shapes of matrices among the arguments of the
+    modules around it; those of ids and masks are ``(B, N)``.
     """
     width = _width(attention)
-    if x is None or x.dim() > 4:
-        raise AxesInDoubtError
+    if x is None or x.dim() > 4 or (x.dim() == 4 and _by_width(x, width) is None):
+        return None
     if x.dim() == 4:
         samples, tokens = _tokens_of_grid(x, _by_width(x, width)).shape[:2]
         return Attended(samples, tokens, width)
@@ -479,15 +446,12 @@ def tokens_of(
     entered: Tensor | None = None,
     valid: Tensor | None = None,
 ) -> Tensor | None:
-    """Features as ``(B, N, D)``, or None if they are not features of tokens.
+    """What enters or leaves a block, as ``(B, N, D)``, or None if it is not features of tokens.
 
-    Args:
-        x: the input or output of a block: batch first, sequence first, a grid ``(B, H, W, D)`` or
-            ``(B, D, H, W)``, or all samples one after another ``(ΣN, D)``, as in graph libraries.
-        attended: what the attention in the block attends to.
-        block: the block, or the attention itself.
-        entered: the input of the block, whose sizes may show more than those of its output.
-        valid: ``(B, N)``; separates samples of several lengths, which reads from the device.
+    ``x`` is batch first, sequence first, a grid ``(B, H, W, D)`` or ``(B, D, H, W)``, or all
+    samples one after another ``(ΣN, D)``, as in graph libraries. The sizes of what entered the
+    block may show more than those of its output. The mask ``valid (B, N)`` separates samples of
+    several lengths, which reads from the device.
     """
     shown = [like for like in (x, entered) if like is not None and like.dim() == x.dim()]
     if x.dim() == 4:
@@ -539,42 +503,20 @@ def _width(attention: nn.Module) -> int:
     return 0
 
 
-@dataclass
-class Padding:
-    """The masks of a layer's tokens, each for the tensors whose shape it has."""
+def masks_of_filter(
+    handed_down: Tensor | None, operator: Operator, v: Tensor, own: Tensor | None
+) -> Masks:
+    """The masks of a layer whose filter was called with an operator and values.
 
-    own: Tensor | None = None
-    """The mask of the user, which overrides all others."""
-    stated: Sequence[Tensor | None] = ()
-    """What the model was called with, and what the attention was told to hide. A token counts if
-    all of them say so."""
-    shown: Tensor | None = None
-    """What an attention map shows, where nothing is stated."""
-
-    def of(self, shape: Iterable[int], device: torch.device) -> Tensor | None:
-        """The mask of tokens of this shape, True where one counts; None if no mask is known."""
-        wanted = tuple(shape)
-        for masks in ([self.own], self.stated, [self.shown]):
-            fitting = [m.to(device) for m in masks if m is not None and tuple(m.shape) == wanted]
-            if fitting:
-                return torch.stack(fitting).all(0)
-        return None
-
-
-def padding_of(
-    handed_down: Tensor | None, operator: Operator, v: Tensor, own: Tensor | None = None
-) -> Padding:
-    """The padding of a layer whose filter was called with an operator and values.
-
-    ``handed_down`` is the mask that the modules around the layer got, ``own`` that of the user.
+    ``handed_down`` is the mask that the modules around the layer got, ``own`` the user's.
     """
     visible = operator.visibility()
     # False where the operator's masks hide a token from every query
     stated = (handed_down, None if visible is None else _of_keys(visible.visible_keys(), v))
     shape = (*v.shape[:-3], v.shape[-2])
     is_known = any(mask is not None and mask.shape == shape for mask in (own, *stated))
-    # reads all entries of a map
-    return Padding(own, stated, None if is_known else shown_by_map(operator, v))
+    # the last one reads all entries of a map
+    return (own,), stated, (None if is_known else shown_by_map(operator, v),)
 
 
 def shown_by_map(operator: Operator, v: Tensor) -> Tensor | None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import lzma
-import shutil
 import sysconfig
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -119,7 +117,8 @@ def token_files(
     """The token files of a corpus, prepared if they are not there.
 
     Args:
-        data: a corpus (:func:`gfsa_experiments.data.corpus.corpus_of`), or a prepared folder.
+        data: a corpus (:func:`gfsa_experiments.data.corpus.corpus_of`), or a folder of token files,
+            such as ``cache`` has.
         choice: the tokenizer.
         cache: where prepared corpora are kept.
         column: the key or column of the text, where documents have several.
@@ -127,10 +126,21 @@ def token_files(
     if not data.startswith(HUB):
         path = find_own(data, data_dir, EXPECTED)
         if (path / META).is_file():
-            return _given(path, choice, cache)
+            return _given(path, choice)
     corpus = corpus_of(data, data_dir, column)
     folder = cache / f"tokens-{corpus.name}-{_key(corpus, choice)}"
-    _make_once(folder, lambda making: prepare(corpus, choice, making))
+    if not (folder / META).is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        # other processes that want the same wait; one that is killed leaves nothing that counts
+        with (
+            FileLock(cache / f".{folder.name}.lock"),
+            tempfile.TemporaryDirectory(dir=cache, prefix=f".{folder.name}-") as inside,
+        ):
+            if not (folder / META).is_file():
+                making = Path(inside) / "tokens"
+                making.mkdir()
+                prepare(corpus, choice, making)
+                making.replace(folder)
     return TokenFiles(folder, _checked(folder), corpus.split_by)
 
 
@@ -156,9 +166,9 @@ def dtype_for(vocabulary: int) -> str:
     return "uint16" if vocabulary <= 2**16 else "uint32"
 
 
-def _given(path: Path, choice: TokenizerChoice, cache: Path) -> TokenFiles:
-    """A prepared folder as it is, or unpacked into the cache."""
-    meta = _read_meta(path)
+def _given(path: Path, choice: TokenizerChoice) -> TokenFiles:
+    """A folder of token files, if they are of the tokenizer that the settings ask for."""
+    meta = _checked(path)
     own, wanted = path / TOKENIZER, choice.description
     # a file that was given has been written anew
     same = own.is_file() and wanted == TokenizerChoice(str(own), 0).description
@@ -169,31 +179,11 @@ def _given(path: Path, choice: TokenizerChoice, cache: Path) -> TokenFiles:
             f"{path} was prepared with the tokenizer {meta.tokenizer}, the settings ask for "
             f"{wanted}; set {hint}, or data= to the text itself"
         )
-    if not all((path / f"{part}.bin").is_file() for part in PARTS):
-        digest = sha256("".join(meta.parts[part].sha256 for part in PARTS).encode())
-        folder = cache / f"tokens-{meta.name}-{digest.hexdigest()[:16]}"
-        _make_once(folder, lambda making: _unpack(path, meta, making))
-        path = folder
-    return TokenFiles(path, _checked(path))
+    return TokenFiles(path, meta)
 
 
-def _unpack(path: Path, meta: Meta, folder: Path) -> None:
-    for part in PARTS:
-        packed = path / f"{part}.bin.xz"
-        if not packed.is_file():
-            raise FileNotFoundError(f"{path} has neither {part}.bin nor {part}.bin.xz")
-        try:
-            data = lzma.decompress(packed.read_bytes())
-        except (lzma.LZMAError, EOFError) as error:
-            raise ValueError(f"{packed} is damaged ({error}); prepare it again") from error
-        if sha256(data).hexdigest() != meta.parts[part].sha256:
-            raise ValueError(f"{packed} has other tokens than {META} says; prepare it again")
-        (folder / f"{part}.bin").write_bytes(data)
-    for name in (META, TOKENIZER):
-        shutil.copyfile(path / name, folder / name)
-
-
-def _read_meta(folder: Path) -> Meta:
+def _checked(folder: Path) -> Meta:
+    """What a folder holds; a disk that was full, or cleaned up, may have cut it."""
     path = folder / META
     try:
         written = json.loads(path.read_text())
@@ -203,13 +193,7 @@ def _read_meta(folder: Path) -> Meta:
         raise ValueError(f"{path} is damaged, prepare the corpus again: {error!r}") from error
     if meta.format != _FORMAT or set(parts) != set(PARTS):
         raise ValueError(f"{path} is of another version of gfsa; prepare the corpus again")
-    return meta
-
-
-def _checked(folder: Path) -> Meta:
-    """What a folder holds; a disk that was full, or cleaned up, may have cut it."""
-    meta = _read_meta(folder)
-    for part, numbers in meta.parts.items():
+    for part, numbers in parts.items():
         path = folder / f"{part}.bin"
         size = path.stat().st_size if path.is_file() else 0
         expected = numbers.tokens * np.dtype(meta.dtype).itemsize
@@ -228,25 +212,6 @@ def _key(corpus: Corpus, choice: TokenizerChoice) -> str:
     for line in corpus.identity():
         digest.update(line.encode())
     return digest.hexdigest()[:16]
-
-
-def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Have ``make`` fill an empty folder that then becomes ``folder``, if that is not there.
-
-    Other processes that want the same wait; one that is killed leaves nothing that counts.
-    """
-    if (folder / META).is_file():
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        FileLock(folder.with_name(f".{folder.name}.lock")),
-        tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as inside,
-    ):
-        if not (folder / META).is_file():
-            making = Path(inside) / "tokens"
-            making.mkdir()
-            make(making)
-            making.replace(folder)
 
 
 def _tokenizer(choice: TokenizerChoice, texts: Sequence[str]) -> Any:

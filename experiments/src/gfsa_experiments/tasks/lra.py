@@ -384,8 +384,11 @@ def _images(data_dir: Path, holdout: float) -> dict[str, Sequences]:
     chosen = {"train": ("train", train), "valid": ("train", valid), "test": ("test", slice(None))}
     found = {}
     for part, (of, rows) in chosen.items():
-        grey, labels = to_grey(both[of].pixels[rows]).numpy(), both[of].labels[rows].numpy()
-        found[part] = Sequences(grey.reshape(-1), np.arange(len(grey) + 1) * _PIXELS, labels)
+        images, labels = (column[rows] for column in both[of].columns.values())
+        grey = to_grey(images).numpy()
+        found[part] = Sequences(
+            grey.reshape(-1), np.arange(len(grey) + 1) * _PIXELS, labels.numpy()
+        )
     return found
 
 

@@ -22,7 +22,7 @@ from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.tasks.graph import recipe as graph
 from gfsa_experiments.tasks.graph.data import read_graphs
-from gfsa_experiments.tasks.graph.recipe import GraphConfig, GraphTask, ModelName, build
+from gfsa_experiments.tasks.graph.recipe import GraphConfig, GraphTask, ModelName
 from support.graph_files import labels, write_molecules, write_zinc
 from support.graphs import randomise
 
@@ -75,7 +75,7 @@ def made(folder: Path, *which: str, **settings: Any) -> GraphTask:
     chosen = config(*which, **settings)
     chosen.check()
     torch.manual_seed(chosen.seed)
-    return build(chosen, folder)
+    return GraphTask(chosen, folder)
 
 
 def batch_of(task: GraphTask, rows: Sequence[int], part: str = "train") -> Any:

@@ -190,13 +190,27 @@ class GraphConfig(TrainConfig):
 class GraphTask(Task):
     """A graph model and its data set, measured by the data set's customary metric."""
 
-    def __init__(self, model: nn.Module, graphs: GraphSet) -> None:
-        self.model, self.graphs = model, graphs
-        self.splits = {}
-        self.metric = graphs.metric
-        self.kind = KINDS.get(graphs.metric, "numbers")
-        self.own_data = graphs.own
+    def __init__(self, config: GraphConfig, data_dir: Path) -> None:
+        given = config.data, Path(data_dir).absolute(), config.labels
+        self.graphs = graphs = read_graphs(*given)
+        self.metric, self.own_data = graphs.metric, graphs.own
+        self.kind = KINDS.get(self.metric, "numbers")
         self.higher_is_better = self.metric not in ("mae", "rmse")
+        pairs = sum(graph.num_nodes**2 for graph in graphs.graphs)
+        if config.model in _GRAPHORMERS and pairs > _MOST_PAIRS:
+            raise ValueError(
+                f"{graphs.name} has {pairs:,} pairs of nodes, whose paths would take "
+                f"{12 * pairs >> 30} GiB. Use model=gps or model=graph-vit"
+            )
+        self.model, collate = _model_and_collator(config, graphs)
+        prepared = _prepared(*given, collate)
+        self.splits = {}
+        for part, rows in graphs.parts.items():
+            size = {row: len(prepared[row].x) for row in rows}
+            # sorted by size for less padding: scores do not depend on the order of graphs
+            chosen = rows if part == "train" else sorted(rows, key=size.__getitem__)
+            items: Any = Subset(prepared, chosen)  # type: ignore[arg-type]
+            self.splits[part] = Split(items, collate, [size[row] for row in chosen])
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         output, y = model(batch).float(), batch.y
@@ -252,28 +266,6 @@ def _label_scores(output: Tensor, y: Tensor) -> dict[str, float]:
     return {"ap": 100 * sum(precisions) / len(areas), "rocauc": 100 * sum(areas) / len(areas)}
 
 
-def build(config: GraphConfig, data_dir: Path) -> GraphTask:
-    """Read the graphs, compute the model's features of them (once), build the model."""
-    data_dir = Path(data_dir).absolute()
-    graphs = read_graphs(config.data, data_dir, config.labels)
-    pairs = sum(graph.num_nodes**2 for graph in graphs.graphs)
-    if config.model in _GRAPHORMERS and pairs > _MOST_PAIRS:
-        raise ValueError(
-            f"{graphs.name} has {pairs:,} pairs of nodes, whose paths would take "
-            f"{12 * pairs >> 30} GiB. Use model=gps or model=graph-vit"
-        )
-    model, collate = _model_and_collator(config, graphs)
-    prepared = _prepared(config.data, data_dir, config.labels, collate)
-    task = GraphTask(model, graphs)
-    for part, rows in graphs.parts.items():
-        size = {row: len(prepared[row].x) for row in rows}
-        # sorted by size for less padding: scores do not depend on the order of graphs
-        chosen = rows if part == "train" else sorted(rows, key=size.__getitem__)
-        items: Any = Subset(prepared, chosen)  # type: ignore[arg-type]
-        task.splits[part] = Split(items, collate, [size[row] for row in chosen])
-    return task
-
-
 def _model_and_collator(config: GraphConfig, graphs: GraphSet) -> tuple[nn.Module, Collator]:
     """A model for these graphs, initialised by torch's global generator, and what batches it."""
     ends: Any = graphs.node_features, graphs.edge_features, graphs.outputs
@@ -309,6 +301,6 @@ RECIPE = Recipe(
     name="graph",
     title="Graphormer, GPS and Graph-ViT on molecules, peptides, or graphs of your own",
     config=GraphConfig,
-    build=build,
+    build=GraphTask,
     extra="graph",
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +20,7 @@ from gfsa_experiments.engine.config import (
     ShareBelowOne,
     TrainConfig,
 )
-from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task
+from gfsa_experiments.engine.task import Recipe, Task
 from gfsa_experiments.tasks.speech.data import (
     AN4,
     BEGIN,
@@ -30,7 +29,6 @@ from gfsa_experiments.tasks.speech.data import (
     LETTERS,
     SpeechBatches,
     Tokens,
-    Vocabulary,
     learn_vocabulary,
     letters_of,
     read_speech,
@@ -276,41 +274,49 @@ def joint_search(
     return [[int(token) for token in row] for row in tokens]
 
 
-@lru_cache(maxsize=4)
-def augmentations(
-    warp: int, time_masks: int, time_width: int, feature_masks: int, feature_width: int
-) -> Any:
+def augmentations(config: SpeechConfig) -> Any:
     """SpecAugment: SpeechBrain's shift of a moment in time, torchaudio's masks of mean values."""
     from speechbrain.augment.freq_domain import Warping
     from torchaudio.transforms import SpecAugment
 
     # independent masks for each utterance, each over at most half of it; the features have mean 0
     masks = SpecAugment(
-        time_masks, time_width, feature_masks, feature_width,
+        config.time_masks, config.time_width, config.feature_masks, config.feature_width,
         iid_masks=True, p=0.5, zero_masking=True,
     )  # fmt: skip
-    warped = Warping(warp_window=warp) if warp else nn.Identity()
+    warped = Warping(warp_window=config.warp) if config.warp else nn.Identity()
     return lambda features: masks(warped(features).transpose(1, 2)).transpose(1, 2)
 
 
-@dataclass(eq=False)
 class SpeechTask(Task):
     """Transcribes features; measured by the word error rate."""
-
-    config: SpeechConfig
-    model: nn.Module
-    vocabulary: Vocabulary
-    splits: dict[str, Split]
-    own_data: OwnData | None = None
 
     metric = "wer"
     higher_is_better = False
 
+    def __init__(self, config: SpeechConfig, data_dir: Path) -> None:
+        self.config = config
+        sets, self.own_data = read_speech(config.data, Path(data_dir).absolute(), config.holdout)
+        texts = tuple(utterance.text for utterance in sets["train"])
+        letters = LETTERS if self.own_data is None else letters_of(sets)
+        self.vocabulary = learn_vocabulary(texts, config.tokens, config.vocabulary, letters)
+        searched = config.decode == "beam" and config.decoder_layers > 0
+        multiples = config.pad_to_multiple, config.pad_tokens_to_multiple
+        batches = {
+            name: SpeechBatches(
+                of_part, self.vocabulary.encode, *multiples, search=searched and name == "test"
+            )
+            for name, of_part in sets.items()
+        }
+        batches["train"].warn_of_unalignable(_SUBSAMPLING)
+        features = sets["train"][0].features().shape[1]
+        self.model = Recogniser(config, features, len(self.vocabulary))
+        self.splits = {name: of_split.split() for name, of_split in batches.items()}
+        self.augment = augmentations(config)
+
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
         """SpecAugment."""
-        config = self.config
-        masks = config.time_masks, config.time_width, config.feature_masks, config.feature_width
-        return {**batch, "features": augmentations(config.warp, *masks)(batch["features"])}
+        return {**batch, "features": self.augment(batch["features"])}
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         r"""``λ·CTC + (1 − λ)·cross-entropy``, each summed over an utterance."""
@@ -391,32 +397,10 @@ class SpeechTask(Task):
         return self.splits[split].dataset.source(index)  # type: ignore[attr-defined]
 
 
-def build(config: SpeechConfig, data_dir: Path) -> SpeechTask:
-    """Read the data and build the model."""
-    sets, own = read_speech(config.data, Path(data_dir).absolute(), config.holdout)
-    texts = tuple(utterance.text for utterance in sets["train"])
-    letters = LETTERS if own is None else letters_of(sets)
-    vocabulary = learn_vocabulary(texts, config.tokens, config.vocabulary, letters)
-    batches = {
-        name: SpeechBatches(
-            utterances,
-            vocabulary.encode,
-            config.pad_to_multiple,
-            config.pad_tokens_to_multiple,
-            search=name == "test" and config.decode == "beam" and config.decoder_layers > 0,
-        )
-        for name, utterances in sets.items()
-    }
-    batches["train"].warn_of_unalignable(_SUBSAMPLING)
-    model = Recogniser(config, sets["train"][0].features().shape[1], len(vocabulary))
-    splits = {name: of_split.split() for name, of_split in batches.items()}
-    return SpeechTask(config, model, vocabulary, splits, own)
-
-
 RECIPE = Recipe(
     name="speech",
     title="Speech recognition: AN4 or your own recordings, Transformer or Branchformer",
     config=SpeechConfig,
-    build=build,
+    build=SpeechTask,
     extra="speech",
 )

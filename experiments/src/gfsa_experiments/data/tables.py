@@ -286,6 +286,7 @@ class OwnTable(TrainConfig):
     """Settings of recipes that read texts with labels from a table of the caller's own."""
 
     short_names = (("label", "label_column"),)
+    used_if = (("data", "text label_column"),)
 
     data: str = ""
     """A file or folder of tables (.csv, .tsv, .jsonl, .json, .parquet), or ``hub:ID``, in the place
@@ -304,7 +305,3 @@ class OwnTable(TrainConfig):
             )
         if self.label_column in self.text:
             raise ValueError(f"text and label name the same column, {self.label_column}")
-
-    def unused(self) -> dict[str, str]:
-        own = "it names a column of data= of your own"
-        return super().unused() | ({} if self.data else {"text": own, "label_column": own})

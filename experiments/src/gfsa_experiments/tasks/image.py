@@ -78,6 +78,7 @@ class ImageConfig(TrainConfig):
     """DeiT's settings on ImageNet; sizes of 0 follow the data set, CIFAR's images included."""
 
     in_label = ("data", "dataset", "model", "depth")
+    used_if = (("dataset=folder", "data auto_augment"), ("mixup", "switch"), ("cutmix", "switch"))
 
     data: str = ""
     """A folder of images of the caller's own; empty: ``--data-dir`` itself, with ``folder``."""
@@ -136,14 +137,7 @@ class ImageConfig(TrainConfig):
         return f"{data} {self.model}" + (f"-d{self.depth}" if self.depth else "")
 
     def unused(self) -> dict[str, str]:
-        unused = super().unused()
-        unused["group_by_length"] = "every image has the same size"
-        if self.is_cifar:
-            unused["data"] = f"dataset={self.dataset} is ours; dataset=folder reads your own"
-            unused["auto_augment"] = "images in folders alone take timm's policies"
-        if not (self.mixup and self.cutmix):
-            unused["switch"] = "it chooses between mixup and cutmix, one of which is 0"
-        return unused
+        return super().unused() | {"group_by_length": "every image has the same size"}
 
     def sketch(self) -> nn.Module | None:
         if find_spec("timm") is None:

@@ -145,6 +145,7 @@ class CodeConfig(OwnTable, TextTaskConfig):
     """Devign as in the paper; clones take epochs=1, lr=5e-5 and max_length=400."""
 
     in_label = ("data", "dataset", "model", "depth", "width")
+    used_if = (("model=scratch", "depth width heads vocab_size dropout"), ("!data", "dataset"))
     apart = True
 
     # of the two bases, OwnTable would give TrainConfig's
@@ -174,15 +175,6 @@ class CodeConfig(OwnTable, TextTaskConfig):
         check_multiple(self, "width", "heads")
         if self.max_length < 3:
             raise ValueError(f"{self.max_length} tokens hold no code between start and end")
-
-    def unused(self) -> dict[str, str]:
-        unused = super().unused()
-        if self.model != "scratch":
-            own = f"{self.model} has its own; model=scratch takes it"
-            unused |= dict.fromkeys(("depth", "width", "heads", "vocab_size", "dropout"), own)
-        if self.data:
-            unused["dataset"] = "data= names the code"
-        return unused
 
     def label(self) -> str:
         scratch = f"roberta-d{self.depth}-w{self.width}"

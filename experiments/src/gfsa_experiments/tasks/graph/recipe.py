@@ -56,13 +56,6 @@ _SETTINGS = {
 FOLLOWING = tuple(_SETTINGS["gps", ""])
 
 _GRAPHORMERS = ("graphormer-slim", "graphormer")
-_READ_BY: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("ffn_width", "mlp_dropout"), _GRAPHORMERS),
-    **dict.fromkeys(("local", "encoding_width", "pooling"), ("gps",)),
-    **dict.fromkeys(("encoding", "encoding_size"), ("gps", "graph-vit")),
-    **dict.fromkeys(("gnn_depth", "patches", "patch_hops", "patch_walk_steps"), ("graph-vit",)),
-}
-"""Settings that only some models read."""
 
 
 def paper_settings(model: str, data: str) -> dict[str, Any]:
@@ -85,6 +78,13 @@ class GraphConfig(TrainConfig):
     """
 
     in_label = ("data", "model")
+    used_if = (
+        ("model=graphormer-slim,graphormer", "ffn_width mlp_dropout"),
+        ("model=gps", "local pooling encoding_width"),
+        ("model=gps,graph-vit", "encoding encoding_size"),
+        ("encoding=walk,laplacian", "encoding_size encoding_width"),
+        ("model=graph-vit", "gnn_depth patches patch_hops patch_walk_steps"),
+    )
 
     data: str = "zinc"
     """A data set of ours, or graphs of the caller's own: a .npz or .pt file, ``pyg:CLASS:NAME`` or
@@ -148,16 +148,9 @@ class GraphConfig(TrainConfig):
         return GraphConfig(**paper_settings(self.model, self.data))
 
     def unused(self) -> dict[str, str]:
-        unused = super().unused() | {
-            name: f"model={self.model} does not use it; {' or '.join(readers)} would"
-            for name, readers in _READ_BY.items()
-            if self.model not in readers
-        }
+        unused = super().unused()
         if self.data in DATA_NAMES:
             unused["labels"] = f"those of {self.data} are known; data= of your own has others"
-        if self.encoding == "none":
-            for name in ("encoding_size", "encoding_width"):
-                unused.setdefault(name, "encoding=none has no size")
         return unused
 
     def check(self) -> None:

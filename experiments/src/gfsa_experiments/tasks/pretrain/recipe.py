@@ -128,6 +128,12 @@ class CausalLMConfig(LanguageConfig):
     """Fine-tuning as in the paper (15 epochs on PTB, 4 on WikiText-103), or ``model=scratch``."""
 
     in_label = ("dataset", "data", "model", "depth", "width")
+    used_if = (
+        ("model=scratch", "depth width heads"),
+        ("tokenizer=bpe", "vocab_size"),
+        ("!data", "dataset"),
+        ("data", "text"),
+    )
     overlap = 0
     metrics = ("perplexity", "word_perplexity", "loss")
 
@@ -161,19 +167,6 @@ class CausalLMConfig(LanguageConfig):
             raise ValueError("a new model has no tokenizer of its own; set tokenizer=gpt2 or bpe")
         if not self.scratch and self.tokenizer == "bpe":
             raise ValueError("a pretrained model cannot read another vocabulary than its own")
-
-    def unused(self) -> dict[str, str]:
-        unused = super().unused()
-        if not self.scratch:
-            own = f"{self.model} has its own; model=scratch takes it"
-            unused |= dict.fromkeys(("depth", "width", "heads"), own)
-        if self.tokenizer != "bpe":
-            unused["vocab_size"] = f"tokenizer={self.tokenizer} has its own; bpe is learned"
-        if self.data:
-            unused["dataset"] = "data= names the text"
-        else:
-            unused["text"] = "it names a column of data= of your own"
-        return unused
 
     @property
     def scratch(self) -> bool:
@@ -224,6 +217,7 @@ class PretrainConfig(LanguageConfig):
     """One epoch of techdocs, 65,536 tokens a step."""
 
     in_label = ("data", "size")
+    used_if = (("tokenizer=bpe", "vocab_size"),)
 
     data: str = "techdocs"
     """A corpus below ``--data-dir``, the path of a file or folder of text, or ``hub:ID``."""
@@ -295,8 +289,6 @@ class PretrainConfig(LanguageConfig):
 
     def unused(self) -> dict[str, str]:
         unused = super().unused()
-        if self.tokenizer != "bpe":
-            unused["vocab_size"] = f"{self.tokenizer} has its own; tokenizer=bpe is trained"
         if None not in (self.depth, self.width, self.heads, self.mlp):
             unused["size"] = "depth, width, heads and mlp are all given"
         if not (self.gate or self.tokenwise):

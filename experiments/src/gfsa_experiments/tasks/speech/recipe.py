@@ -45,6 +45,15 @@ class SpeechConfig(TrainConfig):
     """The paper's Transformer for LibriSpeech 100h; ``encoder=branchformer`` for the other."""
 
     in_label = ("data",)
+    used_if = (
+        ("tokens=unigram,bpe", "vocabulary"),
+        ("time_masks", "time_width"),
+        ("feature_masks", "feature_width"),
+        # a Transformer has one hidden for both
+        ("encoder=branchformer", "kernel decoder_hidden"),
+        ("decoder_layers", "decoder_hidden label_smoothing beam search_ctc_weight"),
+        ("decode=beam", "beam search_ctc_weight"),
+    )
 
     epochs: float = 100
     batch_size: int = 32
@@ -125,22 +134,8 @@ class SpeechConfig(TrainConfig):
 
     def unused(self) -> dict[str, str]:
         unused = super().unused()
-        if self.tokens == "char":
-            unused["vocabulary"] = "tokens=char are the letters; unigram and bpe are learned"
-        for kind in ("time", "feature"):
-            if not getattr(self, f"{kind}_masks"):
-                unused[f"{kind}_width"] = f"{kind}_masks=0 masks nothing"
-        if self.encoder == "transformer":
-            unused["kernel"] = "encoder=branchformer alone has convolutions"
-            unused["decoder_hidden"] = "encoder=transformer has one hidden for both; set hidden"
-        if self.decode == "greedy":
-            unused |= dict.fromkeys(("beam", "search_ctc_weight"), "decode=beam alone searches")
-        if not self.decoder_layers:
-            alone = "decoder_layers=0 is CTC alone, without a decoder"
-            of_decoder = ("decoder_hidden", "label_smoothing", "beam", "search_ctc_weight")
-            unused |= dict.fromkeys(of_decoder, alone)
-            if self.decode == "beam":
-                unused["decode"] = alone
+        if not self.decoder_layers and self.decode == "beam":
+            unused["decode"] = "decoder_layers=0 is CTC alone, which is always greedy"
         return unused
 
     @property

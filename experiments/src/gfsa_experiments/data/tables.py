@@ -21,12 +21,11 @@ from gfsa_experiments.data.own import (
     Labels,
     Wanted,
     decide,
-    digest_of,
     ending_of,
     entries_of,
     files_in,
     find_own,
-    name_of,
+    own_data,
     part_named,
     part_of,
     refuse_unseen,
@@ -269,14 +268,14 @@ def read_labelled(
     twice = {p: sum(rows.values[r][:-1] in trained for r in parts[p]) for p in ("valid", "test")}
     repeated = " and ".join(f"{count} of {part}" for part, count in twice.items() if count)
     cells = {part: [c for row in of for c in rows.values[row]] for part, of in parts.items()}
-    own = OwnData(
-        name=name_of(data),
-        source=rows.where,
-        splits={part: len(chosen) for part, chosen in parts.items()},
-        split_by=split_by,
+    own = own_data(
+        data,
+        rows.where,
+        parts,
+        split_by,
+        (piece for part, of in cells.items() for piece in (part, *of)),
         labels=f"{label}: {labels.why}",
         repeated=f"{repeated} are in train, too, word for word" if repeated else "",
-        digest=digest_of(piece for part, of in cells.items() for piece in (part, *of)),
     )
     return LabelledRows([values[:-1] for values in rows.values], labels, parts, own)
 

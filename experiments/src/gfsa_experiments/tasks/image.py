@@ -10,7 +10,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,11 +25,11 @@ from torch.utils.data import Dataset
 from gfsa_experiments.data.files import check_count, not_found, read_npz, source_of
 from gfsa_experiments.data.own import (
     Labels,
-    digest_of,
     entries_of,
     find_own,
     hold_out,
     name_of,
+    own_data,
     part_named,
     refuse_unseen,
     some,
@@ -44,7 +44,7 @@ from gfsa_experiments.engine.config import (
     TrainConfig,
     as_text,
 )
-from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, TensorRows, as_it_is
+from gfsa_experiments.engine.task import Recipe, Split, Task, TensorRows, as_it_is
 
 # short names of the paper's models; any other name is one of timm's
 MODELS = {
@@ -412,7 +412,21 @@ class ImageTask(Task):
 
     def _take_files(self, files: ImageFiles, root: str) -> None:
         config = self.config
-        self.num_classes, self.own_data = len(files.classes), _own_data(config, files, root)
+        # which files are in which part and class: one may have moved to another
+        pieces = (
+            piece
+            for part, listed in files.parts.items()
+            for path, label in listed
+            for piece in (part, files.classes[label], os.fsencode(os.path.basename(path)))
+        )
+        labels = f"classification, {len(files.classes)} classes: {some(files.classes)}"
+        where = config.data or root
+        own = own_data(
+            where, where, files.parts, files.split_by, pieces, labels=labels, unit="images"
+        )
+        # rows on --data-dir itself were recorded without a digest
+        self.own_data = own if config.data else replace(own, digest="")
+        self.num_classes = len(files.classes)
         for part, listed in files.parts.items():
             read: Any = FolderImages(listed, _transform(config, training=part == "train"))
             self.splits[part] = Split(
@@ -534,25 +548,6 @@ def _checked_model(config: ImageConfig, device: str) -> nn.Module:
                 f"its own is {_own_size(config.timm_name)}"
             ) from error
     return model
-
-
-def _own_data(config: ImageConfig, files: ImageFiles, root: str) -> OwnData:
-    # which files are in which part and class: one may have moved to another
-    pieces = (
-        piece
-        for part, listed in files.parts.items()
-        for path, label in listed
-        for piece in (part, files.classes[label], os.fsencode(os.path.basename(path)))
-    )
-    return OwnData(
-        name=name_of(config.data or root),
-        source=config.data or root,
-        splits={part: len(listed) for part, listed in files.parts.items()},
-        split_by=files.split_by,
-        labels=f"classification, {len(files.classes)} classes: {some(files.classes)}",
-        unit="images",
-        digest=digest_of(pieces) if config.data else "",
-    )
 
 
 def _transform(config: ImageConfig, training: bool) -> Any:

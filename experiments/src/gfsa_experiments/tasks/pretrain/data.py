@@ -22,7 +22,7 @@ from gfsa.filters import GraphFilter
 from gfsa.operators import Visibility
 from gfsa_experiments.data.corpus import EXPECTED, Corpus, corpus_of
 from gfsa_experiments.data.files import check_count, find_file, source_of
-from gfsa_experiments.data.own import HUB, PARTS, digest_of, find_own, name_of, text_of
+from gfsa_experiments.data.own import HUB, PARTS, find_own, own_data, text_of
 from gfsa_experiments.data.pretrained import load_tokenizer, token_ids, train_tokenizer
 from gfsa_experiments.data.tables import column_of, instead_of_files
 from gfsa_experiments.engine.task import OwnData
@@ -311,14 +311,8 @@ def text_in_lines(data_dir: Path, data: str, column: str, tokenizer: str, vocab_
     }
     own = None
     if column:
-        own = OwnData(
-            name=name_of(data),
-            source=data,
-            splits={part: len(ids) for part, ids in tokens.items()},
-            split_by=corpus.split_by,
-            unit="tokens",
-            digest=digest_of(piece for part, lines in texts.items() for piece in (part, *lines)),
-        )
+        pieces = (piece for part, lines in texts.items() for piece in (part, *lines))
+        own = own_data(data, data, tokens, corpus.split_by, pieces, unit="tokens")
     words = {part: count_words(lines) for part, lines in texts.items()}
     return Text(tokens, words, vocabulary, own=own)
 

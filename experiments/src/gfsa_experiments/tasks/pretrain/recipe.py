@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -48,8 +48,6 @@ from gfsa_experiments.tasks.pretrain.data import (
 )
 from gfsa_experiments.tasks.pretrain.model import (
     ByteDecoder,
-    QKNorm,
-    Sizes,
     build_decoder,
     causal_by_kernel,
     new_gpt2,
@@ -65,12 +63,6 @@ _SIZES = {
     "46m": (12, 512, 8, 1408),
     "110m": (12, 768, 12, 2560),
 }
-
-# settings of pretrain that the decoder takes as they are
-_OF_DECODER = (
-    *("block", "head_dim", "tied", "qk_norm", "init_std"),
-    *("gate", "tokenwise", "shift_keys", "fast_gates"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +90,10 @@ class LanguageConfig(TrainConfig):
     ) -> Tensor:
         """The mean loss; ``model`` is the task's, or a wrapper, ``labels`` what follows ``ids``."""
 
+    @property
     def falling(self) -> str | None:
         """The metric that training lowers, if it is to (:attr:`Task.falling`)."""
         return "loss"
-
-    def measured(self) -> dict[str, int]:
-        """Of some parts, how many rows are measured."""
-        return {"valid": getattr(self, "eval_rows", 0), "test": getattr(self, "test_rows", 0)}
 
     def work(self, vocabulary: int) -> Work | None:
         """The work of a row, to have tokens per second reported."""
@@ -176,6 +165,7 @@ class CausalLMConfig(LanguageConfig):
         name = f"gpt2-d{self.depth}-w{self.width}" if self.scratch else Path(self.model).name
         return f"{f'data={name_of(self.data)}' if self.data else self.dataset} {name}"
 
+    @property
     def falling(self) -> str | None:
         # a pretrained model may well end above its start, when it is fitted too closely
         return "loss" if self.scratch else None
@@ -243,7 +233,7 @@ class PretrainConfig(LanguageConfig):
     """Width inside the MLP."""
     tied: bool = True
     """The head has the weights of the embedding."""
-    qk_norm: QKNorm = "learned"
+    qk_norm: Literal["learned", "none", "fixed", "temperature"] = "learned"
     """Queries and keys: normalised with ``learned`` gains (Qwen3), ``none`` (Llama), ``fixed``:
     normalised without gains, ``temperature``: that and one learned factor per head."""
     gate: bool = False
@@ -281,7 +271,7 @@ class PretrainConfig(LanguageConfig):
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
         if self.gate and self.tokenwise:
             raise ValueError("gate and tokenwise both scale a head's output: choose one of them")
-        sizes = self.sizes(self.vocab_size)
+        sizes: Any = self.whole()
         if sizes.heads % sizes.kv_heads:
             raise ValueError(
                 f"kv_heads must divide heads, got {sizes.kv_heads} for {sizes.heads} heads"
@@ -304,18 +294,17 @@ class PretrainConfig(LanguageConfig):
             "all methods"
         )
 
-    def sizes(self, vocabulary: int) -> Sizes:
-        """The decoder for so many different tokens."""
+    def whole(self) -> PretrainConfig:
+        """The same settings with a number for every size."""
         depth, width, heads, mlp = _SIZES[self.size]
         heads = self.heads or heads
-        return Sizes(
+        return replace(
+            self,
             depth=self.depth or depth,
             width=self.width or width,
             heads=heads,
             kv_heads=self.kv_heads or heads,
             mlp=self.mlp or mlp,
-            vocabulary=_multiple_of_64(vocabulary),
-            **{name: getattr(self, name) for name in _OF_DECODER},
         )
 
     def read(self, data_dir: Path) -> Text:
@@ -337,11 +326,21 @@ class PretrainConfig(LanguageConfig):
         return Text(tokens, sizes, meta.vocabulary, meta.end, own)
 
     def work(self, vocabulary: int) -> Work:
-        sizes = self.sizes(vocabulary)
-        return Work(sizes.block, sizes.flops())
+        """Forward and backward of a row, matrix products alone: ``n·(6 P + 6·depth·inner·n)``.
+
+        P are the weights that tokens are multiplied with; causal attention is half of a square.
+        """
+        sizes: Any = self.whole()
+        inner = sizes.heads * self.head_dim
+        attention = sizes.width * (2 * inner + 2 * sizes.kv_heads * self.head_dim)
+        weights = sizes.depth * (attention + 3 * sizes.width * sizes.mlp)
+        weights += sizes.width * _multiple_of_64(vocabulary)
+        return Work(
+            self.block, self.block * (6.0 * weights + 6.0 * sizes.depth * inner * self.block)
+        )
 
     def decoder(self, vocabulary: int, end: int | None = None) -> Any:
-        model = build_decoder(self.sizes(vocabulary), end)
+        model = build_decoder(self.whole(), _multiple_of_64(vocabulary), end)
         model.loss_function = NextTokenLoss(self.compile != "no")
         return model
 
@@ -435,6 +434,7 @@ class StdlibConfig(LanguageConfig):
                 f"{self.width // self.heads} numbers; RoPE needs an even size"
             )
 
+    @property
     def falling(self) -> None:
         return None
 
@@ -482,8 +482,9 @@ class LanguageTask(Task):
         self.config = config
         text = config.read(data_dir)
         self.own_data, self.end = text.own, text.end
-        self.metric, self.falling = config.metrics[0], config.falling()
-        most = config.measured()
+        self.metric, self.falling = config.metrics[0], config.falling
+        # of some parts, how many rows are measured
+        most = {"valid": getattr(config, "eval_rows", 0), "test": getattr(config, "test_rows", 0)}
         self.rows = {
             part: TokenRows(tokens, config.block, part, most.get(part, 0), config.overlap)
             for part, tokens in text.tokens.items()

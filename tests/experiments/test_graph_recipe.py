@@ -218,17 +218,6 @@ def test_a_block_compiles_into_one_graph(data: Path, model: str, local: str) -> 
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("method", ["gfsa", "degree1"])
-def test_methods_change_nothing_to_begin_with(data: Path, model: str, method: str) -> None:
-    plain, filtered = (made(data, "zinc", model, **STILL) for _ in range(2))
-    report = gfsa.plug(filtered.model, K=3 if method == "gfsa" else None)
-    assert len(report.plugged) == 2
-    batch = batch_of(plain, [0, 1, 2, 3])
-    losses = [task.loss(task.model, batch).item() for task in (plain, filtered)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
 def test_labels_that_are_missing_teach_nothing(data: Path) -> None:
     task = made(data, "moltox21", **STILL)
     batch = batch_of(task, [0, 1, 2, 3])

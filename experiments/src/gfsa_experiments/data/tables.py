@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from gfsa_experiments.data.files import BadRows
 from gfsa_experiments.data.own import (
@@ -285,7 +285,7 @@ class OwnTable(TrainConfig):
     """Settings of recipes that read texts with labels from a table of the caller's own."""
 
     short_names = (("label", "label_column"),)
-    used_if = (("data", "text label_column"),)
+    used_if: ClassVar[tuple[tuple[str, str], ...]] = (("data", "text label_column"),)
 
     data: str = ""
     """A file or folder of tables (.csv, .tsv, .jsonl, .json, .parquet), or ``hub:ID``, in the place

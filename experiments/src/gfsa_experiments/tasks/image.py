@@ -391,7 +391,7 @@ class ImageTask(Task):
         #: of images that are not the model's input yet
         self.normalise: Normalise | None = None
         if config.is_cifar:
-            self._take_cifar(read_cifar(Path(data_dir), config.dataset))  # type: ignore[arg-type]
+            self._take_cifar(read_cifar(Path(data_dir), config.dataset))
         else:
             root = (
                 find_own(config.data, data_dir, "a folder of images") if config.data else data_dir

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -328,17 +326,3 @@ def test_attention_dropout_acts_where_the_filter_says(kind: type[SelfAttention])
     ratio = (attention(x, *graph) / v).detach()
     assert torch.all((ratio.abs() < 1e-5) | ((ratio - 2).abs() < 1e-4))
     assert 0 < int((ratio > 1).sum()) < ratio.numel()
-
-
-def test_importing_the_library_does_not_import_the_models() -> None:
-    code = (
-        "import sys, gfsa, torch\n"
-        "gfsa.plug(torch.nn.TransformerEncoderLayer(8, 2))\n"
-        "loaded = [m for m in sys.modules if m.startswith('gfsa_experiments')]\n"
-        "assert not loaded, loaded\n"
-        "assert gfsa.models.Encoder.__name__ == 'Encoder'\n"
-        "assert 'torch_geometric' not in sys.modules and 'pymetis' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        gfsa.models.Nothing  # noqa: B018

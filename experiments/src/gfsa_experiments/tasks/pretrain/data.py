@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from gfsa.filters import GraphFilter
 from gfsa.operators import Visibility
 from gfsa_experiments.data.corpus import EXPECTED, Corpus, corpus_of
-from gfsa_experiments.data.files import check_count, find_file, source_of
+from gfsa_experiments.data.files import cache_folder, check_count, find_file, source_of
 from gfsa_experiments.data.own import HUB, PARTS, find_own, own_data, text_of
 from gfsa_experiments.data.pretrained import load_tokenizer, token_ids, train_tokenizer
 from gfsa_experiments.data.tables import column_of, instead_of_files
@@ -76,59 +76,38 @@ class Meta:
     parts: dict[str, Part]
 
 
-@dataclass(frozen=True)
-class TokenFiles:
-    """A prepared corpus: a folder with the tokens of each part, its tokenizer and numbers."""
-
-    folder: Path
-    meta: Meta
-    split_by: str = "as it was prepared"
-    """How its parts were made, as a sentence."""
-
-    def tokens(self, part: str) -> np.ndarray:
-        """The tokens of one part in a row, memory-mapped."""
-        # copy on write: torch warns of arrays that cannot be written to
-        return np.memmap(self.folder / f"{part}.bin", self.meta.dtype, mode="c")
-
-
-@dataclass(frozen=True)
-class TokenizerChoice:
-    """A tokenizer file, or the size of one that is trained."""
-
-    file: str
-    vocab_size: int
-
-    @property
-    def description(self) -> str:
-        if not self.file:
-            return f"bpe {self.vocab_size}"
-        path = Path(self.file).expanduser()
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"tokenizer={self.file}: there is no such file; expected a tokenizer.json of the "
-                "library tokenizers, or bpe to train one"
-            )
-        return f"file {sha256(path.read_bytes()).hexdigest()[:16]}"
+def described(tokenizer: str, vocab_size: int) -> str:
+    """How :class:`Meta` names a tokenizer: ``bpe``, or the path of a file."""
+    if tokenizer == "bpe":
+        return f"bpe {vocab_size}"
+    path = Path(tokenizer).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"tokenizer={tokenizer}: there is no such file; expected a tokenizer.json of the "
+            "library tokenizers, or bpe to train one"
+        )
+    return f"file {sha256(path.read_bytes()).hexdigest()[:16]}"
 
 
 def token_files(
-    data: str, data_dir: Path, choice: TokenizerChoice, cache: Path, column: str = "text"
-) -> TokenFiles:
-    """The token files of a corpus, prepared if they are not there.
+    data: str, data_dir: Path, tokenizer: str, vocab_size: int, column: str
+) -> tuple[Path, Meta, str]:
+    """The folder of a corpus's tokens, made if need be; what it holds; how its parts were made.
 
     Args:
-        data: a corpus (:func:`gfsa_experiments.data.corpus.corpus_of`), or a folder of token files,
-            such as ``cache`` has.
-        choice: the tokenizer.
-        cache: where prepared corpora are kept.
+        data: a corpus (:func:`gfsa_experiments.data.corpus.corpus_of`), or such a folder, as the
+            cache has it.
+        tokenizer: ``bpe``, which is trained on the text, or the path of a file.
         column: the key or column of the text, where documents have several.
     """
     if not data.startswith(HUB):
         path = find_own(data, data_dir, EXPECTED)
         if (path / META).is_file():
-            return _given(path, choice)
+            meta = _given(path, described(tokenizer, vocab_size))
+            return path, meta, "as it was prepared"
     corpus = corpus_of(data, data_dir, column)
-    folder = cache / f"tokens-{corpus.name}-{_key(corpus, choice)}"
+    cache, wanted = cache_folder(), described(tokenizer, vocab_size)
+    folder = cache / f"tokens-{corpus.name}-{_key(corpus, wanted)}"
     if not (folder / META).is_file():
         cache.mkdir(parents=True, exist_ok=True)
         # other processes that want the same wait; one that is killed leaves nothing that counts
@@ -139,25 +118,27 @@ def token_files(
             if not (folder / META).is_file():
                 making = Path(inside) / "tokens"
                 making.mkdir()
-                prepare(corpus, choice, making)
+                prepare(corpus, tokenizer, vocab_size, making)
                 making.replace(folder)
-    return TokenFiles(folder, _checked(folder), corpus.split_by)
+    return folder, _checked(folder), corpus.split_by
 
 
-def prepare(corpus: Corpus, choice: TokenizerChoice, folder: Path) -> None:
+def prepare(corpus: Corpus, tokenizer: str, vocab_size: int, folder: Path) -> None:
     """Encode a corpus into ``folder``, which must be empty."""
     documents = corpus.documents()
-    tokenizer = _tokenizer(choice, documents["train"])
-    tokenizer.save(str(folder / TOKENIZER))
+    encoder = _tokenizer(tokenizer, vocab_size, documents["train"])
+    encoder.save(str(folder / TOKENIZER))
     # numbers may be left out, so that the largest is above their count
-    vocabulary = max(tokenizer.get_vocab().values()) + 1
-    end = tokenizer.token_to_id(END)
+    vocabulary = max(encoder.get_vocab().values()) + 1
+    end = encoder.token_to_id(END)
     dtype = dtype_for(vocabulary)
     parts = {
-        name: _encode(tokenizer, documents[name], end, folder / f"{name}.bin", dtype)
+        name: _encode(encoder, documents[name], end, folder / f"{name}.bin", dtype)
         for name in PARTS
     }
-    meta = Meta(_FORMAT, corpus.name, vocabulary, end, dtype, choice.description, parts)
+    meta = Meta(
+        _FORMAT, corpus.name, vocabulary, end, dtype, described(tokenizer, vocab_size), parts
+    )
     (folder / META).write_text(json.dumps(asdict(meta), indent=1) + "\n")
 
 
@@ -166,12 +147,12 @@ def dtype_for(vocabulary: int) -> str:
     return "uint16" if vocabulary <= 2**16 else "uint32"
 
 
-def _given(path: Path, choice: TokenizerChoice) -> TokenFiles:
-    """A folder of token files, if they are of the tokenizer that the settings ask for."""
+def _given(path: Path, wanted: str) -> Meta:
+    """What a folder holds, if its tokens are of the tokenizer that the settings ask for."""
     meta = _checked(path)
-    own, wanted = path / TOKENIZER, choice.description
+    own = path / TOKENIZER
     # a file that was given has been written anew
-    same = own.is_file() and wanted == TokenizerChoice(str(own), 0).description
+    same = own.is_file() and wanted == described(str(own), 0)
     if meta.tokenizer != wanted and not same:
         kind, _, size = meta.tokenizer.partition(" ")
         hint = f"vocab_size={size}" if kind == "bpe" else f"tokenizer={own}"
@@ -179,7 +160,7 @@ def _given(path: Path, choice: TokenizerChoice) -> TokenFiles:
             f"{path} was prepared with the tokenizer {meta.tokenizer}, the settings ask for "
             f"{wanted}; set {hint}, or data= to the text itself"
         )
-    return TokenFiles(path, meta)
+    return meta
 
 
 def _checked(folder: Path) -> Meta:
@@ -205,26 +186,26 @@ def _checked(folder: Path) -> Meta:
     return meta
 
 
-def _key(corpus: Corpus, choice: TokenizerChoice) -> str:
+def _key(corpus: Corpus, tokenizer: str) -> str:
     """The same as long as files, their sizes and dates, and the tokenizer are the same."""
     parts = corpus.has_parts or f"split {_SPLIT}"
-    digest = sha256(f"{_FORMAT} {choice.description} {parts}".encode())
+    digest = sha256(f"{_FORMAT} {tokenizer} {parts}".encode())
     for line in corpus.identity():
         digest.update(line.encode())
     return digest.hexdigest()[:16]
 
 
-def _tokenizer(choice: TokenizerChoice, texts: Sequence[str]) -> Any:
-    if not choice.file:
-        return train_tokenizer(texts, choice.vocab_size, (END,))
+def _tokenizer(file: str, vocab_size: int, texts: Sequence[str]) -> Any:
+    if file == "bpe":
+        return train_tokenizer(texts, vocab_size, (END,))
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(Path(choice.file).expanduser()))
+        tokenizer = Tokenizer.from_file(str(Path(file).expanduser()))
     except Exception as error:
         # the library has no class of errors of its own
         raise ValueError(
-            f"tokenizer={choice.file} is no tokenizer.json of the library tokenizers: {error}"
+            f"tokenizer={file} is no tokenizer.json of the library tokenizers: {error}"
         ) from error
     # files that were saved for a model of so many tokens cut documents to that length, or fill them
     tokenizer.no_truncation()

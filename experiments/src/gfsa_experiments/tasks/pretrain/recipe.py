@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.files import cache_folder
 from gfsa_experiments.data.own import digest_of, name_of
 from gfsa_experiments.engine.config import (
     Bounds,
@@ -37,7 +36,6 @@ from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.pretrain.data import (
     Part,
     Text,
-    TokenizerChoice,
     TokenRows,
     mask_for,
     positions_in_documents,
@@ -308,20 +306,22 @@ class PretrainConfig(LanguageConfig):
         )
 
     def read(self, data_dir: Path) -> Text:
-        choice = TokenizerChoice("" if self.tokenizer == "bpe" else self.tokenizer, self.vocab_size)
-        found = token_files(self.data, data_dir, choice, cache_folder(), self.text)
-        meta, parts = found.meta, found.meta.parts
-        own = None
+        given = self.data, data_dir, self.tokenizer, self.vocab_size, self.text
+        folder, meta, split_by = token_files(*given)
+        parts, own = meta.parts, None
         if self.data != PretrainConfig.data:
             own = OwnData(
                 name=meta.name,
                 source=self.data,
                 splits={name: part.tokens for name, part in parts.items()},
-                split_by=f"{found.split_by}; {_documents(parts, self.boundaries)}",
+                split_by=f"{split_by}; {_documents(parts, self.boundaries)}",
                 unit="tokens",
                 digest=digest_of(part.sha256 for part in parts.values()),
             )
-        tokens = {name: found.tokens(name) for name in parts}
+        # copy on write: torch warns of arrays that cannot be written to
+        tokens: dict[str, np.ndarray] = {
+            part: np.memmap(folder / f"{part}.bin", meta.dtype, mode="c") for part in parts
+        }
         sizes = {name: part.bytes for name, part in parts.items()}
         return Text(tokens, sizes, meta.vocabulary, meta.end, own)
 

@@ -20,8 +20,6 @@ from gfsa_experiments.engine.step import map_tensors, signature_of
 from gfsa_experiments.models.graphs import MaskedBatchNorm
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.run import Run, carry_out
-from gfsa_experiments.tasks.graph import recipe as graph
-from gfsa_experiments.tasks.graph.data import read_graphs
 from gfsa_experiments.tasks.graph.recipe import GraphConfig, GraphTask, ModelName
 from support.graph_files import labels, write_molecules, write_zinc
 from support.graphs import randomise
@@ -39,13 +37,6 @@ TINY: dict[str, Any] = {
     "tensorboard": False,
 }
 STILL = {"dropout": 0.0, "mlp_dropout": 0.0, "attention_dropout": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def _read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    read_graphs.cache_clear()
-    graph._prepared.cache_clear()
-    monkeypatch.delenv("GFSA_CACHE", raising=False)
 
 
 @pytest.fixture

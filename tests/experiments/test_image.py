@@ -32,12 +32,6 @@ SMALL = ImageConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def _read_anew(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    cifar.read_cifar.cache_clear()
-    monkeypatch.setenv("GFSA_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     write_cifar10(tmp_path / "data", per_file=16)

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from gfsa_experiments.runs.run import carry_out
-from gfsa_experiments.tasks import image as cifar
 from gfsa_experiments.tasks import lra as listops
 from gfsa_experiments.tasks.lra import (
     LraConfig,
@@ -31,12 +30,6 @@ from support.tiny_runs import tiny_run
 SMALL = {"train": 200, "val": 6, "test": 6}
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
-
-
-@pytest.fixture(autouse=True)
-def _read_anew() -> None:
-    for cache in (cifar.read_cifar, read_listops, listops._images):
-        cache.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,8 @@ from gfsa_experiments.tasks.pretrain.recipe import LanguageTask
 from support.measuring import LargestTensor
 from support.tiny_pretraining import SMALL, a_batch, a_run, built, write_corpus
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 
 def interrupted_at(call: int, loss: Any) -> Any:
     """``loss``, interrupted when it is called for the so-many-th time."""
@@ -35,13 +37,6 @@ def interrupted_at(call: int, loss: Any) -> Any:
         return loss(*arguments)
 
     return counted
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GFSA_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +21,7 @@ from gfsa_experiments.tasks.pretrain.probes import probe
 from gfsa_experiments.tasks.pretrain.recipe import LanguageTask
 from support.tiny_pretraining import a_batch, a_run, built, document, write_corpus
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GFSA_CACHE", str(folder))
-        yield folder
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")

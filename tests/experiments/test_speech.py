@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,6 @@ from support.speech import WORDS, change_an4, sentence, write_an4, write_librisp
 from support.tiny_runs import tiny_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the official file:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_remembered() -> Iterator[None]:
-    yield
-    read_speech.cache_clear()
 
 
 def read_an4(folder: Path) -> list[list[Utterance]]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import gfsa
 from gfsa_experiments.models import (
@@ -20,7 +19,6 @@ from gfsa_experiments.models import (
     GraphViTCollator,
 )
 from gfsa_experiments.models.attention import HadamardAttention, SelfAttention, SoftmaxAttention
-from support.attention import Dispatched
 from support.graphs import (
     ATOMS,
     BONDS,
@@ -139,29 +137,6 @@ def test_under_autocast_efficient_attention_is_the_function(plugged: bool) -> No
         assert q.dtype == torch.bfloat16
         y = gfsa.linear_graph_filter_attention(q, k, v, coefficients, padding)
         assert torch.equal(attention(x, padding), attention.merge(y))
-
-
-def test_efficient_attention_is_linear_in_the_length() -> None:
-    options = {"dim": 16, "depth": 1, "num_heads": 2, "ffn_dim": 16}
-
-    def cost(length: int, plugged: bool) -> tuple[int, int]:
-        """Floating-point operations, and the entries of the largest tensor, there and back."""
-        model = Encoder(11, 5, length, "efficient", **options)
-        if plugged:
-            gfsa.plug(model, wK=0.1)
-        flops, seen = FlopCounterMode(display=False), Dispatched()
-        with flops, seen:
-            model(torch.randint(11, (1, length))).sum().backward()
-        return flops.get_total_flops(), seen.largest
-
-    for plugged in (False, True):
-        short, long = cost(400, plugged), cost(800, plugged)
-        assert long[0] <= 2 * short[0]
-        assert long[1] <= 2 * short[1]
-        # nothing near 800² was made: the widest are the tokens, three times over
-        assert long[1] <= 3 * 16 * 801
-    plain, filtered = cost(800, False)[0], cost(800, True)[0]
-    assert filtered < 1.3 * plain
 
 
 def test_size_of_the_benchmark_model() -> None:

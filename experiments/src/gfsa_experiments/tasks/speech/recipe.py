@@ -231,15 +231,6 @@ class Recogniser(nn.Module):
         return Recognition(states, lengths, self.ctc(states), self.text(decoded))
 
 
-def best_path(output: Recognition) -> list[list[int]]:
-    """The most likely token of each frame, without repetitions and blanks."""
-    from speechbrain.decoders.ctc import ctc_greedy_decode
-
-    share = output.lengths / output.ctc.shape[1]
-    found: list[list[int]] = ctc_greedy_decode(output.ctc.float(), share, BLANK)
-    return found
-
-
 def joint_search(
     model: Recogniser, output: Recognition, beam: int, ctc_weight: float
 ) -> list[list[int]]:
@@ -341,8 +332,12 @@ class SpeechTask(Task):
         return weight * ctc + (1 - weight) * attention
 
     def predict(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+        from speechbrain.decoders.ctc import ctc_greedy_decode
+
         output: Recognition = model(batch["features"], batch["frames"])
-        found = {"greedy": best_path(output)}
+        share = output.lengths / output.ctc.shape[1]
+        # the most likely token of each frame, without repetitions and blanks
+        found = {"greedy": ctc_greedy_decode(output.ctc.float(), share, BLANK)}
         if batch["search"]:
             for wrapped in ("module", "_orig_mod"):
                 model = getattr(model, wrapped, model)

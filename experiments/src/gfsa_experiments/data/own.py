@@ -87,7 +87,7 @@ def own_data(
     pieces: Iterable[str | bytes],
     **more: Any,
 ) -> OwnData:
-    """What is known of own data, of whose content ``pieces`` are all; ``more`` are its fields."""
+    """What a run learned about own data: ``pieces`` are its content, ``more`` other fields."""
     sizes = {part: len(of_part) for part, of_part in parts.items()}
     given = {"name": name_of(data), "digest": digest_of(pieces)} | more
     return OwnData(source=source, splits=sizes, split_by=split_by, **given)
@@ -296,7 +296,7 @@ def decide(
 ) -> Labels:
     """What the labels in a column are: classes, or numbers that a model is trained to predict.
 
-    Words are classes; so are whole numbers of which at most 20 different ones occur.
+    Words are classes; so are whole numbers with at most 20 different values.
 
     Args:
         wanted: the caller's own decision, if there is one.

@@ -138,7 +138,7 @@ class Rows:
 
     where: str
     values: list[tuple[str, ...]]
-    """Of each row, the cells of the wanted columns as text."""
+    """The cells of the wanted columns, as text, row by row."""
     parts: dict[str, list[int]]
     """The rows of each part; ``{"train": all}`` if the data names none."""
     unused: tuple[str, ...] = ()

@@ -168,7 +168,7 @@ class CodeConfig(OwnTable, TextTaskConfig):
     heads: Count = 4
     vocab_size: Count = 8192
     dropout: ShareBelowOne = 0.1
-    """Of a model from scratch; a pretrained one keeps its own."""
+    """In a model from scratch; a pretrained one keeps its own."""
 
     def check(self) -> None:
         super().check()
@@ -256,7 +256,7 @@ class Encoded:
     vocabulary: int
     mean: float
     deviation: float
-    """Of the numbers to train on; classes have 0 and 1."""
+    """``mean`` and ``deviation`` of the training numbers; 0 and 1 for classes."""
 
 
 @lru_cache(maxsize=4)

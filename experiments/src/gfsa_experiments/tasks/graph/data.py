@@ -86,7 +86,7 @@ class GraphSet:
     node_features: Features
     edge_features: Features
     classes: int = 0
-    """Of a data set whose labels are classes."""
+    """How many there are, if the labels are classes."""
     own: OwnData | None = None
     """What was read, if the graphs are the caller's own."""
 

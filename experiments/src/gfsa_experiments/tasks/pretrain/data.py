@@ -59,7 +59,7 @@ class Part:
     documents: int
     bytes: int
     sha256: str
-    """Of its file of tokens."""
+    """The hash of its file of tokens."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class LanguageConfig(TrainConfig):
     """What the presets have in common."""
 
     overlap: ClassVar[int] = 1
-    """Of rows (:class:`TokenRows`)."""
+    """The overlap of rows (:class:`TokenRows`)."""
     metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity", "bits_per_byte")
     """What is measured; the first is the row's."""
     examples: ClassVar[int] = 1
@@ -80,7 +80,7 @@ class LanguageConfig(TrainConfig):
 
     @abstractmethod
     def decoder(self, vocabulary: int, end: int | None = None) -> Any:
-        """The decoder for so many different tokens, of which ``end`` begins documents."""
+        """The decoder for so many different tokens; ``end`` begins documents."""
 
     @abstractmethod
     def mean_loss(
@@ -214,7 +214,7 @@ class PretrainConfig(LanguageConfig):
     tokenizer: str = "bpe"
     """``bpe``: trained on the text; or the path of a tokenizer.json."""
     vocab_size: Annotated[int, Bounds(257)] = 16_384
-    """Of ``tokenizer=bpe``: every byte, the end, and more."""
+    """With ``tokenizer=bpe``: every byte, the end, and more."""
     block: Count = 1024
     """Tokens of a row."""
     boundaries: bool = False
@@ -383,7 +383,7 @@ class PretrainConfig(LanguageConfig):
 
 
 def _documents(parts: dict[str, Part], boundaries: bool) -> str:
-    """``30 train, 1 valid, 1 test documents``, and of which of them boundaries change nothing."""
+    """``30 train, 1 valid, 1 test documents``, and where boundaries change nothing."""
     said = ", ".join(f"{part.documents:,} {name}" for name, part in parts.items()) + " documents"
     alone = [name for name, part in parts.items() if part.documents == 1]
     if boundaries and alone:

@@ -95,7 +95,7 @@ class SpeechConfig(TrainConfig):
 
     ctc_weight: Share = 0.3
     label_smoothing: ShareBelowOne = 0.1
-    """Of the decoder's loss."""
+    """In the decoder's loss."""
     warp: CountOrZero = 5
     """SpecAugment: the largest time shift in frames; 0 for none."""
     time_masks: CountOrZero = 5
@@ -152,7 +152,7 @@ class SpeechConfig(TrainConfig):
 class Recognition(NamedTuple):
     """The output of a recogniser.
 
-    ``states (B, N, E)`` of the encoder, of which ``lengths (B,)`` are real, the logits ``ctc
+    ``states (B, N, E)`` of the encoder (``lengths (B,)`` are real), the logits ``ctc
     (B, N, V)`` and, if there is a decoder, its logits ``attention (B, L + 1, V)``.
     """
 
@@ -219,7 +219,7 @@ class Recogniser(nn.Module):
     def forward(
         self, features: Tensor, frames: Tensor, tokens: Tensor | None = None
     ) -> Recognition:
-        """``features (B, T, F)``, of which ``frames (B,)`` are real; ``tokens (B, L + 1)`` start
+        """``features (B, T, F)`` (``frames (B,)`` are real); ``tokens (B, L + 1)`` start
         with 1 and are the input of the decoder, which does not run without them."""
         x = self.front(features)
         lengths = (frames + _SUBSAMPLING - 1) // _SUBSAMPLING
@@ -358,9 +358,9 @@ class SpeechTask(Task):
 
         way = "beam" if "beam" in predictions[0] else "greedy"
         columns = ("part", "text", way, "greedy")
-        told = [zip(*(batch[key] for key in columns), strict=True) for batch in predictions]
+        found = [zip(*(batch[key] for key in columns), strict=True) for batch in predictions]
         sets: dict[str, list[Any]] = {}
-        for part, *texts in itertools.chain(*told):
+        for part, *texts in itertools.chain(*found):
             sets.setdefault(part, []).append(texts)
         scores: dict[str, float] = {}
         for part, rows in sets.items():

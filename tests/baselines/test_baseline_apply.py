@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gfsa
-from gfsa.operators import DenseOperator
 from gfsa.operators.visibility import Visibility
 from gfsa_experiments import baselines
 from gfsa_experiments.baselines import blocks
@@ -239,12 +238,6 @@ class TestAsFilters:
             baselines.remove(model)
         # a plugged layer reads one row of padding, not a mask of all queries: other sums
         torch.testing.assert_close(*outputs, rtol=0, atol=1e-14)
-
-    def test_a_ready_made_map_does_not_tell_masks_from_dropout(self) -> None:
-        method = baselines.AttnScale(3)
-        matrix = torch.eye(4).expand(1, 3, 4, 4)
-        with pytest.raises(TypeError, match="attn_implementation='sdpa'"):
-            method(DenseOperator(matrix), torch.randn(1, 3, 4, 2))
 
     def test_dropout_acts_on_the_map(self) -> None:
         model = encoder()

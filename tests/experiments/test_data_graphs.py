@@ -18,11 +18,6 @@ from support.graphs import molecule
 pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
 
 
-@pytest.fixture(autouse=True)
-def _read_anew() -> None:
-    read_graphs.cache_clear()
-
-
 def test_bonds_become_edges_in_both_directions(tmp_path: Path) -> None:
     arrays = write_molecules(tmp_path, "molesol", np.arange(8, dtype=np.float32))
     found = read_graphs("molesol", tmp_path)

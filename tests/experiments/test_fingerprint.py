@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from gfsa_experiments.engine.task import Split, Task, as_it_is
 from gfsa_experiments.runs.data import fingerprint
-from gfsa_experiments.tasks.image import ImageConfig, build, list_images, read_cifar
+from gfsa_experiments.tasks.image import ImageConfig, ImageTask, list_images, read_cifar
 from gfsa_experiments.tasks.speech.data import SpeechBatches, read_speech
 from gfsa_experiments.tasks.speech.recipe import SpeechTask
 from support.speech import change_an4, write_an4
@@ -170,7 +170,7 @@ IMAGES: dict[str, Any] = {"model": "deit_tiny", "depth": 1, "patch_size": 16, "b
 def of_images(data: Path, **settings: Any) -> str:
     read_cifar.cache_clear()
     list_images.cache_clear()
-    return fingerprint(build(ImageConfig(**{**IMAGES, **settings}), data))
+    return fingerprint(ImageTask(ImageConfig(**{**IMAGES, **settings}), data))
 
 
 def of_folder(data: Path, **settings: Any) -> str:
@@ -200,9 +200,9 @@ _PRINT = """
 import sys
 from pathlib import Path
 from gfsa_experiments.runs.data import fingerprint
-from gfsa_experiments.tasks.image import ImageConfig, build
+from gfsa_experiments.tasks.image import ImageConfig, ImageTask
 config = ImageConfig(dataset="folder", image_size=32, model="deit_tiny", depth=1, patch_size=16)
-print(fingerprint(build(config, Path(sys.argv[1]))))
+print(fingerprint(ImageTask(config, Path(sys.argv[1]))))
 """
 
 

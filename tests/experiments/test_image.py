@@ -13,14 +13,7 @@ import torch
 
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.tasks import image as cifar
-from gfsa_experiments.tasks.image import (
-    Augmentation,
-    ImageConfig,
-    ImageTask,
-    Normalise,
-    build,
-    crop_and_flip,
-)
+from gfsa_experiments.tasks.image import ImageConfig, ImageTask, Normalise, crop_and_flip
 from support.tiny_images import write_cifar10, write_folder
 from support.tiny_runs import tiny_run
 
@@ -39,12 +32,6 @@ SMALL = ImageConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def _read_anew(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    cifar.read_cifar.cache_clear()
-    monkeypatch.setenv("GFSA_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     write_cifar10(tmp_path / "data", per_file=16)
@@ -59,7 +46,7 @@ def made(data: Path, **settings: Any) -> ImageTask:
     config = dataclasses.replace(SMALL, **settings)
     config.check()
     torch.manual_seed(config.seed)
-    return build(config, data)
+    return ImageTask(config, data)
 
 
 def a_batch(task: ImageTask, count: int = 8) -> dict[str, torch.Tensor]:
@@ -173,17 +160,25 @@ def test_crops_and_mirrors() -> None:
     assert torch.equal(crop_and_flip(pixels, 0).sort(2).values, pixels.sort(2).values)
 
 
-def test_mixing_weighs_images_and_labels_alike() -> None:
+def mixing(data: Path, classes: int, std: float, **settings: float) -> ImageTask:
+    """A task of so many classes that takes pixels as they are, but for a factor."""
+    off = {"mixup": 0.0, "cutmix": 0.0, "erase": 0.0, "smoothing": 0.0}
+    task = made(data, **(off | settings))
+    task.num_classes, task.normalise = classes, Normalise((0.0,) * 3, (std,) * 3)
+    return task
+
+
+def test_mixing_weighs_images_and_labels_alike(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Image i is i everywhere, and so is its label: a mixed image's mean is its mixed label's."""
     count = 8
+    monkeypatch.setattr(cifar, "_PADDING", 0)
     pixels = torch.arange(count, dtype=torch.uint8)[:, None, None, None].expand(-1, 16, 16, 3)
     batch = {"images": pixels.contiguous(), "labels": torch.arange(count)}
-    plain = Normalise((0.0, 0.0, 0.0), (1 / 255,) * 3)
     shares = []
     for mixup, cutmix in ((0.8, 0.0), (0.0, 1.0), (0.8, 1.0)):
-        mixing = Augmentation(count, plain, padding=0, mixup=mixup, cutmix=cutmix)
+        task = mixing(data, count, 1 / 255, mixup=mixup, cutmix=cutmix)
         for _ in range(20):
-            mixed = mixing.training(batch)
+            mixed = task.prepare(batch)
             targets = mixed["targets"]
             assert torch.allclose(targets.sum(1), torch.ones(count))
             expected = targets @ torch.arange(count, dtype=torch.float32)
@@ -198,30 +193,29 @@ def test_mixing_weighs_images_and_labels_alike() -> None:
     assert len(set(shares)) > 40
 
 
-def test_labels_are_smoothed_where_nothing_is_mixed() -> None:
-    plain = Normalise((0.0,) * 3, (1.0,) * 3)
+def test_labels_are_smoothed_where_nothing_is_mixed(data: Path) -> None:
     batch = {"images": torch.zeros(2, 4, 4, 3, dtype=torch.uint8), "labels": torch.tensor([0, 3])}
     expected = torch.full((2, 5), 0.02)
     expected[0, 0] = expected[1, 3] = 0.92
-    for normalise in (plain, None):
-        targets = Augmentation(5, normalise, smoothing=0.1).training(batch)["targets"]
-        assert torch.allclose(targets, expected)
+    task = mixing(data, 5, 1.0, smoothing=0.1)
+    assert torch.allclose(task.prepare(batch)["targets"], expected)
+    # as for images in folders
+    task.normalise = None
+    assert torch.allclose(task.prepare(batch)["targets"], expected)
 
 
-def test_timm_draws_from_torchs_generator_and_leaves_others_alone() -> None:
-    mixing = Augmentation(
-        4, Normalise((0.0,) * 3, (1.0,) * 3), mixup=0.8, cutmix=1.0, erase=0.5, smoothing=0.1
-    )
+def test_timm_draws_from_torchs_generator_and_leaves_others_alone(data: Path) -> None:
+    task = mixing(data, 4, 1.0, mixup=0.8, cutmix=1.0, erase=0.5, smoothing=0.1)
     batch = {"images": torch.randint(256, (4, 8, 8, 3)).byte(), "labels": torch.arange(4)}
     kept = batch["images"].clone()
     states = np.random.get_state()[1].copy(), random.getstate()
     torch.manual_seed(5)
-    one = mixing.training(batch)
+    one = task.prepare(batch)
     torch.manual_seed(5)
-    assert torch.equal(mixing.training(batch)["images"], one["images"])
-    assert not torch.equal(mixing.training(batch)["images"], one["images"])
+    assert torch.equal(task.prepare(batch)["images"], one["images"])
+    assert not torch.equal(task.prepare(batch)["images"], one["images"])
     assert torch.equal(batch["images"], kept)
     assert np.array_equal(np.random.get_state()[1], states[0])
     assert random.getstate() == states[1]
     with pytest.raises(ValueError, match="even batch_size"):
-        mixing.training({"images": kept[:3], "labels": torch.arange(3)})
+        task.prepare({"images": kept[:3], "labels": torch.arange(3)})

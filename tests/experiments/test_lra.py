@@ -14,10 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-import gfsa
-from gfsa.operators import LinearOperator
 from gfsa_experiments.runs.run import carry_out
-from gfsa_experiments.tasks import image as cifar
 from gfsa_experiments.tasks import lra as listops
 from gfsa_experiments.tasks.lra import (
     LraConfig,
@@ -33,12 +30,6 @@ from support.tiny_runs import tiny_run
 SMALL = {"train": 200, "val": 6, "test": 6}
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
-
-
-@pytest.fixture(autouse=True)
-def _read_anew() -> None:
-    for cache in (cifar.read_cifar, read_listops, listops._images):
-        cache.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -237,33 +228,6 @@ def test_a_run_from_files_to_row(
     assert row.seconds_per_step > 0
     assert row.added == (6 if method == "gfsa" else 0)
     assert row.moved is None or row.moved > 0
-
-
-@pytest.mark.parametrize("attention", ["softmax", "efficient"])
-@pytest.mark.parametrize("task", ["listops", "image"])
-def test_plugging_changes_nothing_at_first(data: Path, task: str, attention: str) -> None:
-    made_task = task_of(data, task=task, attention=attention)
-    made_task.model.eval()
-    batch = a_batch(made_task)
-    before = made_task.loss(made_task.model, batch)
-    gfsa.plug(made_task.model, K=3)
-    after = made_task.loss(made_task.model, batch)
-    assert torch.equal(after, before)
-    after.backward()
-    for one in gfsa.filters_of(made_task.model).values():
-        assert one.theta.grad.abs().min() > 0
-
-
-def test_efficient_attention_is_filtered_by_the_linear_operator(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task = task_of(data, attention="efficient")
-    gfsa.plug(task.model, K=3)
-    seen = []
-    (made_filter,) = gfsa.filters_of(task.model).values()
-    made_filter.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    task.predict(task.model, a_batch(task))
-    assert [type(operator) for operator in seen] == [LinearOperator]
 
 
 def test_padding_is_a_mask_over_keys(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -291,3 +292,19 @@ def test_lines_of_a_plan_with_one_folder_are_the_same_or_refused(tmp_path: Path)
     )
     with pytest.raises(ValueError, match=r"plan\.txt: two runs .*data=/one/my\.csv and data=/two"):
         runs_of_plan(plan)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "why"),
+    [
+        ("speech", {"kernel": "5"}, "kernel (encoder=transformer has no use for it, branchformer"),
+        ("speech", {"time_masks": "0", "time_width": "3"}, "(time_masks=0 has no use for it)"),
+        ("causal_lm", {"text": "body"}, "text (it needs data=)"),
+        ("code", {"data": "my.csv", "dataset": "devign"}, "dataset (data=my.csv has no use for it"),
+    ],
+)
+def test_settings_without_effect_are_refused(
+    recipe: str, settings: dict[str, str], why: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        Request(recipe, settings=tuple(settings.items())).runs()

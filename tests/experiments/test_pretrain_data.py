@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +21,7 @@ from gfsa_experiments.tasks.pretrain.probes import probe
 from gfsa_experiments.tasks.pretrain.recipe import LanguageTask
 from support.tiny_pretraining import a_batch, a_run, built, document, write_corpus
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GFSA_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")
@@ -74,24 +70,17 @@ def test_prepared_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built(data)
 
 
-def test_packed_and_given_elsewhere(data: Path, tmp_path: Path) -> None:
-    from gfsa_experiments.tasks.pretrain.prepare import main
-
-    place = tmp_path / "elsewhere/techdocs"
-    words = ["--data-dir", str(data), "--vocab-size", "300", "--pack", str(place)]
-    main(words)
-    there = built(tmp_path / "elsewhere")
+def test_token_files_that_are_given(data: Path, tmp_path: Path, cache: Path) -> None:
     here = built(data)
+    (prepared,) = cache.glob("tokens-techdocs-*")
+    place = shutil.copytree(prepared, tmp_path / "techdocs")
     batch = a_batch(here)
-    assert torch.equal(there.rows["train"].ids(batch), here.rows["train"].ids(batch))
+    assert torch.equal(built(tmp_path).rows["train"].ids(batch), here.rows["train"].ids(batch))
     with pytest.raises(ValueError, match="vocab_size=300"):
-        built(tmp_path / "elsewhere", vocab_size=400)
-    (place / "test.bin.xz").write_bytes((place / "valid.bin.xz").read_bytes())
-    monkeypatch = pytest.MonkeyPatch()
-    with monkeypatch.context() as patch:
-        patch.setenv("GFSA_CACHE", str(tmp_path / "another"))
-        with pytest.raises(ValueError, match="other tokens"):
-            built(tmp_path / "elsewhere")
+        built(tmp_path, vocab_size=400)
+    (place / "tokens.json").write_text("{}")
+    with pytest.raises(ValueError, match="damaged"):
+        built(tmp_path)
 
 
 def test_a_tokenizer_of_ones_own(data: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,10 +82,8 @@ CONTROLS = {
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GFSA_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield write_corpus(tmp_path_factory.mktemp("data"))
+def data(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("data"))
 
 
 def changed_model(control: Control, data: Path) -> tuple[Any, Any, int]:

@@ -36,12 +36,6 @@ from support.tiny_texts import (
 pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
 
 
-@pytest.fixture(autouse=True)
-def _read_anew() -> None:
-    read_glue.cache_clear()
-    read_code.cache_clear()
-
-
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(tmp_path_factory.mktemp("models") / "tiny-bert", "bert"))

@@ -17,7 +17,7 @@ from gfsa_benchmarks.training import backend_of, compile_for
 from gfsa_experiments.engine.compiling import compile_model
 from gfsa_experiments.engine.next_token_loss import NextTokenLoss
 from gfsa_experiments.engine.optimiser import build_optimiser
-from gfsa_experiments.tasks.pretrain.model import Sizes, build_decoder
+from gfsa_experiments.tasks.pretrain.model import build_decoder
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 
 LAYERS = 12
@@ -45,7 +45,7 @@ def pretraining_step(shape: Shape, setting: Setting) -> Case:
     sizes = decoder_sizes(shape)
     config = PretrainConfig(batch_size=shape.batch, graphs=setting.graphs)
     # random numbers are drawn on the CPU: the same on every device
-    tokens = torch.randint(sizes.vocabulary, (shape.batch, shape.tokens + 1)).to(setting.device)
+    tokens = torch.randint(VOCABULARY, (shape.batch, shape.tokens + 1)).to(setting.device)
     plain = _decoder(sizes, setting)
     variants = []
     for name, arguments in ARMS.items():
@@ -57,14 +57,14 @@ def pretraining_step(shape: Shape, setting: Setting) -> Case:
     return Case(str(shape), variants)
 
 
-def decoder_sizes(shape: Shape) -> Sizes:
+def decoder_sizes(shape: Shape) -> PretrainConfig:
     """The decoder of a size of the recipe that has these heads, or one of 12 layers like them."""
     for size in get_args(get_type_hints(PretrainConfig)["size"]):
-        known = PretrainConfig(size=size, block=shape.tokens).sizes(VOCABULARY)
+        known = PretrainConfig(size=size, block=shape.tokens).whole()
         if (known.heads, known.head_dim) == (shape.heads, shape.dim):
             return known
     width = shape.heads * shape.dim
-    return Sizes(
+    return PretrainConfig(
         depth=LAYERS,
         width=width,
         heads=shape.heads,
@@ -72,14 +72,13 @@ def decoder_sizes(shape: Shape) -> Sizes:
         head_dim=shape.dim,
         # SwiGLU has three matrices instead of two: 8/3 of the width
         mlp=-(-8 * width // (3 * 64)) * 64,
-        vocabulary=VOCABULARY,
         block=shape.tokens,
         tied=True,
     )
 
 
-def _decoder(sizes: Sizes, setting: Setting) -> Any:
-    model = build_decoder(sizes)
+def _decoder(sizes: PretrainConfig, setting: Setting) -> Any:
+    model = build_decoder(sizes, VOCABULARY)
     model.loss_function = NextTokenLoss(compiled=setting.compiled is not None)
     return model.to(setting.device).train()
 
@@ -119,7 +118,7 @@ def _loss(model: Any, tokens: Tensor, setting: Setting) -> Callable[[], Any]:
     return loss
 
 
-def _ran(sizes: Sizes, arguments: dict[str, Any], tokens: Tensor, setting: Setting) -> str:
+def _ran(sizes: PretrainConfig, arguments: dict[str, Any], tokens: Tensor, setting: Setting) -> str:
     """Which operator serves a layer with these filters; its choice may differ when compiled."""
     model = _decoder(dataclasses.replace(sizes, depth=2), setting)
     plug(model, **arguments)

@@ -27,7 +27,7 @@ from gfsa_experiments.data.tables import column_of, load_parts, open_table
 
 EXPECTED = "a file or folder of text, or hub:ID"
 SHARE = 0.05
-"""Of the text, for each of ``valid`` and ``test``."""
+"""The share of the text that ``valid`` gets, and ``test``."""
 # how far a border may move towards the start to spare a document, a line or a word: a part keeps at
 # least half of its share
 _REACH = SHARE / 2
@@ -89,7 +89,7 @@ class Corpus:
     column: str
     """The key of the text in JSON lines, its column in tables."""
     sources: dict[str, Any]
-    """Of each part that the data names its files, or its table of the hub."""
+    """The files of each part that the data names, or its table of the hub."""
     unread: tuple[str, ...] = ()
     """Other files of the folder, by their path in it."""
 

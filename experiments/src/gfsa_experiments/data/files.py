@@ -88,9 +88,9 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def cache_folder(setting: str = "") -> Path:
-    """Where prepared data is kept: the setting, ``GFSA_CACHE``, or ``~/.cache/gfsa``."""
-    return Path(setting or os.environ.get("GFSA_CACHE") or "~/.cache/gfsa").expanduser()
+def cache_folder() -> Path:
+    """Where prepared data is kept: ``GFSA_CACHE``, or ``~/.cache/gfsa``."""
+    return Path(os.environ.get("GFSA_CACHE") or "~/.cache/gfsa").expanduser()
 
 
 class BadRows:

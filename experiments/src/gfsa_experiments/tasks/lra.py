@@ -194,6 +194,11 @@ class LraConfig(OwnTable):
     """The benchmark's settings for ListOps."""
 
     in_label = ("data", "task", "attention")
+    used_if = (
+        ("!data", "task holdout"),
+        ("task=image", "holdout"),
+        ("attention=linformer", "projected"),
+    )
 
     task: Literal["listops", "image"] = "listops"
     """Unless ``data`` names texts of the caller's own, which are read byte by byte."""
@@ -240,18 +245,11 @@ class LraConfig(OwnTable):
             raise ValueError(f"length must be above {LONGEST}, the longest list, got {self.length}")
 
     def unused(self) -> dict[str, str]:
-        unused = super().unused()
-        if self.data:
-            unused["task"] = "data= names the texts"
-            unused["holdout"] = "texts of your own are split 80 : 10 : 10, or as they are named"
-        elif self.task == "image":
-            fixed = f"every image is {_PIXELS} tokens; task=listops has lists of many lengths"
-            unused |= dict.fromkeys(("length", "pad_to_multiple", "group_by_length"), fixed)
-        else:
-            unused["holdout"] = "ListOps has a validation part; task=image holds images out"
-        if self.attention != "linformer":
-            unused["projected"] = "only attention=linformer projects its sequences"
-        return unused
+        if self.data or self.task == "listops":
+            return super().unused()
+        fixed = f"every image is {_PIXELS} tokens; task=listops has lists of many lengths"
+        lengths = ("length", "pad_to_multiple", "group_by_length")
+        return super().unused() | dict.fromkeys(lengths, fixed)
 
     def sketch(self) -> nn.Module:
         with torch.device("meta"):
@@ -384,8 +382,11 @@ def _images(data_dir: Path, holdout: float) -> dict[str, Sequences]:
     chosen = {"train": ("train", train), "valid": ("train", valid), "test": ("test", slice(None))}
     found = {}
     for part, (of, rows) in chosen.items():
-        grey, labels = to_grey(both[of].pixels[rows]).numpy(), both[of].labels[rows].numpy()
-        found[part] = Sequences(grey.reshape(-1), np.arange(len(grey) + 1) * _PIXELS, labels)
+        images, labels = (column[rows] for column in both[of].columns.values())
+        grey = to_grey(images).numpy()
+        found[part] = Sequences(
+            grey.reshape(-1), np.arange(len(grey) + 1) * _PIXELS, labels.numpy()
+        )
     return found
 
 

@@ -19,7 +19,7 @@ from gfsa_experiments.data.tables import (
 )
 
 GLUE_TASKS = {line["task"]: line for line in table("gfsa_experiments.tasks", "glue_tasks.csv")}
-"""Of each task the folder, file and columns, its classes, metric and official sizes."""
+"""Folder, file, columns, classes, metrics and official sizes of each task."""
 _STSB_TEST_ROWS = 1_379
 
 
@@ -174,7 +174,7 @@ def _examples_of_code(functions: Path, path: Path) -> list[tuple[str, ...]]:
 
 @lru_cache(maxsize=2)
 def _functions(path: Path) -> dict[str, tuple[str, ...]]:
-    """Of each number the function, and its label if it has one."""
+    """The functions by their numbers, each with its label if it has one."""
     text = text_of(path)
     try:
         if ".jsonl" in path.name:

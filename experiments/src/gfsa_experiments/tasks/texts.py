@@ -36,6 +36,7 @@ from gfsa_experiments.engine.config import (
     ShareBelowOne,
     TrainConfig,
     check_multiple,
+    field_names,
 )
 from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.text_sets import GLUE_TASKS, read_code, read_glue
@@ -50,8 +51,6 @@ _START, _PAD, _END = 0, 1, 2
 class TextTaskConfig(TrainConfig):
     """What the three recipes have in common."""
 
-    of_data: ClassVar[tuple[str, ...]] = ("model", "max_length", "pad_to_multiple")
-    """The settings that decide how the examples are read and encoded."""
     apart: ClassVar[bool] = False
     """Texts of a pair are encoded one by one, and a model compares their vectors."""
 
@@ -72,8 +71,9 @@ class TextTaskConfig(TrainConfig):
         """What is measured for so many classes, 0 for numbers; the row's metric first."""
 
     def examples(self) -> Any:
-        """These settings, without those that the encoded examples do not depend on."""
-        return type(self)(**{name: getattr(self, name) for name in self.of_data})
+        """These settings, without those of training: the encoded examples depend on no others."""
+        names = {*field_names(self)} - {*field_names(TrainConfig)}
+        return type(self)(**{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,6 @@ class TextConfig(OwnTable, TextTaskConfig):
     """Fine-tuning on a table of the caller's own; GLUE's settings."""
 
     in_label = ("data", "model")
-    of_data = ("data", "text", "label_column", "labels", *TextTaskConfig.of_data)
 
     # of the two bases, OwnTable would give TrainConfig's
     lr: float = 2e-5
@@ -111,7 +110,6 @@ class GlueConfig(TextTaskConfig):
     """Fine-tuning on one task; the paper's settings."""
 
     in_label = ("task", "model")
-    of_data = ("task", "report", "holdout", "fraction", *TextTaskConfig.of_data)
 
     task: Literal["cola", "sst2", "mrpc", "qqp", "stsb", "mnli-m", "mnli-mm", "qnli", "rte"] = (
         "cola"
@@ -147,10 +145,7 @@ class CodeConfig(OwnTable, TextTaskConfig):
     """Devign as in the paper; clones take epochs=1, lr=5e-5 and max_length=400."""
 
     in_label = ("data", "dataset", "model", "depth", "width")
-    of_data = (
-        *("data", "text", "label_column", "dataset", "fraction", "vocab_size"),
-        *TextTaskConfig.of_data,
-    )
+    used_if = (("model=scratch", "depth width heads vocab_size dropout"), ("!data", "dataset"))
     apart = True
 
     # of the two bases, OwnTable would give TrainConfig's
@@ -173,22 +168,13 @@ class CodeConfig(OwnTable, TextTaskConfig):
     heads: Count = 4
     vocab_size: Count = 8192
     dropout: ShareBelowOne = 0.1
-    """Of a model from scratch; a pretrained one keeps its own."""
+    """In a model from scratch; a pretrained one keeps its own."""
 
     def check(self) -> None:
         super().check()
         check_multiple(self, "width", "heads")
         if self.max_length < 3:
             raise ValueError(f"{self.max_length} tokens hold no code between start and end")
-
-    def unused(self) -> dict[str, str]:
-        unused = super().unused()
-        if self.model != "scratch":
-            own = f"{self.model} has its own; model=scratch takes it"
-            unused |= dict.fromkeys(("depth", "width", "heads", "vocab_size", "dropout"), own)
-        if self.data:
-            unused["dataset"] = "data= names the code"
-        return unused
 
     def label(self) -> str:
         scratch = f"roberta-d{self.depth}-w{self.width}"
@@ -270,7 +256,7 @@ class Encoded:
     vocabulary: int
     mean: float
     deviation: float
-    """Of the numbers to train on; classes have 0 and 1."""
+    """``mean`` and ``deviation`` of the training numbers; 0 and 1 for classes."""
 
 
 @lru_cache(maxsize=4)

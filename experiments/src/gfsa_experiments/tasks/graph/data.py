@@ -26,9 +26,9 @@ from gfsa_experiments.data.own import (
     Labels,
     Wanted,
     decide,
-    digest_of,
     find_own,
     name_of,
+    own_data,
     part_named,
     refuse_unseen,
     three_parts,
@@ -86,7 +86,7 @@ class GraphSet:
     node_features: Features
     edge_features: Features
     classes: int = 0
-    """Of a data set whose labels are classes."""
+    """How many there are, if the labels are classes."""
     own: OwnData | None = None
     """What was read, if the graphs are the caller's own."""
 
@@ -278,22 +278,15 @@ def _own(data: str, where: str, graphs: Sequence[Data], named: Parts, labels: Wa
         Data(x, graph.edge_index.long(), attr, row)
         for graph, x, attr, row in zip(graphs, x, edge_attr, y, strict=True)
     ]
-    name = own_name(data)
-    made = GraphSet(name, metric, read, parts, node_features, edge_features, len(classes))
+    features = node_features, edge_features
+    made = GraphSet(own_name(data), metric, read, parts, *features, len(classes))
     made = _usable(made, Path(where))
-    own = OwnData(
-        name=name,
-        source=where,
-        splits={part: len(rows) for part, rows in made.parts.items()},
-        split_by=split_by,
-        labels=why,
-        unit="graphs",
-        digest=digest_of(
-            np.ascontiguousarray(tensor.numpy()).tobytes()
-            for rows in made.parts.values()
-            for row in rows
-            for tensor in read[row].to_dict().values()
-        ),
+    tensors = (
+        t for rows in made.parts.values() for row in rows for t in read[row].to_dict().values()
+    )
+    pieces = (np.ascontiguousarray(tensor.numpy()).tobytes() for tensor in tensors)
+    own = own_data(
+        data, where, made.parts, split_by, pieces, name=made.name, labels=why, unit="graphs"
     )
     return replace(made, own=own)
 

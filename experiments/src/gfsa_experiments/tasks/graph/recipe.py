@@ -56,13 +56,6 @@ _SETTINGS = {
 FOLLOWING = tuple(_SETTINGS["gps", ""])
 
 _GRAPHORMERS = ("graphormer-slim", "graphormer")
-_READ_BY: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("ffn_width", "mlp_dropout"), _GRAPHORMERS),
-    **dict.fromkeys(("local", "encoding_width", "pooling"), ("gps",)),
-    **dict.fromkeys(("encoding", "encoding_size"), ("gps", "graph-vit")),
-    **dict.fromkeys(("gnn_depth", "patches", "patch_hops", "patch_walk_steps"), ("graph-vit",)),
-}
-"""Settings that only some models read."""
 
 
 def paper_settings(model: str, data: str) -> dict[str, Any]:
@@ -85,6 +78,13 @@ class GraphConfig(TrainConfig):
     """
 
     in_label = ("data", "model")
+    used_if = (
+        ("model=graphormer-slim,graphormer", "ffn_width mlp_dropout"),
+        ("model=gps", "local pooling encoding_width"),
+        ("model=gps,graph-vit", "encoding encoding_size"),
+        ("encoding=walk,laplacian", "encoding_size encoding_width"),
+        ("model=graph-vit", "gnn_depth patches patch_hops patch_walk_steps"),
+    )
 
     data: str = "zinc"
     """A data set of ours, or graphs of the caller's own: a .npz or .pt file, ``pyg:CLASS:NAME`` or
@@ -148,16 +148,9 @@ class GraphConfig(TrainConfig):
         return GraphConfig(**paper_settings(self.model, self.data))
 
     def unused(self) -> dict[str, str]:
-        unused = super().unused() | {
-            name: f"model={self.model} does not use it; {' or '.join(readers)} would"
-            for name, readers in _READ_BY.items()
-            if self.model not in readers
-        }
+        unused = super().unused()
         if self.data in DATA_NAMES:
             unused["labels"] = f"those of {self.data} are known; data= of your own has others"
-        if self.encoding == "none":
-            for name in ("encoding_size", "encoding_width"):
-                unused.setdefault(name, "encoding=none has no size")
         return unused
 
     def check(self) -> None:
@@ -190,13 +183,27 @@ class GraphConfig(TrainConfig):
 class GraphTask(Task):
     """A graph model and its data set, measured by the data set's customary metric."""
 
-    def __init__(self, model: nn.Module, graphs: GraphSet) -> None:
-        self.model, self.graphs = model, graphs
-        self.splits = {}
-        self.metric = graphs.metric
-        self.kind = KINDS.get(graphs.metric, "numbers")
-        self.own_data = graphs.own
+    def __init__(self, config: GraphConfig, data_dir: Path) -> None:
+        given = config.data, Path(data_dir).absolute(), config.labels
+        self.graphs = graphs = read_graphs(*given)
+        self.metric, self.own_data = graphs.metric, graphs.own
+        self.kind = KINDS.get(self.metric, "numbers")
         self.higher_is_better = self.metric not in ("mae", "rmse")
+        pairs = sum(graph.num_nodes**2 for graph in graphs.graphs)
+        if config.model in _GRAPHORMERS and pairs > _MOST_PAIRS:
+            raise ValueError(
+                f"{graphs.name} has {pairs:,} pairs of nodes, whose paths would take "
+                f"{12 * pairs >> 30} GiB. Use model=gps or model=graph-vit"
+            )
+        self.model, collate = _model_and_collator(config, graphs)
+        prepared = _prepared(*given, collate)
+        self.splits = {}
+        for part, rows in graphs.parts.items():
+            size = {row: len(prepared[row].x) for row in rows}
+            # sorted by size for less padding: scores do not depend on the order of graphs
+            chosen = rows if part == "train" else sorted(rows, key=size.__getitem__)
+            items: Any = Subset(prepared, chosen)  # type: ignore[arg-type]
+            self.splits[part] = Split(items, collate, [size[row] for row in chosen])
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         output, y = model(batch).float(), batch.y
@@ -252,28 +259,6 @@ def _label_scores(output: Tensor, y: Tensor) -> dict[str, float]:
     return {"ap": 100 * sum(precisions) / len(areas), "rocauc": 100 * sum(areas) / len(areas)}
 
 
-def build(config: GraphConfig, data_dir: Path) -> GraphTask:
-    """Read the graphs, compute the model's features of them (once), build the model."""
-    data_dir = Path(data_dir).absolute()
-    graphs = read_graphs(config.data, data_dir, config.labels)
-    pairs = sum(graph.num_nodes**2 for graph in graphs.graphs)
-    if config.model in _GRAPHORMERS and pairs > _MOST_PAIRS:
-        raise ValueError(
-            f"{graphs.name} has {pairs:,} pairs of nodes, whose paths would take "
-            f"{12 * pairs >> 30} GiB. Use model=gps or model=graph-vit"
-        )
-    model, collate = _model_and_collator(config, graphs)
-    prepared = _prepared(config.data, data_dir, config.labels, collate)
-    task = GraphTask(model, graphs)
-    for part, rows in graphs.parts.items():
-        size = {row: len(prepared[row].x) for row in rows}
-        # sorted by size for less padding: scores do not depend on the order of graphs
-        chosen = rows if part == "train" else sorted(rows, key=size.__getitem__)
-        items: Any = Subset(prepared, chosen)  # type: ignore[arg-type]
-        task.splits[part] = Split(items, collate, [size[row] for row in chosen])
-    return task
-
-
 def _model_and_collator(config: GraphConfig, graphs: GraphSet) -> tuple[nn.Module, Collator]:
     """A model for these graphs, initialised by torch's global generator, and what batches it."""
     ends: Any = graphs.node_features, graphs.edge_features, graphs.outputs
@@ -309,6 +294,6 @@ RECIPE = Recipe(
     name="graph",
     title="Graphormer, GPS and Graph-ViT on molecules, peptides, or graphs of your own",
     config=GraphConfig,
-    build=build,
+    build=GraphTask,
     extra="graph",
 )

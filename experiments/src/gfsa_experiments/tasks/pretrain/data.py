@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import lzma
-import shutil
 import sysconfig
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -23,8 +21,8 @@ from torch.utils.data import Dataset
 from gfsa.filters import GraphFilter
 from gfsa.operators import Visibility
 from gfsa_experiments.data.corpus import EXPECTED, Corpus, corpus_of
-from gfsa_experiments.data.files import check_count, find_file, source_of
-from gfsa_experiments.data.own import HUB, PARTS, digest_of, find_own, name_of, text_of
+from gfsa_experiments.data.files import cache_folder, check_count, find_file, source_of
+from gfsa_experiments.data.own import HUB, PARTS, find_own, own_data, text_of
 from gfsa_experiments.data.pretrained import load_tokenizer, token_ids, train_tokenizer
 from gfsa_experiments.data.tables import column_of, instead_of_files
 from gfsa_experiments.engine.task import OwnData
@@ -61,7 +59,7 @@ class Part:
     documents: int
     bytes: int
     sha256: str
-    """Of its file of tokens."""
+    """The hash of its file of tokens."""
 
 
 @dataclass(frozen=True)
@@ -78,76 +76,69 @@ class Meta:
     parts: dict[str, Part]
 
 
-@dataclass(frozen=True)
-class TokenFiles:
-    """A prepared corpus: a folder with the tokens of each part, its tokenizer and numbers."""
-
-    folder: Path
-    meta: Meta
-    split_by: str = "as it was prepared"
-    """How its parts were made, as a sentence."""
-
-    def tokens(self, part: str) -> np.ndarray:
-        """The tokens of one part in a row, memory-mapped."""
-        # copy on write: torch warns of arrays that cannot be written to
-        return np.memmap(self.folder / f"{part}.bin", self.meta.dtype, mode="c")
-
-
-@dataclass(frozen=True)
-class TokenizerChoice:
-    """A tokenizer file, or the size of one that is trained."""
-
-    file: str
-    vocab_size: int
-
-    @property
-    def description(self) -> str:
-        if not self.file:
-            return f"bpe {self.vocab_size}"
-        path = Path(self.file).expanduser()
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"tokenizer={self.file}: there is no such file; expected a tokenizer.json of the "
-                "library tokenizers, or bpe to train one"
-            )
-        return f"file {sha256(path.read_bytes()).hexdigest()[:16]}"
+def described(tokenizer: str, vocab_size: int) -> str:
+    """How :class:`Meta` names a tokenizer: ``bpe``, or the path of a file."""
+    if tokenizer == "bpe":
+        return f"bpe {vocab_size}"
+    path = Path(tokenizer).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"tokenizer={tokenizer}: there is no such file; expected a tokenizer.json of the "
+            "library tokenizers, or bpe to train one"
+        )
+    return f"file {sha256(path.read_bytes()).hexdigest()[:16]}"
 
 
 def token_files(
-    data: str, data_dir: Path, choice: TokenizerChoice, cache: Path, column: str = "text"
-) -> TokenFiles:
-    """The token files of a corpus, prepared if they are not there.
+    data: str, data_dir: Path, tokenizer: str, vocab_size: int, column: str
+) -> tuple[Path, Meta, str]:
+    """The folder of a corpus's tokens, made if need be; what it holds; how its parts were made.
 
     Args:
-        data: a corpus (:func:`gfsa_experiments.data.corpus.corpus_of`), or a prepared folder.
-        choice: the tokenizer.
-        cache: where prepared corpora are kept.
+        data: a corpus (:func:`gfsa_experiments.data.corpus.corpus_of`), or such a folder, as the
+            cache has it.
+        tokenizer: ``bpe``, which is trained on the text, or the path of a file.
         column: the key or column of the text, where documents have several.
     """
     if not data.startswith(HUB):
         path = find_own(data, data_dir, EXPECTED)
         if (path / META).is_file():
-            return _given(path, choice, cache)
+            meta = _given(path, described(tokenizer, vocab_size))
+            return path, meta, "as it was prepared"
     corpus = corpus_of(data, data_dir, column)
-    folder = cache / f"tokens-{corpus.name}-{_key(corpus, choice)}"
-    _make_once(folder, lambda making: prepare(corpus, choice, making))
-    return TokenFiles(folder, _checked(folder), corpus.split_by)
+    cache, wanted = cache_folder(), described(tokenizer, vocab_size)
+    folder = cache / f"tokens-{corpus.name}-{_key(corpus, wanted)}"
+    if not (folder / META).is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        # other processes that want the same wait; one that is killed leaves nothing that counts
+        with (
+            FileLock(cache / f".{folder.name}.lock"),
+            tempfile.TemporaryDirectory(dir=cache, prefix=f".{folder.name}-") as inside,
+        ):
+            if not (folder / META).is_file():
+                making = Path(inside) / "tokens"
+                making.mkdir()
+                prepare(corpus, tokenizer, vocab_size, making)
+                making.replace(folder)
+    return folder, _checked(folder), corpus.split_by
 
 
-def prepare(corpus: Corpus, choice: TokenizerChoice, folder: Path) -> None:
+def prepare(corpus: Corpus, tokenizer: str, vocab_size: int, folder: Path) -> None:
     """Encode a corpus into ``folder``, which must be empty."""
     documents = corpus.documents()
-    tokenizer = _tokenizer(choice, documents["train"])
-    tokenizer.save(str(folder / TOKENIZER))
+    encoder = _tokenizer(tokenizer, vocab_size, documents["train"])
+    encoder.save(str(folder / TOKENIZER))
     # numbers may be left out, so that the largest is above their count
-    vocabulary = max(tokenizer.get_vocab().values()) + 1
-    end = tokenizer.token_to_id(END)
+    vocabulary = max(encoder.get_vocab().values()) + 1
+    end = encoder.token_to_id(END)
     dtype = dtype_for(vocabulary)
     parts = {
-        name: _encode(tokenizer, documents[name], end, folder / f"{name}.bin", dtype)
+        name: _encode(encoder, documents[name], end, folder / f"{name}.bin", dtype)
         for name in PARTS
     }
-    meta = Meta(_FORMAT, corpus.name, vocabulary, end, dtype, choice.description, parts)
+    meta = Meta(
+        _FORMAT, corpus.name, vocabulary, end, dtype, described(tokenizer, vocab_size), parts
+    )
     (folder / META).write_text(json.dumps(asdict(meta), indent=1) + "\n")
 
 
@@ -156,12 +147,12 @@ def dtype_for(vocabulary: int) -> str:
     return "uint16" if vocabulary <= 2**16 else "uint32"
 
 
-def _given(path: Path, choice: TokenizerChoice, cache: Path) -> TokenFiles:
-    """A prepared folder as it is, or unpacked into the cache."""
-    meta = _read_meta(path)
-    own, wanted = path / TOKENIZER, choice.description
+def _given(path: Path, wanted: str) -> Meta:
+    """What a folder holds, if its tokens are of the tokenizer that the settings ask for."""
+    meta = _checked(path)
+    own = path / TOKENIZER
     # a file that was given has been written anew
-    same = own.is_file() and wanted == TokenizerChoice(str(own), 0).description
+    same = own.is_file() and wanted == described(str(own), 0)
     if meta.tokenizer != wanted and not same:
         kind, _, size = meta.tokenizer.partition(" ")
         hint = f"vocab_size={size}" if kind == "bpe" else f"tokenizer={own}"
@@ -169,31 +160,11 @@ def _given(path: Path, choice: TokenizerChoice, cache: Path) -> TokenFiles:
             f"{path} was prepared with the tokenizer {meta.tokenizer}, the settings ask for "
             f"{wanted}; set {hint}, or data= to the text itself"
         )
-    if not all((path / f"{part}.bin").is_file() for part in PARTS):
-        digest = sha256("".join(meta.parts[part].sha256 for part in PARTS).encode())
-        folder = cache / f"tokens-{meta.name}-{digest.hexdigest()[:16]}"
-        _make_once(folder, lambda making: _unpack(path, meta, making))
-        path = folder
-    return TokenFiles(path, _checked(path))
+    return meta
 
 
-def _unpack(path: Path, meta: Meta, folder: Path) -> None:
-    for part in PARTS:
-        packed = path / f"{part}.bin.xz"
-        if not packed.is_file():
-            raise FileNotFoundError(f"{path} has neither {part}.bin nor {part}.bin.xz")
-        try:
-            data = lzma.decompress(packed.read_bytes())
-        except (lzma.LZMAError, EOFError) as error:
-            raise ValueError(f"{packed} is damaged ({error}); prepare it again") from error
-        if sha256(data).hexdigest() != meta.parts[part].sha256:
-            raise ValueError(f"{packed} has other tokens than {META} says; prepare it again")
-        (folder / f"{part}.bin").write_bytes(data)
-    for name in (META, TOKENIZER):
-        shutil.copyfile(path / name, folder / name)
-
-
-def _read_meta(folder: Path) -> Meta:
+def _checked(folder: Path) -> Meta:
+    """What a folder holds; a disk that was full, or cleaned up, may have cut it."""
     path = folder / META
     try:
         written = json.loads(path.read_text())
@@ -203,13 +174,7 @@ def _read_meta(folder: Path) -> Meta:
         raise ValueError(f"{path} is damaged, prepare the corpus again: {error!r}") from error
     if meta.format != _FORMAT or set(parts) != set(PARTS):
         raise ValueError(f"{path} is of another version of gfsa; prepare the corpus again")
-    return meta
-
-
-def _checked(folder: Path) -> Meta:
-    """What a folder holds; a disk that was full, or cleaned up, may have cut it."""
-    meta = _read_meta(folder)
-    for part, numbers in meta.parts.items():
+    for part, numbers in parts.items():
         path = folder / f"{part}.bin"
         size = path.stat().st_size if path.is_file() else 0
         expected = numbers.tokens * np.dtype(meta.dtype).itemsize
@@ -221,45 +186,26 @@ def _checked(folder: Path) -> Meta:
     return meta
 
 
-def _key(corpus: Corpus, choice: TokenizerChoice) -> str:
+def _key(corpus: Corpus, tokenizer: str) -> str:
     """The same as long as files, their sizes and dates, and the tokenizer are the same."""
     parts = corpus.has_parts or f"split {_SPLIT}"
-    digest = sha256(f"{_FORMAT} {choice.description} {parts}".encode())
+    digest = sha256(f"{_FORMAT} {tokenizer} {parts}".encode())
     for line in corpus.identity():
         digest.update(line.encode())
     return digest.hexdigest()[:16]
 
 
-def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Have ``make`` fill an empty folder that then becomes ``folder``, if that is not there.
-
-    Other processes that want the same wait; one that is killed leaves nothing that counts.
-    """
-    if (folder / META).is_file():
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        FileLock(folder.with_name(f".{folder.name}.lock")),
-        tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as inside,
-    ):
-        if not (folder / META).is_file():
-            making = Path(inside) / "tokens"
-            making.mkdir()
-            make(making)
-            making.replace(folder)
-
-
-def _tokenizer(choice: TokenizerChoice, texts: Sequence[str]) -> Any:
-    if not choice.file:
-        return train_tokenizer(texts, choice.vocab_size, (END,))
+def _tokenizer(file: str, vocab_size: int, texts: Sequence[str]) -> Any:
+    if file == "bpe":
+        return train_tokenizer(texts, vocab_size, (END,))
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(Path(choice.file).expanduser()))
+        tokenizer = Tokenizer.from_file(str(Path(file).expanduser()))
     except Exception as error:
         # the library has no class of errors of its own
         raise ValueError(
-            f"tokenizer={choice.file} is no tokenizer.json of the library tokenizers: {error}"
+            f"tokenizer={file} is no tokenizer.json of the library tokenizers: {error}"
         ) from error
     # files that were saved for a model of so many tokens cut documents to that length, or fill them
     tokenizer.no_truncation()
@@ -346,14 +292,8 @@ def text_in_lines(data_dir: Path, data: str, column: str, tokenizer: str, vocab_
     }
     own = None
     if column:
-        own = OwnData(
-            name=name_of(data),
-            source=data,
-            splits={part: len(ids) for part, ids in tokens.items()},
-            split_by=corpus.split_by,
-            unit="tokens",
-            digest=digest_of(piece for part, lines in texts.items() for piece in (part, *lines)),
-        )
+        pieces = (piece for part, lines in texts.items() for piece in (part, *lines))
+        own = own_data(data, data, tokens, corpus.split_by, pieces, unit="tokens")
     words = {part: count_words(lines) for part, lines in texts.items()}
     return Text(tokens, words, vocabulary, own=own)
 

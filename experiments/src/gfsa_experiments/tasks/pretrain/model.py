@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,54 +16,23 @@ from gfsa.operators import AttentionOperator, Operator
 from gfsa_experiments.data.pretrained import load, load_model
 from gfsa_experiments.models.attention import SoftmaxAttention
 
-QKNorm = Literal["learned", "none", "fixed", "temperature"]
+if TYPE_CHECKING:
+    from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """A Qwen3-type decoder in numbers, and which variant of it."""
+def build_decoder(config: PretrainConfig, vocabulary: int, end: int | None = None) -> Any:
+    """A new Qwen3: RMSNorm, RoPE, SwiGLU, no biases, no dropout.
 
-    depth: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
-    """Width inside the MLP."""
-    vocabulary: int
-    block: int
-    """Tokens of a row."""
-    tied: bool
-    """The head has the weights of the embedding."""
-    qk_norm: QKNorm = "learned"
-    """``learned``: normalised heads with a learned gain per channel, as Qwen3 has them; ``none``:
-    as Llama; ``fixed``: normalised, no gains; ``temperature``: that and one factor per head."""
-    init_std: float = 0.02
-    gate: bool = False
-    """:class:`GatedAttention`, and so on."""
-    tokenwise: bool = False
-    shift_keys: bool = False
-    fast_gates: bool = False
-    """Weights of gates and token-wise coefficients train as gains, at their rate, not decayed."""
-
-    def flops(self) -> float:
-        """Forward and backward of one row, matrix products alone: ``n·(6 P + 6·depth·inner·n)``.
-
-        P are the weights that tokens are multiplied with; causal attention is half of a square.
-        """
-        inner = self.heads * self.head_dim
-        attention = self.width * (2 * inner + 2 * self.kv_heads * self.head_dim)
-        weights = self.depth * (attention + 3 * self.width * self.mlp)
-        weights += self.width * self.vocabulary
-        return self.block * (6.0 * weights + 6.0 * self.depth * inner * self.block)
-
-
-def build_decoder(sizes: Sizes, end: int | None = None) -> Any:
-    """A new Qwen3: RMSNorm, RoPE, SwiGLU, no biases, no dropout; ``end`` begins documents."""
+    Args:
+        config: with a number for every size (:meth:`PretrainConfig.whole`).
+        vocabulary: how many different tokens.
+        end: the token that begins documents.
+    """
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    config = Qwen3Config(
-        vocab_size=sizes.vocabulary,
+    sizes: Any = config
+    qwen3 = Qwen3Config(
+        vocab_size=vocabulary,
         hidden_size=sizes.width,
         intermediate_size=sizes.mlp,
         num_hidden_layers=sizes.depth,
@@ -78,15 +46,15 @@ def build_decoder(sizes: Sizes, end: int | None = None) -> Any:
         bos_token_id=end,
         eos_token_id=end,
     )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(qwen3, attn_implementation="sdpa")
     for layer in model.model.layers:
         attention = layer.self_attn
         if sizes.qk_norm == "none":
             attention.q_norm, attention.k_norm = nn.Identity(), nn.Identity()
         elif sizes.qk_norm != "learned":
-            attention.k_norm = HeadNorm(config.rms_norm_eps)
+            attention.k_norm = HeadNorm(qwen3.rms_norm_eps)
             learned = sizes.heads if sizes.qk_norm == "temperature" else 0
-            attention.q_norm = HeadNorm(config.rms_norm_eps, learned)
+            attention.q_norm = HeadNorm(qwen3.rms_norm_eps, learned)
         if sizes.shift_keys:
             attention.k_norm = nn.Sequential(attention.k_norm, ShiftedKeys(sizes.kv_heads))
         if sizes.gate:
@@ -133,7 +101,7 @@ class GatedAttention(_WithGate):
     Gated attention has no factor 2; with it, the gates of small random :math:`w_h` begin at one.
     """
 
-    def __init__(self, attention: Any, sizes: Sizes) -> None:
+    def __init__(self, attention: Any, sizes: Any) -> None:
         super().__init__(attention, sizes.width, sizes.heads)
         nn.init.normal_(self.gate.weight, std=sizes.init_std)
 
@@ -150,7 +118,7 @@ class TokenwiseCoefficients(_WithGate):
     w starts at zero, which is ordinary attention.
     """
 
-    def __init__(self, attention: Any, sizes: Sizes) -> None:
+    def __init__(self, attention: Any, sizes: Any) -> None:
         super().__init__(attention, sizes.width, 2 * sizes.heads)
         self.groups = sizes.heads // sizes.kv_heads
         nn.init.zeros_(self.gate.weight)

@@ -40,10 +40,13 @@ def probe(
     model.eval()
     try:
         with torch.no_grad(), torch.autocast(device.type, precision, precision is not None):
+            losses = _losses(model, ids).double()
+            octaves = [2**k - 1 for k in range(1, losses.shape[1].bit_length())]
             return {
                 "induction": _first_and_second(model, torch.cat([half, half], 1).to(device)),
                 "recall": _first_and_second(model, pairs.to(device), step=2),
-                "position": _by_octave(_losses(model, ids)),
+                # the mean over positions 0, 1 to 2, 3 to 6 and so on
+                "position": [part.mean().item() for part in losses.tensor_split(octaves, 1)],
             }
     finally:
         model.train(was_training)
@@ -69,12 +72,6 @@ def _first_and_second(model: nn.Module, ids: Tensor, step: int = 1) -> dict[str,
     half = ids.shape[1] // 2
     first, second = losses[:, : half - 1 : step], losses[:, half::step]
     return {"first": first.mean().item(), "second": second.mean().item()}
-
-
-def _by_octave(losses: Tensor) -> list[float]:
-    """The mean over positions 0, 1 to 2, 3 to 6 and so on."""
-    starts = [2**k - 1 for k in range(losses.shape[1].bit_length())]
-    return [part.mean().item() for part in losses.double().tensor_split(starts[1:], 1)]
 
 
 def _losses(model: nn.Module, ids: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.files import cache_folder
 from gfsa_experiments.data.own import digest_of, name_of
 from gfsa_experiments.engine.config import (
     Bounds,
@@ -37,7 +36,6 @@ from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.pretrain.data import (
     Part,
     Text,
-    TokenizerChoice,
     TokenRows,
     mask_for,
     positions_in_documents,
@@ -48,8 +46,6 @@ from gfsa_experiments.tasks.pretrain.data import (
 )
 from gfsa_experiments.tasks.pretrain.model import (
     ByteDecoder,
-    QKNorm,
-    Sizes,
     build_decoder,
     causal_by_kernel,
     new_gpt2,
@@ -66,19 +62,13 @@ _SIZES = {
     "110m": (12, 768, 12, 2560),
 }
 
-# settings of pretrain that the decoder takes as they are
-_OF_DECODER = (
-    *("block", "head_dim", "tied", "qk_norm", "init_std"),
-    *("gate", "tokenwise", "shift_keys", "fast_gates"),
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageConfig(TrainConfig):
     """What the presets have in common."""
 
     overlap: ClassVar[int] = 1
-    """Of rows (:class:`TokenRows`)."""
+    """The overlap of rows (:class:`TokenRows`)."""
     metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity", "bits_per_byte")
     """What is measured; the first is the row's."""
     examples: ClassVar[int] = 1
@@ -90,7 +80,7 @@ class LanguageConfig(TrainConfig):
 
     @abstractmethod
     def decoder(self, vocabulary: int, end: int | None = None) -> Any:
-        """The decoder for so many different tokens, of which ``end`` begins documents."""
+        """The decoder for so many different tokens; ``end`` begins documents."""
 
     @abstractmethod
     def mean_loss(
@@ -98,13 +88,10 @@ class LanguageConfig(TrainConfig):
     ) -> Tensor:
         """The mean loss; ``model`` is the task's, or a wrapper, ``labels`` what follows ``ids``."""
 
+    @property
     def falling(self) -> str | None:
         """The metric that training lowers, if it is to (:attr:`Task.falling`)."""
         return "loss"
-
-    def measured(self) -> dict[str, int]:
-        """Of some parts, how many rows are measured."""
-        return {"valid": getattr(self, "eval_rows", 0), "test": getattr(self, "test_rows", 0)}
 
     def work(self, vocabulary: int) -> Work | None:
         """The work of a row, to have tokens per second reported."""
@@ -128,6 +115,12 @@ class CausalLMConfig(LanguageConfig):
     """Fine-tuning as in the paper (15 epochs on PTB, 4 on WikiText-103), or ``model=scratch``."""
 
     in_label = ("dataset", "data", "model", "depth", "width")
+    used_if = (
+        ("model=scratch", "depth width heads"),
+        ("tokenizer=bpe", "vocab_size"),
+        ("!data", "dataset"),
+        ("data", "text"),
+    )
     overlap = 0
     metrics = ("perplexity", "word_perplexity", "loss")
 
@@ -162,19 +155,6 @@ class CausalLMConfig(LanguageConfig):
         if not self.scratch and self.tokenizer == "bpe":
             raise ValueError("a pretrained model cannot read another vocabulary than its own")
 
-    def unused(self) -> dict[str, str]:
-        unused = super().unused()
-        if not self.scratch:
-            own = f"{self.model} has its own; model=scratch takes it"
-            unused |= dict.fromkeys(("depth", "width", "heads"), own)
-        if self.tokenizer != "bpe":
-            unused["vocab_size"] = f"tokenizer={self.tokenizer} has its own; bpe is learned"
-        if self.data:
-            unused["dataset"] = "data= names the text"
-        else:
-            unused["text"] = "it names a column of data= of your own"
-        return unused
-
     @property
     def scratch(self) -> bool:
         return self.model == "scratch"
@@ -183,6 +163,7 @@ class CausalLMConfig(LanguageConfig):
         name = f"gpt2-d{self.depth}-w{self.width}" if self.scratch else Path(self.model).name
         return f"{f'data={name_of(self.data)}' if self.data else self.dataset} {name}"
 
+    @property
     def falling(self) -> str | None:
         # a pretrained model may well end above its start, when it is fitted too closely
         return "loss" if self.scratch else None
@@ -224,6 +205,7 @@ class PretrainConfig(LanguageConfig):
     """One epoch of techdocs, 65,536 tokens a step."""
 
     in_label = ("data", "size")
+    used_if = (("tokenizer=bpe", "vocab_size"),)
 
     data: str = "techdocs"
     """A corpus below ``--data-dir``, the path of a file or folder of text, or ``hub:ID``."""
@@ -232,7 +214,7 @@ class PretrainConfig(LanguageConfig):
     tokenizer: str = "bpe"
     """``bpe``: trained on the text; or the path of a tokenizer.json."""
     vocab_size: Annotated[int, Bounds(257)] = 16_384
-    """Of ``tokenizer=bpe``: every byte, the end, and more."""
+    """With ``tokenizer=bpe``: every byte, the end, and more."""
     block: Count = 1024
     """Tokens of a row."""
     boundaries: bool = False
@@ -249,7 +231,7 @@ class PretrainConfig(LanguageConfig):
     """Width inside the MLP."""
     tied: bool = True
     """The head has the weights of the embedding."""
-    qk_norm: QKNorm = "learned"
+    qk_norm: Literal["learned", "none", "fixed", "temperature"] = "learned"
     """Queries and keys: normalised with ``learned`` gains (Qwen3), ``none`` (Llama), ``fixed``:
     normalised without gains, ``temperature``: that and one learned factor per head."""
     gate: bool = False
@@ -287,7 +269,7 @@ class PretrainConfig(LanguageConfig):
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
         if self.gate and self.tokenwise:
             raise ValueError("gate and tokenwise both scale a head's output: choose one of them")
-        sizes = self.sizes(self.vocab_size)
+        sizes: Any = self.whole()
         if sizes.heads % sizes.kv_heads:
             raise ValueError(
                 f"kv_heads must divide heads, got {sizes.kv_heads} for {sizes.heads} heads"
@@ -295,8 +277,6 @@ class PretrainConfig(LanguageConfig):
 
     def unused(self) -> dict[str, str]:
         unused = super().unused()
-        if self.tokenizer != "bpe":
-            unused["vocab_size"] = f"{self.tokenizer} has its own; tokenizer=bpe is trained"
         if None not in (self.depth, self.width, self.heads, self.mlp):
             unused["size"] = "depth, width, heads and mlp are all given"
         if not (self.gate or self.tokenwise):
@@ -312,44 +292,55 @@ class PretrainConfig(LanguageConfig):
             "all methods"
         )
 
-    def sizes(self, vocabulary: int) -> Sizes:
-        """The decoder for so many different tokens."""
+    def whole(self) -> PretrainConfig:
+        """The same settings with a number for every size."""
         depth, width, heads, mlp = _SIZES[self.size]
         heads = self.heads or heads
-        return Sizes(
+        return replace(
+            self,
             depth=self.depth or depth,
             width=self.width or width,
             heads=heads,
             kv_heads=self.kv_heads or heads,
             mlp=self.mlp or mlp,
-            vocabulary=_multiple_of_64(vocabulary),
-            **{name: getattr(self, name) for name in _OF_DECODER},
         )
 
     def read(self, data_dir: Path) -> Text:
-        choice = TokenizerChoice("" if self.tokenizer == "bpe" else self.tokenizer, self.vocab_size)
-        found = token_files(self.data, data_dir, choice, cache_folder(), self.text)
-        meta, parts = found.meta, found.meta.parts
-        own = None
+        given = self.data, data_dir, self.tokenizer, self.vocab_size, self.text
+        folder, meta, split_by = token_files(*given)
+        parts, own = meta.parts, None
         if self.data != PretrainConfig.data:
             own = OwnData(
                 name=meta.name,
                 source=self.data,
                 splits={name: part.tokens for name, part in parts.items()},
-                split_by=f"{found.split_by}; {_documents(parts, self.boundaries)}",
+                split_by=f"{split_by}; {_documents(parts, self.boundaries)}",
                 unit="tokens",
                 digest=digest_of(part.sha256 for part in parts.values()),
             )
-        tokens = {name: found.tokens(name) for name in parts}
+        # copy on write: torch warns of arrays that cannot be written to
+        tokens: dict[str, np.ndarray] = {
+            part: np.memmap(folder / f"{part}.bin", meta.dtype, mode="c") for part in parts
+        }
         sizes = {name: part.bytes for name, part in parts.items()}
         return Text(tokens, sizes, meta.vocabulary, meta.end, own)
 
     def work(self, vocabulary: int) -> Work:
-        sizes = self.sizes(vocabulary)
-        return Work(sizes.block, sizes.flops())
+        """Forward and backward of a row, matrix products alone: ``n·(6 P + 6·depth·inner·n)``.
+
+        P are the weights that tokens are multiplied with; causal attention is half of a square.
+        """
+        sizes: Any = self.whole()
+        inner = sizes.heads * self.head_dim
+        attention = sizes.width * (2 * inner + 2 * sizes.kv_heads * self.head_dim)
+        weights = sizes.depth * (attention + 3 * sizes.width * sizes.mlp)
+        weights += sizes.width * _multiple_of_64(vocabulary)
+        return Work(
+            self.block, self.block * (6.0 * weights + 6.0 * sizes.depth * inner * self.block)
+        )
 
     def decoder(self, vocabulary: int, end: int | None = None) -> Any:
-        model = build_decoder(self.sizes(vocabulary), end)
+        model = build_decoder(self.whole(), _multiple_of_64(vocabulary), end)
         model.loss_function = NextTokenLoss(self.compile != "no")
         return model
 
@@ -392,7 +383,7 @@ class PretrainConfig(LanguageConfig):
 
 
 def _documents(parts: dict[str, Part], boundaries: bool) -> str:
-    """``30 train, 1 valid, 1 test documents``, and of which of them boundaries change nothing."""
+    """``30 train, 1 valid, 1 test documents``, and where boundaries change nothing."""
     said = ", ".join(f"{part.documents:,} {name}" for name, part in parts.items()) + " documents"
     alone = [name for name, part in parts.items() if part.documents == 1]
     if boundaries and alone:
@@ -443,6 +434,7 @@ class StdlibConfig(LanguageConfig):
                 f"{self.width // self.heads} numbers; RoPE needs an even size"
             )
 
+    @property
     def falling(self) -> None:
         return None
 
@@ -490,8 +482,9 @@ class LanguageTask(Task):
         self.config = config
         text = config.read(data_dir)
         self.own_data, self.end = text.own, text.end
-        self.metric, self.falling = config.metrics[0], config.falling()
-        most = config.measured()
+        self.metric, self.falling = config.metrics[0], config.falling
+        # of some parts, how many rows are measured
+        most = {"valid": getattr(config, "eval_rows", 0), "test": getattr(config, "test_rows", 0)}
         self.rows = {
             part: TokenRows(tokens, config.block, part, most.get(part, 0), config.overlap)
             for part, tokens in text.tokens.items()

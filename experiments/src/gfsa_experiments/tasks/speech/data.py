@@ -18,7 +18,7 @@ from dataclasses import InitVar, dataclass
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,11 +29,10 @@ from torch.utils.data import Dataset
 from gfsa_experiments.data.files import BadRows, check_count, find_file, read_npz, source_of
 from gfsa_experiments.data.own import (
     PARTS,
-    digest_of,
     entries_of,
     files_in,
     find_own,
-    name_of,
+    own_data,
     part_named,
     text_of,
     three_parts,
@@ -109,9 +108,7 @@ def read_speech(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnDat
         for one in utterances
         for piece in (part, one.name, one.speaker, one.text, str(one.frames))
     )
-    sizes = {part: len(utterances) for part, utterances in sets.items()}
-    where = name_of(data), str(path), sizes, split_by
-    return sets, OwnData(*where, unit="utterances", digest=digest_of(pieces))
+    return sets, own_data(data, str(path), sets, split_by, pieces, unit="utterances")
 
 
 def _an4_part(path: Path, part: str) -> list[Utterance]:
@@ -147,13 +144,8 @@ def _an4_part(path: Path, part: str) -> list[Utterance]:
     return found
 
 
-class _Line(NamedTuple):
-    """One line of a table or transcript."""
-
-    path: Path
-    text: str
-    speaker: str
-    part: str
+Line = tuple[Path, str, str, str]
+"""A recording, its transcript, its speaker and its part."""
 
 
 def _recordings(root: Path) -> tuple[list[Utterance], int]:
@@ -177,7 +169,7 @@ def _recordings(root: Path) -> tuple[list[Utterance], int]:
         found.append(Utterance(part, path.stem, speaker, words, frames, *read))
     bad.report(len(found))
     audio = {path.resolve() for path in root.rglob("*") if path.suffix.lower() in _AUDIO}
-    return found, len(audio - {line.path.resolve() for line in lines})
+    return found, len(audio - {path.resolve() for path, *_ in lines})
 
 
 def _features(path: Path) -> Tensor:
@@ -201,7 +193,7 @@ def _mel_filters() -> Any:
     return MelSpectrogram(SAMPLE_RATE, n_fft=_WINDOW, hop_length=HOP, n_mels=_MELS)
 
 
-def _lines(root: Path) -> list[_Line]:
+def _lines(root: Path) -> list[Line]:
     tables = [p for p in sorted(root.rglob("transcripts.*")) if p.name in _TABLES]
     transcripts = [p for p in files_in(root) if p.name.endswith(".trans.txt")]
     if not tables and not transcripts:
@@ -213,7 +205,7 @@ def _lines(root: Path) -> list[_Line]:
     return [line for place in places for line in read(place, root)]
 
 
-def _of_table(table: Path, root: Path) -> Iterator[_Line]:
+def _of_table(table: Path, root: Path) -> Iterator[Line]:
     columns = list(open_table(table).columns)
     wanted = ["path", "text", *(name for name in ("speaker", "split") if name in columns)]
     # a speaker may be unknown
@@ -224,17 +216,17 @@ def _of_table(table: Path, root: Path) -> Iterator[_Line]:
             raise ValueError(
                 f"{table}: expected train, valid or test in the column split, got {part!r}"
             )
-        yield _Line(table.parent / row["path"], row["text"], row.get("speaker", ""), part)
+        yield table.parent / row["path"], row["text"], row.get("speaker", ""), part
 
 
-def _of_transcript(transcript: Path, root: Path) -> Iterator[_Line]:
+def _of_transcript(transcript: Path, root: Path) -> Iterator[Line]:
     part = _part_of_folders(transcript.parent.relative_to(root))
     for line in filter(str.strip, text_of(transcript).splitlines()):
         name, _, text = line.strip().partition(" ")
         beside = [transcript.parent / f"{name}{ending}" for ending in _AUDIO]
         path = next((path for path in beside if path.is_file()), beside[0])
         # 19-198-0000: speaker, chapter, number
-        yield _Line(path, text, name.split("-")[0] if "-" in name else "", part)
+        yield path, text, name.split("-")[0] if "-" in name else "", part
 
 
 def _part_in(name: str) -> str | None:

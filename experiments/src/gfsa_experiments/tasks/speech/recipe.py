@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +20,7 @@ from gfsa_experiments.engine.config import (
     ShareBelowOne,
     TrainConfig,
 )
-from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task
+from gfsa_experiments.engine.task import Recipe, Task
 from gfsa_experiments.tasks.speech.data import (
     AN4,
     BEGIN,
@@ -30,7 +29,6 @@ from gfsa_experiments.tasks.speech.data import (
     LETTERS,
     SpeechBatches,
     Tokens,
-    Vocabulary,
     learn_vocabulary,
     letters_of,
     read_speech,
@@ -47,6 +45,15 @@ class SpeechConfig(TrainConfig):
     """The paper's Transformer for LibriSpeech 100h; ``encoder=branchformer`` for the other."""
 
     in_label = ("data",)
+    used_if = (
+        ("tokens=unigram,bpe", "vocabulary"),
+        ("time_masks", "time_width"),
+        ("feature_masks", "feature_width"),
+        # a Transformer has one hidden for both
+        ("encoder=branchformer", "kernel decoder_hidden"),
+        ("decoder_layers", "decoder_hidden label_smoothing beam search_ctc_weight"),
+        ("decode=beam", "beam search_ctc_weight"),
+    )
 
     epochs: float = 100
     batch_size: int = 32
@@ -88,7 +95,7 @@ class SpeechConfig(TrainConfig):
 
     ctc_weight: Share = 0.3
     label_smoothing: ShareBelowOne = 0.1
-    """Of the decoder's loss."""
+    """In the decoder's loss."""
     warp: CountOrZero = 5
     """SpecAugment: the largest time shift in frames; 0 for none."""
     time_masks: CountOrZero = 5
@@ -127,22 +134,8 @@ class SpeechConfig(TrainConfig):
 
     def unused(self) -> dict[str, str]:
         unused = super().unused()
-        if self.tokens == "char":
-            unused["vocabulary"] = "tokens=char are the letters; unigram and bpe are learned"
-        for kind in ("time", "feature"):
-            if not getattr(self, f"{kind}_masks"):
-                unused[f"{kind}_width"] = f"{kind}_masks=0 masks nothing"
-        if self.encoder == "transformer":
-            unused["kernel"] = "encoder=branchformer alone has convolutions"
-            unused["decoder_hidden"] = "encoder=transformer has one hidden for both; set hidden"
-        if self.decode == "greedy":
-            unused |= dict.fromkeys(("beam", "search_ctc_weight"), "decode=beam alone searches")
-        if not self.decoder_layers:
-            alone = "decoder_layers=0 is CTC alone, without a decoder"
-            of_decoder = ("decoder_hidden", "label_smoothing", "beam", "search_ctc_weight")
-            unused |= dict.fromkeys(of_decoder, alone)
-            if self.decode == "beam":
-                unused["decode"] = alone
+        if not self.decoder_layers and self.decode == "beam":
+            unused["decode"] = "decoder_layers=0 is CTC alone, which is always greedy"
         return unused
 
     @property
@@ -159,7 +152,7 @@ class SpeechConfig(TrainConfig):
 class Recognition(NamedTuple):
     """The output of a recogniser.
 
-    ``states (B, N, E)`` of the encoder, of which ``lengths (B,)`` are real, the logits ``ctc
+    ``states (B, N, E)`` of the encoder (``lengths (B,)`` are real), the logits ``ctc
     (B, N, V)`` and, if there is a decoder, its logits ``attention (B, L + 1, V)``.
     """
 
@@ -226,7 +219,7 @@ class Recogniser(nn.Module):
     def forward(
         self, features: Tensor, frames: Tensor, tokens: Tensor | None = None
     ) -> Recognition:
-        """``features (B, T, F)``, of which ``frames (B,)`` are real; ``tokens (B, L + 1)`` start
+        """``features (B, T, F)`` (``frames (B,)`` are real); ``tokens (B, L + 1)`` start
         with 1 and are the input of the decoder, which does not run without them."""
         x = self.front(features)
         lengths = (frames + _SUBSAMPLING - 1) // _SUBSAMPLING
@@ -236,15 +229,6 @@ class Recogniser(nn.Module):
             return Recognition(states, lengths, self.ctc(states), None)
         states, decoded = self.asr(x, tokens, share, pad_idx=BLANK)
         return Recognition(states, lengths, self.ctc(states), self.text(decoded))
-
-
-def best_path(output: Recognition) -> list[list[int]]:
-    """The most likely token of each frame, without repetitions and blanks."""
-    from speechbrain.decoders.ctc import ctc_greedy_decode
-
-    share = output.lengths / output.ctc.shape[1]
-    found: list[list[int]] = ctc_greedy_decode(output.ctc.float(), share, BLANK)
-    return found
 
 
 def joint_search(
@@ -276,41 +260,49 @@ def joint_search(
     return [[int(token) for token in row] for row in tokens]
 
 
-@lru_cache(maxsize=4)
-def augmentations(
-    warp: int, time_masks: int, time_width: int, feature_masks: int, feature_width: int
-) -> Any:
+def augmentations(config: SpeechConfig) -> Any:
     """SpecAugment: SpeechBrain's shift of a moment in time, torchaudio's masks of mean values."""
     from speechbrain.augment.freq_domain import Warping
     from torchaudio.transforms import SpecAugment
 
     # independent masks for each utterance, each over at most half of it; the features have mean 0
     masks = SpecAugment(
-        time_masks, time_width, feature_masks, feature_width,
+        config.time_masks, config.time_width, config.feature_masks, config.feature_width,
         iid_masks=True, p=0.5, zero_masking=True,
     )  # fmt: skip
-    warped = Warping(warp_window=warp) if warp else nn.Identity()
+    warped = Warping(warp_window=config.warp) if config.warp else nn.Identity()
     return lambda features: masks(warped(features).transpose(1, 2)).transpose(1, 2)
 
 
-@dataclass(eq=False)
 class SpeechTask(Task):
     """Transcribes features; measured by the word error rate."""
-
-    config: SpeechConfig
-    model: nn.Module
-    vocabulary: Vocabulary
-    splits: dict[str, Split]
-    own_data: OwnData | None = None
 
     metric = "wer"
     higher_is_better = False
 
+    def __init__(self, config: SpeechConfig, data_dir: Path) -> None:
+        self.config = config
+        sets, self.own_data = read_speech(config.data, Path(data_dir).absolute(), config.holdout)
+        texts = tuple(utterance.text for utterance in sets["train"])
+        letters = LETTERS if self.own_data is None else letters_of(sets)
+        self.vocabulary = learn_vocabulary(texts, config.tokens, config.vocabulary, letters)
+        searched = config.decode == "beam" and config.decoder_layers > 0
+        multiples = config.pad_to_multiple, config.pad_tokens_to_multiple
+        batches = {
+            name: SpeechBatches(
+                of_part, self.vocabulary.encode, *multiples, search=searched and name == "test"
+            )
+            for name, of_part in sets.items()
+        }
+        batches["train"].warn_of_unalignable(_SUBSAMPLING)
+        features = sets["train"][0].features().shape[1]
+        self.model = Recogniser(config, features, len(self.vocabulary))
+        self.splits = {name: of_split.split() for name, of_split in batches.items()}
+        self.augment = augmentations(config)
+
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
         """SpecAugment."""
-        config = self.config
-        masks = config.time_masks, config.time_width, config.feature_masks, config.feature_width
-        return {**batch, "features": augmentations(config.warp, *masks)(batch["features"])}
+        return {**batch, "features": self.augment(batch["features"])}
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         r"""``λ·CTC + (1 − λ)·cross-entropy``, each summed over an utterance."""
@@ -340,8 +332,12 @@ class SpeechTask(Task):
         return weight * ctc + (1 - weight) * attention
 
     def predict(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+        from speechbrain.decoders.ctc import ctc_greedy_decode
+
         output: Recognition = model(batch["features"], batch["frames"])
-        found = {"greedy": best_path(output)}
+        share = output.lengths / output.ctc.shape[1]
+        # the most likely token of each frame, without repetitions and blanks
+        found = {"greedy": ctc_greedy_decode(output.ctc.float(), share, BLANK)}
         if batch["search"]:
             for wrapped in ("module", "_orig_mod"):
                 model = getattr(model, wrapped, model)
@@ -362,9 +358,9 @@ class SpeechTask(Task):
 
         way = "beam" if "beam" in predictions[0] else "greedy"
         columns = ("part", "text", way, "greedy")
-        told = [zip(*(batch[key] for key in columns), strict=True) for batch in predictions]
+        found = [zip(*(batch[key] for key in columns), strict=True) for batch in predictions]
         sets: dict[str, list[Any]] = {}
-        for part, *texts in itertools.chain(*told):
+        for part, *texts in itertools.chain(*found):
             sets.setdefault(part, []).append(texts)
         scores: dict[str, float] = {}
         for part, rows in sets.items():
@@ -391,32 +387,10 @@ class SpeechTask(Task):
         return self.splits[split].dataset.source(index)  # type: ignore[attr-defined]
 
 
-def build(config: SpeechConfig, data_dir: Path) -> SpeechTask:
-    """Read the data and build the model."""
-    sets, own = read_speech(config.data, Path(data_dir).absolute(), config.holdout)
-    texts = tuple(utterance.text for utterance in sets["train"])
-    letters = LETTERS if own is None else letters_of(sets)
-    vocabulary = learn_vocabulary(texts, config.tokens, config.vocabulary, letters)
-    batches = {
-        name: SpeechBatches(
-            utterances,
-            vocabulary.encode,
-            config.pad_to_multiple,
-            config.pad_tokens_to_multiple,
-            search=name == "test" and config.decode == "beam" and config.decoder_layers > 0,
-        )
-        for name, utterances in sets.items()
-    }
-    batches["train"].warn_of_unalignable(_SUBSAMPLING)
-    model = Recogniser(config, sets["train"][0].features().shape[1], len(vocabulary))
-    splits = {name: of_split.split() for name, of_split in batches.items()}
-    return SpeechTask(config, model, vocabulary, splits, own)
-
-
 RECIPE = Recipe(
     name="speech",
     title="Speech recognition: AN4 or your own recordings, Transformer or Branchformer",
     config=SpeechConfig,
-    build=build,
+    build=SpeechTask,
     extra="speech",
 )

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import load
 from torch import Tensor
 
 from gfsa.lens.trajectory import Trajectory
@@ -46,31 +47,6 @@ def isolated_generators(seed: int) -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.random.set_rng_state(states[2])
-
-
-def _randomness() -> dict[str, Any]:
-    """The state of every generator of this process.
-
-    accelerate's ``save_state`` saves them too, but its ``load_state`` ignores a file that it cannot
-    read, and the run would go on with other random numbers.
-    """
-    name, keys, *rest = np.random.get_state(legacy=True)
-    assert isinstance(keys, np.ndarray)
-    return {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
-        "torch": torch.random.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def _set_randomness(state: dict[str, Any]) -> None:
-    name, keys, *rest = state["numpy"]
-    random.setstate(state["python"])
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.random.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -139,7 +115,6 @@ class LoopCheckpoints:
         self.accelerator = accelerator
         self.optimiser = optimiser
         self.log = log
-        self._own_file = f"loop-{accelerator.process_index}.pt"
 
     def save(self, state: LoopState) -> None:
         """Write a checkpoint and the log, and delete older ones; every process calls this."""
@@ -153,12 +128,8 @@ class LoopCheckpoints:
         accelerator.wait_for_everyone()
         # safetensors would leave out tied weights, and say so each time
         accelerator.save_state(str(unfinished / "state"), safe_serialization=False)
-        own = vars(state) | {
-            "trajectory": state.trajectory.to_plain(),
-            "history": self.log.history,
-            "randomness": _randomness(),
-        }
-        torch.save(own, unfinished / self._own_file)
+        own = vars(state) | {"trajectory": state.trajectory.to_plain(), "history": self.log.history}
+        torch.save(own, unfinished / f"loop-{accelerator.process_index}.pt")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             for path in [*unfinished.rglob("*"), unfinished]:
@@ -191,20 +162,17 @@ class LoopCheckpoints:
         return state
 
     def _load(self, checkpoint: Path) -> LoopState:
-        own = torch.load(checkpoint / self._own_file, map_location="cpu", weights_only=True)
+        rank, device = self.accelerator.process_index, self.accelerator.device
+        own = torch.load(checkpoint / f"loop-{rank}.pt", map_location="cpu", weights_only=True)
+        # load_state ignores random states that it cannot read; here a damaged file raises
+        load(checkpoint / "state" / f"random_states_{rank}.pkl")
         self.accelerator.load_state(str(checkpoint / "state"))
-        device = self.accelerator.device
         for group in self.optimiser.param_groups:
             if isinstance(group["lr"], Tensor):
                 # accelerate loads it to the CPU; a CUDA graph reads it from the device
                 group["lr"] = group["lr"].to(device)
         self.log.history = own.pop("history")
-        randomness = own.pop("randomness")
-        state = LoopState(**own | {"trajectory": Trajectory.from_plain(own["trajectory"])})
-        if state.best is not None:
-            state.best = {name: tensor.to(device) for name, tensor in state.best.items()}
-        _set_randomness(randomness)
-        return state
+        return LoopState(**own | {"trajectory": Trajectory.from_plain(own["trajectory"])})
 
     def _say(self, text: str) -> None:
         """Print once what a resumed run does: its end does not show where it began."""

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.stats import ttest_rel
 
-from gfsa_experiments.results.report import notes_of
+from gfsa_experiments.results.report import notes_of, titles
 from gfsa_experiments.results.statistics import holm, paired_difference
 from gfsa_experiments.results.tables import frame_of, make_tables, read_folder
 from gfsa_experiments.runs.row import COLUMNS, Row, append_rows, read_rows
@@ -229,14 +229,10 @@ def test_a_failed_run_is_told_and_not_averaged():
 A, B = "9+1+2 aaaaaaaa", "9+1+2 bbbbbbbb"
 
 
-def tables_by_data(made):
-    return {table.data: table for table in make_tables(frame_of(made))}
-
-
 def test_runs_on_other_data_are_neither_paired_nor_averaged():
     made = [*rows("plain", [50, 51], data=A), *rows("plain", [10, 11], data=B)]
     made += rows("gfsa", [13, 15], data=B)
-    tables = tables_by_data(made)
+    tables = {table.data: table for table in make_tables(frame_of(made))}
     assert list(tables) == [A, B]
     assert [line.name for line in tables[A].lines] == ["plain"]
     assert line_of(tables[A], "plain").mean == 50.5
@@ -244,25 +240,7 @@ def test_runs_on_other_data_are_neither_paired_nor_averaged():
     assert line_of(tables[B], "gfsa").to_reference.test.values == (3, 4)
     assert tables[A].replaced.empty
     assert tables[B].replaced.empty
-    assert A in notes_of(tables[A])[0]
-
-
-def test_rows_that_do_not_say_go_with_any_and_it_is_said():
-    made = [*rows("plain", [50, 51]), *rows("gfsa", [52, 54], data=A)]
-    table = table_of(made)
-    assert table.data is None
-    assert line_of(table, "gfsa").to_reference.test.values == (2, 3)
-    assert notes_of(table)[0].startswith("2 of 4 rows do not name their data")
-
-
-def test_a_later_row_takes_the_place_of_one_that_may_be_on_the_same_data():
-    old, new = row("plain", 0, 50), row("plain", 0, 60, date="2026-11-16", data=A)
-    table = table_of([old, new])
-    assert (table.rows.test.tolist(), table.rows.data.tolist()) == ([new.test], [A])
-    assert (table.replaced.test.tolist(), table.replaced.data.tolist()) == ([old.test], [""])
-    # and leaves those on other data in theirs
-    tables = tables_by_data([new, row("plain", 0, 70, date="2026-11-17", data=B)])
-    assert [one.rows.test.tolist() for one in tables.values()] == [[60], [70]]
+    assert titles([*tables.values()]) == [f"cola minilm (data {data})" for data in (A, B)]
 
 
 def test_odd_coefficients_are_refused():

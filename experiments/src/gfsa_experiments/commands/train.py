@@ -66,13 +66,6 @@ def train(
     """
     from rich.console import Console
 
-    try:
-        import accelerate  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(
-            f"gfsa train needs {error.name}. In a checkout of gfsa: pip install ./experiments"
-        ) from error
-
     # launchers set the rank; asking torch for it would initialise a GPU in this process
     rank = int(os.environ.get("RANK", 0))
     console = Console(quiet=rank > 0)
@@ -108,7 +101,6 @@ def train(
         "device": device,
         "resume": resume,
         "jobs": jobs,
-        "results": results,
     }
     try:
         refuse_inside_file(out / "run.json")

@@ -123,19 +123,17 @@ def free_memory_of_earlier_runs(device: torch.device) -> None:
 
 
 class PeakMemory:
-    """The most memory of a GPU that training takes; on a CPU nothing is measured."""
+    """The most memory of a GPU between start and stop; on a CPU nothing is measured."""
 
     def __init__(self, device: torch.device) -> None:
         self._measures = device.type == "cuda"
         self.mib: float | None = None
 
     def start(self) -> None:
-        """Forget what the GPU's memory was used for before."""
         if self._measures:
             torch.cuda.reset_peak_memory_stats()
 
     def stop(self) -> None:
-        """Count the memory that was used since the start."""
         if self._measures:
             used = round(torch.cuda.max_memory_allocated() / 2**20, 1)
             self.mib = max(self.mib or 0.0, used)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ from gfsa_experiments.engine.compiling import compile_blocks, compile_model, for
 from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.measure import (
     Movement,
-    Pace,
     PeakMemory,
     Progress,
     Report,
@@ -174,8 +172,7 @@ class Trainer:
                 valid = self._train_and_validate(resume, progress)
             test = self._evaluate("test")
             self._add_to_log({"step": self.state.step} | _prefixed("test", test))
-            if self.state.rates:
-                test |= self._speed(median(self.state.rates))
+            test |= self._speed(median(self.state.rates) if self.state.rates else None)
         finally:
             self.log.close()
         self.log.write(self.state.curve)
@@ -184,15 +181,15 @@ class Trainer:
             self.bare_model.load_state_dict(self.average.module.state_dict())
         # hooks that the caller adds afterwards are called in the uncompiled model only
         forget_compiled(self.bare_model)
-        return self._outcome(test, valid)
+        return self.outcome(test, valid)
 
-    def diverged_outcome(self) -> Outcome:
-        """The outcome of a run whose loss is not finite, or did not fall."""
-        undefined = {self.task.metric: math.nan}
-        return self._outcome(undefined, undefined if "valid" in self.task.splits else None)
-
-    def _outcome(self, test: dict[str, float], valid: dict[str, float] | None) -> Outcome:
-        at = self.state
+    def outcome(
+        self, test: dict[str, float] | None = None, valid: dict[str, float] | None = None
+    ) -> Outcome:
+        """What the run gives; without metrics that of a run that diverged."""
+        at, undefined = self.state, {self.task.metric: math.nan}
+        if test is None:
+            test, valid = undefined, undefined if "valid" in self.task.splits else None
         cost = {
             "moved": self.movement.mean(),
             "epochs": round(at.step / self.steps_per_epoch, 3),
@@ -257,7 +254,9 @@ class Trainer:
         self.model.train()
         # the first step compiles, which is set-up: it counts as the mean of the steps after it
         meter = StepMeter(self.accelerator.device, untimed=1 if self._first_step_compiles else 0)
-        for batches in self._batches():
+        # a resumed run whose patience had run out has no steps left
+        steps = iter(()) if at.stopped else self.batches.steps(at.step, self.total)
+        for batches in steps:
             rate = set_learning_rate(self.optimiser, config, at.step, self.total)
             loss = self.step(batches)
             at.step += 1
@@ -273,16 +272,21 @@ class Trainer:
             if not (evaluates or saves or done or at.step % config.log_every == 0):
                 continue
             # only here the host waits for the device
-            pace = self._of_all_processes(meter.read())
+            pace = meter.read()
             at.seconds += pace.seconds
             if pace.seconds_per_step is not None:
                 at.rates.append(pace.seconds_per_step)
-            if not math.isfinite(pace.loss):
+            loss = pace.loss
+            if self.accelerator.num_processes > 1:
+                # each has a share of every batch; all see a loss that is not finite, and end
+                own = torch.tensor(loss, device=self.accelerator.device)
+                loss = float(self.accelerator.reduce(own, "mean"))
+            if not math.isfinite(loss):
                 raise FloatingPointError(
-                    f"the loss is {pace.loss} at step {at.step}: training has diverged; "
+                    f"the loss is {loss} at step {at.step}: training has diverged; "
                     "a smaller lr (or filter_lr), clip=1 or precision=fp32 may help"
                 )
-            report = self._log_step(pace, rate, evaluates)
+            report = self._log_step(loss, rate, pace.seconds_per_step, evaluates)
             if evaluates:
                 # whoever watches the run, or finds it killed, has the metrics so far
                 self.log.write()
@@ -294,25 +298,13 @@ class Trainer:
                 break
             meter.restart()
 
-    def _batches(self) -> Iterator[list[Any]]:
-        """Those of the steps that are left; none for a resumed run whose patience had run out."""
-        return iter(()) if self.state.stopped else self.batches.steps(self.state.step, self.total)
-
-    def _of_all_processes(self, pace: Pace) -> Pace:
-        """The mean loss over the processes, each of which has a share of every batch.
-
-        So all of them see a loss that is not finite, and end together.
-        """
-        if self.accelerator.num_processes == 1:
-            return pace
-        loss = torch.tensor(pace.loss, device=self.accelerator.device)
-        return pace._replace(loss=float(self.accelerator.reduce(loss, "mean")))
-
-    def _log_step(self, pace: Pace, rate: float, evaluates: bool) -> Report:
+    def _log_step(
+        self, loss: float, rate: float, seconds_per_step: float | None, evaluates: bool
+    ) -> Report:
         """Add the last steps to the log, with a validation if one is due."""
         at, metric, work = self.state, self.task.metric, self.task.work
-        line = {"step": at.step, "loss": pace.loss, "lr": rate}
-        said = [f"loss {pace.loss:.4g}"]
+        line = {"step": at.step, "loss": loss, "lr": rate}
+        said = [f"loss {loss:.4g}"]
         point: dict[str, float] = {"step": at.step}
         if work is not None:
             point["tokens"] = at.step * self.config.batch_size * work.tokens
@@ -324,15 +316,14 @@ class Trainer:
             self._peak_memory.start()
             line |= _prefixed("valid", scores)
             said.append(f"valid {metric} {scores[metric]:.4g}")
-            at.curve.append(
-                point | {"seconds": round(at.seconds, 3), f"valid {metric}": scores[metric]}
-            )
-        pace_speed = {} if pace.seconds_per_step is None else self._speed(pace.seconds_per_step)
-        self._add_to_log(line, pace_speed)
-        if pace_speed:
-            said.append(f"{pace_speed['tokens_per_second']:,.0f} tokens/s")
-        if "mfu" in pace_speed:
-            said.append(f"MFU {pace_speed['mfu']:.0%}")
+            point |= {"seconds": round(at.seconds, 3), f"valid {metric}": scores[metric]}
+            at.curve.append(point)
+        speed = self._speed(seconds_per_step)
+        self._add_to_log(line, speed)
+        if speed:
+            said.append(f"{speed['tokens_per_second']:,.0f} tokens/s")
+        if "mfu" in speed:
+            said.append(f"MFU {speed['mfu']:.0%}")
         return Report(at.step, self.total, ", ".join(said), evaluates)
 
     def _evaluate(self, split: str) -> dict[str, float]:
@@ -351,11 +342,12 @@ class Trainer:
     def _add_to_log(self, line: dict[str, Any], beside: dict[str, float] | None = None) -> None:
         self.log.add(line, **(beside or {}), **{"filters/moved": self.movement.mean()})
 
-    def _speed(self, seconds_per_step: float) -> dict[str, float]:
+    def _speed(self, seconds_per_step: float | None) -> dict[str, float]:
         """Tokens per second, and MFU (model FLOPs utilisation) where the GPU's peak is known."""
-        work, examples_per_second = self.task.work, self.config.batch_size / seconds_per_step
-        if work is None:
+        work = self.task.work
+        if work is None or seconds_per_step is None:
             return {}
+        examples_per_second = self.config.batch_size / seconds_per_step
         found: dict[str, float] = {"tokens_per_second": round(work.tokens * examples_per_second)}
         if self._peak_flops is not None:
             found["mfu"] = round(work.flops * examples_per_second / self._peak_flops, 4)

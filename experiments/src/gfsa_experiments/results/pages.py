@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from gfsa_experiments.engine.whole_files import write_text
 from gfsa_experiments.results import figures, report
 from gfsa_experiments.results.families import (
     Family,
@@ -186,10 +187,7 @@ def write_folder(found: Folder) -> list[Path]:
     if any("--show forest -->" in page for page in pages.values()):
         figures.plot(found.tables, found.path / FOREST, found.judged)
     for path, page in pages.items():
-        # an interrupted write leaves the old page
-        draft = path.with_name(path.name + ".new")
-        draft.write_text(page, encoding="utf-8")
-        draft.replace(path)
+        write_text(path, page)
     return list(pages)
 
 

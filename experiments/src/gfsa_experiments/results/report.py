@@ -263,8 +263,8 @@ def titles(tables: Sequence[ResultTable]) -> list[str]:
         shared = set.intersection(*(set(t.settings.split()) for t in alike))
         own = " ".join(word for word in table.settings.split() if word not in shared)
         apart = [own or "otherwise"] if len({t.settings for t in alike}) > 1 else []
-        if table.data is not None:
-            apart.append(f"data {table.data or 'not noted'}")
+        if len({t.data for t in alike if t.settings == table.settings}) > 1:
+            apart.append(f"data {table.data or 'not recorded'}")
         named.append(f"{table.task} ({', '.join(apart)})" if apart else table.task)
     return named
 
@@ -328,18 +328,8 @@ def _seeds(numbers: Iterable[int]) -> str:
 
 
 def notes_of(table: ResultTable, reference: str = PLAIN) -> list[str]:
-    """The notes of one table: its data, and missing, failed, repeated and single seeds."""
+    """The notes of one table: missing, failed, repeated and single seeds."""
     notes = []
-    without_data = int((table.rows.data == "").sum())
-    if table.data:
-        notes.append(f"compared with runs on the same data alone, {table.data}.")
-    elif table.data == "":
-        notes.append("these rows do not name their data, and others are on several: not compared.")
-    elif 0 < without_data < len(table.rows):
-        notes.append(
-            f"{without_data} of {len(table.rows)} rows do not name their data; they are taken to "
-            "be on that of the others."
-        )
     if table.reference is None:
         notes.append(f"no run of {reference} with these settings, so no difference.")
     # lines of which the same is to be said share a note

@@ -1,15 +1,12 @@
-"""The fingerprint of a run's data, and whether runs and rows are on the same data."""
+"""The fingerprint of a run's data."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import types
-import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -18,7 +15,6 @@ from torch import Tensor
 
 from gfsa_experiments.engine.checkpoints import isolated_generators
 from gfsa_experiments.engine.task import Task
-from gfsa_experiments.runs.row import Row, read_rows_if_any
 
 _PARTS = ("train", "valid", "test")
 # examples hashed per split: enough to distinguish data sets, few enough to be read quickly
@@ -122,39 +118,9 @@ def _named_parts(value: Any) -> dict[str, Any]:
     return dict(getattr(value, "__dict__", {})) | {"": type(value).__name__}
 
 
-def may_be_same(first: str, second: str) -> bool:
-    """Whether two fingerprints may be of the same data; an empty one goes with any."""
-    return not first or not second or first == second
-
-
-def has_row(table: Path, row: Row) -> bool:
-    """Whether a table has a row of the same run, which may be on the same data."""
-    return any(
-        other.key == row.key and may_be_same(row.data, other.data)
-        for other in read_rows_if_any(table)
-    )
-
-
 def difference(old: str, new: str) -> str:
     """How two fingerprints differ, in words."""
     (old_sizes, _, old_hash), (new_sizes, _, new_hash) = old.partition(" "), new.partition(" ")
     if old_sizes != new_sizes:
         return f"{old_sizes} examples in train+valid+test then, {new_sizes} now"
     return f"as many examples, {new_sizes}, but different ones: {old_hash} then, {new_hash} now"
-
-
-def warn_of_rows_on_other_data(table: Path, experiment: tuple[str, str, str], data: str) -> None:
-    """Warn, before hours of training, if rows of the experiment are on other data than the run."""
-    seeds: dict[str, set[int]] = defaultdict(set)
-    # an unreadable table is no reason to stop here: appending the row reports it
-    with contextlib.suppress(ValueError, OSError):
-        for row in read_rows_if_any(table):
-            if row.experiment == experiment and not may_be_same(row.data, data):
-                seeds[f"{row.name} on {row.data}, seed "].add(row.seed)
-    if seeds:
-        others = "; ".join(name + ", ".join(map(str, sorted(of))) for name, of in seeds.items())
-        warnings.warn(
-            f"{experiment[0]} {experiment[1]} runs on data {data}, and {table} has rows of the "
-            f"same experiment on other data ({others}): they are not compared with each other",
-            stacklevel=2,
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -44,7 +45,7 @@ from gfsa_experiments.engine.step import to_device
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.engine.trainer import Outcome, Trainer, is_sharded, refuse_with_sharding
 from gfsa_experiments.engine.whole_files import write_text
-from gfsa_experiments.runs.data import difference, fingerprint, warn_of_rows_on_other_data
+from gfsa_experiments.runs.data import difference, fingerprint
 from gfsa_experiments.runs.methods import (
     MethodConfig,
     added_parameters,
@@ -81,8 +82,6 @@ class Run:
     device: str = "auto"
     resume: bool = False
     jobs: int = 1
-    results: Path | None = None
-    """A folder of rows: the run warns if rows of its experiment there are on other data."""
 
     def check(self) -> None:
         """Raise ValueError for everything that can be found before any data is read."""
@@ -131,11 +130,6 @@ class Run:
             name += "-" + sha256(key.settings.encode()).hexdigest()[:8]
         return self.out / key.recipe / _file_name(key.task) / name / f"seed-{key.seed}"
 
-    @property
-    def is_resumed_and_finished(self) -> bool:
-        """Whether the run only gives the row that is in its folder."""
-        return self.resume and (self.folder / "row.json").exists()
-
     def __str__(self) -> str:
         key = self.key()
         words = (key.recipe, key.task, key.method, key.options)
@@ -159,6 +153,8 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
     run.check()
     accelerator = _accelerator(run)
     free_memory_of_earlier_runs(accelerator.device)
+    if is_sharded(accelerator):
+        refuse_with_sharding(run.config)
     with contextlib.ExitStack() as held:
         if accelerator.is_main_process:
             # the system releases the lock when the process ends in any way
@@ -168,9 +164,6 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
             except Timeout as error:
                 message = f"another process is running the run in {run.folder}"
                 raise FileExistsError(message) from error
-        if is_sharded(accelerator):
-            refuse_with_sharding(run.config)
-        if accelerator.is_main_process:
             _claim(run, accelerator.num_processes)
         accelerator.wait_for_everyone()
         finished = read_row(run.folder)
@@ -244,7 +237,7 @@ def _train(
     try:
         outcome = trainer.fit(run.resume, progress)
     except FloatingPointError as error:
-        row = _row_of(run, task, data, added, trainer.diverged_outcome(), accelerator)
+        row = _row_of(run, task, data, added, trainer.outcome(), accelerator)
         if accelerator.is_main_process:
             write_json(folder / "row.json", dataclasses.asdict(row))
         raise DivergedError(str(error), row) from error
@@ -324,12 +317,11 @@ def _keep_files(run: Run, task: Task) -> None:
         write_json(folder / "probes.json", probes)
     if not run.config.lens:
         return
-    example = task.example()
-    if example is None:
+    inputs = to_device(task.example(), next(model.parameters()).device)
+    if inputs is None:
         warnings.warn(f"no lens page: recipe {run.recipe} has no example inputs", stacklevel=2)
         return
-    device = next(model.parameters()).device
-    report = gfsa.diagnose({run.method: model}, to_device(example, device), progress=False)
+    report = gfsa.diagnose({run.method: model}, inputs, progress=False)
     recorded = folder / COEFFICIENTS
     if recorded.exists():
         report.trajectories = {run.method: Trajectory.from_csv(recorded)}
@@ -384,12 +376,14 @@ def _write_environment(folder: Path, device: Any) -> None:
     write_json(folder / "environment.json", record)
 
 
-# what was printed about own data: once for all runs of this process on it
-_SAID: set[tuple[Path, str]] = set()
+@functools.cache
+def _say_of_runs(out: Path, text: str) -> None:
+    """Print it once for all runs of this process in the folder ``out``."""
+    print(text, flush=True)
 
 
 def _record_data(run: Run, task: Task, accelerator: Accelerator) -> str:
-    """The data's fingerprint, after comparing it with what the run's folder and rows have."""
+    """The data's fingerprint, after comparing it with that in the run's folder."""
     data, record = fingerprint(task), run.folder / "data.json"
     if run.resume and record.exists():
         begun = read_json(record)
@@ -405,14 +399,7 @@ def _record_data(run: Run, task: Task, accelerator: Accelerator) -> str:
         write_json(record, {"data": data, "data_dir": str(run.data_dir.resolve())})
         if task.own_data is not None:
             write_json(run.folder / "splits.json", dataclasses.asdict(task.own_data))
-            said = f"data {task.own_data}"
-            if run.results is not None and (run.results, said) not in _SAID:
-                _SAID.add((run.results, said))
-                print(said, flush=True)
-        if run.results is not None:
-            key = run.key()
-            table = run.results / f"{key.recipe}.csv"
-            warn_of_rows_on_other_data(table, (key.recipe, key.task, key.settings), data)
+            _say_of_runs(run.out, f"data {task.own_data}")
     return data
 
 

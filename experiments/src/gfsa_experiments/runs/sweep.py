@@ -77,7 +77,7 @@ class Request:
         recipe = find_recipe(self.recipe)
         for_recipe, for_method = self._split_settings(recipe.config)
         config, unused = _config(recipe.config, for_recipe)
-        runs: dict[Path, Run] = {}
+        runs: list[Run] = []
         used: set[str] = set()
         for name in self.methods:
             method = find_method(name)
@@ -88,23 +88,17 @@ class Request:
             kept = {key: text for key, text in given.items() if key in having_effect}
             options = from_text(MethodConfig, kept)
             for seed in self.seeds:
-                run = Run(
-                    recipe=self.recipe,
-                    config=dataclasses.replace(config, seed=seed),
-                    method=name,
-                    options=options,
-                    **places,
-                )
+                seeded = dataclasses.replace(config, seed=seed)
+                run = Run(recipe=self.recipe, config=seeded, method=name, options=options, **places)
                 run.check()
-                runs.setdefault(run.folder, run)
-        for name, options in dict.fromkeys((run.method, run.options) for run in runs.values()):
+                runs.append(run)
             check_options(name, options, config.sketch(), config.label())
         with_learn = f" with learn={for_method['learn']}" if "learn" in for_method else ""
         why = (
             f"none of the methods {', '.join(self.methods)} has such an option{with_learn}; their "
             f"options: {', '.join(sorted(used)) or 'none'}"
         )
-        return list(runs.values()), unused | {k: why for k in for_method if k not in used}
+        return runs, unused | {k: why for k in for_method if k not in used}
 
     def _combinations(self) -> list[Request]:
         """A request for each combination of the values in ``each``."""

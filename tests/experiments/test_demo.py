@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -89,13 +88,6 @@ def test_bits_per_byte_is_the_loss_in_bits() -> None:
 
 
 runner = CliRunner()
-
-
-def test_without_the_demo_extra_one_line_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    shown = runner.invoke(build(), ["demo", "--quick", "--out", str(tmp_path)])
-    assert shown.exit_code == 1
-    assert "pip install ./experiments" in " ".join(shown.output.split())
 
 
 def test_a_file_in_the_place_of_its_folder_is_refused(tmp_path):

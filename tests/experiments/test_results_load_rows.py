@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import ttest_rel
 
 from gfsa_experiments.results.report import notes_of, titles
-from gfsa_experiments.results.statistics import holm, paired_difference
+from gfsa_experiments.results.statistics import contrast, holm, paired_difference
 from gfsa_experiments.results.tables import frame_of, make_tables, read_folder
 from gfsa_experiments.runs.row import COLUMNS, Row, append_rows, read_rows
 from support.result_rows import row, rows
@@ -159,6 +159,37 @@ def test_holm_worked_by_hand():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+def contrast_of(ours, theirs, **others):
+    return contrast(frame_of(rows("gfsa", ours, **others)), frame_of(rows("a", theirs, **others)))
+
+
+def test_the_reduction_is_a_share_of_the_error():
+    found = contrast_of([51.0, 52.0, 54.5], [50.0, 51.5, 52.0])
+    # differences 1, 0.5, 2.5 of an error of 100 − 51.1667
+    assert found.reduction.mean == pytest.approx(100 * (4 / 3) / (100 - 153.5 / 3))
+    assert found.reduction.low < found.reduction.mean < found.reduction.high
+    # there is no error to reduce
+    perfect = contrast_of([99.0, 98.0], [100.0, 100.0])
+    assert perfect.reduction is None
+    assert perfect.test.mean == -1.5
+
+
+def test_a_loss_in_nats_is_reduced_as_its_perplexity():
+    """1 − exp(difference), whatever the loss is."""
+    nats = {"metric": "loss", "higher_is_better": False}
+    found = contrast_of([1.95, 1.97, 1.96], [1.98, 1.98, 1.99], **nats)
+    assert found.reduced == "perplexity"
+    ends = (found.test.mean, found.test.high, found.test.low)
+    reduced = (found.reduction.mean, found.reduction.low, found.reduction.high)
+    assert reduced == pytest.approx([100 * (1 - math.exp(end)) for end in ends])
+
+
+def test_a_failed_run_is_no_pair():
+    found = contrast_of([51.0, math.nan, 53.0], [50.0, 51.5, 52.0])
+    assert found.test.seeds == (0, 2)
+    assert contrast(frame_of([row("gfsa", 7)]), frame_of([row("plain", 0)])) is None
 
 
 def table_of(made):

@@ -200,22 +200,21 @@ def _given(context: Any) -> list[str]:
 
 def _print_config(console: Console, runs: list[Run]) -> None:
     """The settings of the first run that have an effect, and the options of each method."""
-    from rich.table import Table
-
+    from gfsa_experiments.engine.config import as_text
     from gfsa_experiments.runs.methods import find_method
+    from gfsa_experiments.runs.run_many import print_line
 
-    table = Table(title=f"{runs[0]} (settings of the first run)", show_header=False)
-    unused = runs[0].config.unused()
-    for name, value in vars(runs[0].config).items():
-        if name not in unused:
-            table.add_row(name, str(value))
+    config = runs[0].config
+    used = {name: value for name, value in vars(config).items() if name not in config.unused()}
+    print_line(console, f"Settings of {runs[0]}: {as_text(used)}")
     methods: dict[str, Run] = {}
     for run in runs:
         methods.setdefault(run.method, run)
     for method, run in methods.items():
-        for name in find_method(method).used_options(run.options):
-            table.add_row(f"{name} of {method}", str(getattr(run.options, name)))
-    console.print(table)
+        options = find_method(method).used_options(run.options)
+        if options:
+            chosen = {name: getattr(run.options, name) for name in options}
+            print_line(console, f"Options of {method}: {as_text(chosen)}")
 
 
 def _print_recipes_and_methods(console: Console) -> None:

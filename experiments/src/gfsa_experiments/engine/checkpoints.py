@@ -80,7 +80,6 @@ class LoopState:
     step: int = 0
     seconds: float = 0.0
     best_score: float | None = None
-    best_step: int = 0
     worse: int = 0
     stopped: bool = False
     curve: list[dict[str, float]] = field(default_factory=list)
@@ -91,6 +90,8 @@ class LoopState:
     """Seconds per step, each the mean over the steps between two lines of the log."""
     best: dict[str, Tensor] | None = None
     """The weights with the best validation, if they are kept."""
+    valid: dict[str, float] | None = None
+    """The metrics of the weights to report: the best if they are kept, else the last."""
 
     def judge(self, score: float, higher_is_better: bool, patience: int) -> bool:
         """Note the score of a validation; returns whether it is the best so far.
@@ -100,7 +101,7 @@ class LoopState:
         sign = 1 if higher_is_better else -1
         better = self.best_score is None or sign * (score - self.best_score) > 0
         if math.isfinite(score) and better:
-            self.best_score, self.best_step, self.worse = score, self.step, 0
+            self.best_score, self.worse = score, 0
             return True
         self.worse += 1
         self.stopped = bool(patience) and self.worse >= patience

@@ -216,7 +216,7 @@ class Trainer:
         self._peak_memory.stop()
         if self.state.best is not None:
             self.evaluated_model.load_state_dict(self.state.best)
-        valid, start = self._final_valid(), self.state.start
+        valid, start = self.state.valid, self.state.start
         # compared this way NaN has not fallen either
         if falling is None or start is None or valid is None or valid[falling] < start:
             return valid
@@ -226,17 +226,6 @@ class Trainer:
             "before the first step: training has diverged; a smaller lr (or filter_lr) or clip=1 "
             "may help"
         )
-
-    def _final_valid(self) -> dict[str, float] | None:
-        """The metrics of the reported weights on ``valid``."""
-        if "valid" not in self.task.splits:
-            return None
-        at = self.state.best_step if self.state.best is not None else self.state.step
-        for line in self.log.history:
-            if line["step"] == at and f"valid/{self.task.metric}" in line:
-                found = {k: v for k, v in line.items() if k.startswith("valid/")}
-                return {name.removeprefix("valid/"): value for name, value in found.items()}
-        return self._evaluate("valid")
 
     @property
     def evaluated_model(self) -> nn.Module:
@@ -276,17 +265,17 @@ class Trainer:
             at.seconds += pace.seconds
             if pace.seconds_per_step is not None:
                 at.rates.append(pace.seconds_per_step)
-            loss = pace.loss
+            mean = pace.loss
             if self.accelerator.num_processes > 1:
                 # each has a share of every batch; all see a loss that is not finite, and end
-                own = torch.tensor(loss, device=self.accelerator.device)
-                loss = float(self.accelerator.reduce(own, "mean"))
-            if not math.isfinite(loss):
+                own = torch.tensor(mean, device=self.accelerator.device)
+                mean = float(self.accelerator.reduce(own, "mean"))
+            if not math.isfinite(mean):
                 raise FloatingPointError(
-                    f"the loss is {loss} at step {at.step}: training has diverged; "
+                    f"the loss is {mean} at step {at.step}: training has diverged; "
                     "a smaller lr (or filter_lr), clip=1 or precision=fp32 may help"
                 )
-            report = self._log_step(loss, rate, pace.seconds_per_step, evaluates)
+            report = self._log_step(mean, rate, pace.seconds_per_step, evaluates)
             if evaluates:
                 # whoever watches the run, or finds it killed, has the metrics so far
                 self.log.write()
@@ -337,6 +326,8 @@ class Trainer:
         if is_best and (config.best or config.patience):
             weights = self.evaluated_model.state_dict()
             self.state.best = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        if is_best or self.state.best is None:
+            self.state.valid = scores
         return scores
 
     def _add_to_log(self, line: dict[str, Any], beside: dict[str, float] | None = None) -> None:

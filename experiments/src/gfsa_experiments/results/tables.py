@@ -157,8 +157,9 @@ def _make_table(key: Any, every: pd.DataFrame, reference: str) -> ResultTable:
         is_compared = base is not None and name != base
         found = contrast(variants[name], variants[base]) if is_compared else None
         lines[name] = Line.of(variants[name], found)
-    shown, replaced = tuple(lines.values()), every[every.replaced]
-    return ResultTable(*key, metric, bool(up), shown, replaced, lines.get(base))
+    recipe, task, settings, data = key
+    shown, replaced, found = tuple(lines.values()), every[every.replaced], lines.get(base)
+    return ResultTable(recipe, task, settings, data, metric, bool(up), shown, replaced, found)
 
 
 def _natural(texts: Iterable[str]) -> list[list[tuple[bool, int, str]]]:

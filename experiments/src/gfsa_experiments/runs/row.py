@@ -64,11 +64,6 @@ class Row:
     test, and a hash of some examples; empty if it was not recorded."""
 
     @property
-    def experiment(self) -> tuple[str, str, str]:
-        """The key of rows that are compared with each other, if they are on the same data."""
-        return self.recipe, self.task, self.settings
-
-    @property
     def key(self) -> tuple[object, ...]:
         """What identifies the run."""
         return self.recipe, self.task, self.method, self.options, self.settings, self.seed

@@ -24,7 +24,6 @@ from gfsa_experiments.results.figures import marks
 from gfsa_experiments.results.statistics import holm
 from gfsa_experiments.results.tables import frame_of
 from gfsa_experiments.runs.row import Row, append_rows
-from support.result_rows import rows_of_family
 
 TEXT = """
 title = "A toy"
@@ -68,7 +67,21 @@ def written(folder: Path, text: str = TEXT) -> Any:
 
 
 def rows_of(family: Any, **changes: Any) -> list[Row]:
-    return rows_of_family(family, VALUES, lambda line, at: changes)
+    """A row for each run of a family, in the order of its comparisons."""
+    values: dict[str, Any] = {
+        "metric": "accuracy",
+        "higher_is_better": True,
+        "epochs": 3.0,
+        "commit": "abc1234",
+        "date": "2026-11-16T01:00:00+00:00",
+    }
+    recorded = {
+        key: Row(**key._asdict(), test=test, **(values | changes))
+        for comparison in family.comparisons
+        for line, keys in comparison.keys.items()
+        for key, test in zip(keys, VALUES[line], strict=True)
+    }
+    return list(recorded.values())
 
 
 def judged(family: Any, rows: list[Row]) -> list[Outcome]:

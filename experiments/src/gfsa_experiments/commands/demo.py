@@ -85,53 +85,52 @@ def train_all(seeds: int, steps: int, quick: bool = False) -> Found:
     with tempfile.TemporaryDirectory() as folder:
 
         def carried_out(names: tuple[str, ...], steps: int) -> Found:
+            runs = [
+                run
+                for name in names
+                for run in _runs(name, seeds, steps, quick, out=Path(folder, name), jobs=jobs)
+            ]
             # seed by seed, so that a busy machine slows the variants alike
-            every = [(s, name) for s in range(_FIRST_SEED, _FIRST_SEED + seeds) for name in names]
-            runs = [(name, _run(name, s, steps, Path(folder), jobs, quick)) for s, name in every]
-            return _carry_out(runs, jobs)
+            return _carry_out(sorted(runs, key=lambda run: run.config.seed), jobs)
 
         found = carried_out((PLAIN, FILTERED), steps)
         return found + carried_out((LONGER,), max(1, round(steps * time_ratio(found))))
 
 
-def _run(name: str, seed: int, steps: int, folder: Path, jobs: int, quick: bool) -> Run:
-    from gfsa_experiments.runs.methods import MethodConfig
-    from gfsa_experiments.runs.run import Run
-    from gfsa_experiments.tasks.pretrain.recipe import StdlibConfig
+def _runs(name: str, seeds: int, steps: int, quick: bool, **places: Any) -> list[Run]:
+    """The runs of a variant."""
+    from gfsa_experiments.runs.sweep import Request
 
-    given: dict[str, Any] = {"checkpoints": False, "tensorboard": False, "eval_rows": 64}
+    settings = {"max_steps": steps, "eval_rows": 64, "checkpoints": False, "tensorboard": False}
+    settings |= _RATES
     if quick:
-        given |= {"depth": 2, "evaluations": 2, "test_rows": 64}
-    filtered = name == FILTERED
-    # at the model's rate the depth term hardly moves in so few steps
-    options = MethodConfig(first_values=True, filter_lr=0.1) if filtered else MethodConfig()
-    return Run(
+        settings |= {"depth": 2, "evaluations": 2, "test_rows": 64}
+    if name == FILTERED:
+        # at the model's rate the depth term hardly moves in so few steps
+        settings |= {"first_values": True, "filter_lr": 0.1}
+    request = Request(
         recipe="stdlib",
-        config=StdlibConfig(seed=seed, max_steps=steps, **_RATES, **given),
-        method="exclusive" if filtered else "plain",
-        options=options,
-        # plain for longer has as many steps as plain where the times are equal
-        out=folder / name.replace(" ", "-"),
-        device="cpu",
-        jobs=jobs,
+        methods=("exclusive" if name == FILTERED else "plain",),
+        seeds=tuple(range(_FIRST_SEED, _FIRST_SEED + seeds)),
+        settings=tuple((key, str(value)) for key, value in settings.items()),
     )
+    return request.runs(device="cpu", **places)
 
 
-def _carry_out(runs: list[tuple[str, Run]], jobs: int) -> Found:
+def _carry_out(runs: list[Run], jobs: int) -> Found:
     from rich.progress import track
 
     from gfsa_experiments.runs.run_many import carry_out_all
 
-    names = {run.folder: name for name, run in runs}
     found: Found = []
-    ended = carry_out_all([run for _, run in runs], jobs)
+    ended = carry_out_all(runs, jobs)
     for run, row, error in track(ended, f"{len(runs)} training runs", len(runs), transient=True):
         if row is None or error:
             raise RuntimeError(f"a run of the demo failed: {error}")
         with (run.folder / "curve.csv").open(newline="") as file:
             lines = list(csv.DictReader(file))
         curve = [(int(line["step"]), float(line["valid bits_per_byte"])) for line in lines]
-        found.append((replace(row, method=names[run.folder], options="", settings=""), curve))
+        found.append((replace(row, method=run.out.name, options="", settings=""), curve))
     return found
 
 

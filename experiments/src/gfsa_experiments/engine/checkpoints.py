@@ -155,11 +155,12 @@ class LoopCheckpoints:
                     raise ValueError(f"{checkpoint} cannot be read, delete it: {error}") from error
                 warnings.warn(f"{checkpoint} cannot be read and is skipped: {error}", stacklevel=2)
             else:
-                self._say(f"resumed after step {resumed.step}")
+                # said because the end of a run does not show where it began
+                self.accelerator.print(f"{self.run}: resumed after step {resumed.step}", flush=True)
                 return resumed
         if found:
             raise ValueError(f"no checkpoint in {self.folder} can be read; delete it")
-        self._say("has no checkpoint, begins with step 1")
+        self.accelerator.print(f"{self.run}: no checkpoint, begins with step 1", flush=True)
         return state
 
     def _load(self, checkpoint: Path) -> LoopState:
@@ -174,11 +175,6 @@ class LoopCheckpoints:
                 group["lr"] = group["lr"].to(device)
         self.log.history = own.pop("history")
         return LoopState(**own | {"trajectory": Trajectory.from_plain(own["trajectory"])})
-
-    def _say(self, text: str) -> None:
-        """Print once what a resumed run does: its end does not show where it began."""
-        if self.accelerator.is_main_process:
-            print(f"{self.run}: {text}", flush=True)
 
 
 def _flush(path: Path) -> None:

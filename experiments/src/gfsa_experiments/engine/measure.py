@@ -48,20 +48,9 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak * 1e12 for part, peak in _PEAK.items() if part in name), None)
 
 
-class Report(NamedTuple):
-    """The steps since the last report, and a validation if there was one."""
-
-    step: int
-    """Steps done."""
-    total: int
-    """Steps of the run."""
-    text: str
-    """``12,000 tokens, loss 2.61, valid loss 2.59, 812,000 tokens/s, MFU 25%``"""
-    evaluated: bool
-
-
-Progress = Callable[[Report], None]
-"""Called every ``log_every`` steps, at evaluations and at checkpoints."""
+Progress = Callable[[str, bool], None]
+"""Called every ``log_every`` steps, at evaluations and at checkpoints with ``step 50 of 900, loss
+2.61, valid loss 2.59, 812,000 tokens/s`` and whether there was a validation."""
 
 
 class Pace(NamedTuple):
@@ -69,14 +58,10 @@ class Pace(NamedTuple):
 
     loss: float
     """Their mean."""
-    steps: int
+    seconds: float
+    """Of all steps: those that were not timed count as the mean of the others."""
     seconds_per_step: float | None
     """None if no step was timed."""
-
-    @property
-    def seconds(self) -> float:
-        """Of all steps: those that were not timed count as the mean of the others."""
-        return self.steps * (self.seconds_per_step or 0.0)
 
 
 class StepMeter:
@@ -105,7 +90,7 @@ class StepMeter:
         loss = float(self._losses) / self._steps
         timed = self._steps - self._untimed
         seconds = (time.perf_counter() - self._since) / timed if timed else None
-        return Pace(loss, self._steps, seconds)
+        return Pace(loss, self._steps * (seconds or 0.0), seconds)
 
     def restart(self) -> None:
         """Begin with the next step, whatever was measured or done since the reading."""
@@ -149,16 +134,14 @@ class RunLog:
     process that ``writes`` writes files.
     """
 
-    def __init__(self, folder: Path, writes: bool) -> None:
+    def __init__(self, folder: Path, writes: bool, tensorboard: bool) -> None:
         self.folder, self.writes = folder, writes
         self.history: list[dict[str, Any]] = []
         self._tensorboard: Any = None
+        if writes and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
 
-    def open_tensorboard(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        if self.writes:
-            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
 
     def add(self, line: dict[str, Any], **beside: Any) -> None:
         """Add a line to the history and to TensorBoard, which gets the values ``beside`` it too."""

@@ -26,7 +26,6 @@ from gfsa_experiments.engine.measure import (
     Movement,
     PeakMemory,
     Progress,
-    Report,
     RunLog,
     StepMeter,
     peak_flops,
@@ -143,7 +142,7 @@ class Trainer:
         make_step = GraphedStep if config.graphs else EagerStep
         self.step = make_step(accelerator, self.model, self.optimiser, task.loss, config.clip)
         self._first_step_compiles = compiles or config.graphs
-        self.log = RunLog(folder, accelerator.is_main_process)
+        self.log = RunLog(folder, accelerator.is_main_process, config.tensorboard)
         self.checkpoints = LoopCheckpoints(folder, accelerator, self.optimiser, self.log)
         self.batches = StepBatches(task, config, accelerator)
         self.steps_per_epoch = self.batches.steps_per_epoch
@@ -165,8 +164,6 @@ class Trainer:
 
     def fit(self, resume: bool = False, progress: Progress | None = None) -> Outcome:
         """Train to the end (from the last checkpoint, if ``resume``) and evaluate."""
-        if self.config.tensorboard:
-            self.log.open_tensorboard()
         try:
             with sealed(self.task.splits["test"]):
                 valid = self._train_and_validate(resume, progress)
@@ -275,12 +272,12 @@ class Trainer:
                     f"the loss is {mean} at step {at.step}: training has diverged; "
                     "a smaller lr (or filter_lr), clip=1 or precision=fp32 may help"
                 )
-            report = self._log_step(mean, rate, pace.seconds_per_step, evaluates)
+            text = self._log_step(mean, rate, pace.seconds_per_step, evaluates)
             if evaluates:
                 # whoever watches the run, or finds it killed, has the metrics so far
                 self.log.write()
             if progress is not None:
-                progress(report)
+                progress(text, evaluates)
             if saves or (at.stopped and config.checkpoints):
                 self.checkpoints.save(at)
             if at.stopped:
@@ -289,8 +286,8 @@ class Trainer:
 
     def _log_step(
         self, loss: float, rate: float, seconds_per_step: float | None, evaluates: bool
-    ) -> Report:
-        """Add the last steps to the log, with a validation if one is due."""
+    ) -> str:
+        """Add the last steps to the log, with a validation if one is due; what to say of them."""
         at, metric, work = self.state, self.task.metric, self.task.work
         line = {"step": at.step, "loss": loss, "lr": rate}
         said = [f"loss {loss:.4g}"]
@@ -313,7 +310,7 @@ class Trainer:
             said.append(f"{speed['tokens_per_second']:,.0f} tokens/s")
         if "mfu" in speed:
             said.append(f"MFU {speed['mfu']:.0%}")
-        return Report(at.step, self.total, ", ".join(said), evaluates)
+        return f"step {at.step:,} of {self.total:,}, {', '.join(said)}"
 
     def _evaluate(self, split: str) -> dict[str, float]:
         return evaluate(self.task, self.evaluated_model, split, self.config, self.accelerator)

@@ -155,8 +155,8 @@ def _make_table(key: Any, every: pd.DataFrame, reference: str) -> ResultTable:
     lines = {}
     for name in order:
         is_compared = base is not None and name != base
-        found = contrast(variants[name], variants[base]) if is_compared else None
-        lines[name] = Line.of(variants[name], found)
+        to_base = contrast(variants[name], variants[base]) if is_compared else None
+        lines[name] = Line.of(variants[name], to_base)
     recipe, task, settings, data = key
     shown, replaced, found = tuple(lines.values()), every[every.replaced], lines.get(base)
     return ResultTable(recipe, task, settings, data, metric, bool(up), shown, replaced, found)

@@ -100,27 +100,18 @@ def _of_container(value: Any, depth: int) -> Iterator[bytes]:
         for part in value:
             yield from _pieces(part, depth)
         return
-    named = _named_parts(value)
+    named: Any
+    if isinstance(value, Mapping):
+        named = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        named = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif hasattr(value, "to_dict"):
+        # a graph of PyG
+        named = dict(value.to_dict())
+    else:
+        named = getattr(value, "__dict__", {}) | {"": type(value).__name__}
+    named = {str(name): part for name, part in named.items()}
     yield f"dict {len(named)}:".encode()
     for name in sorted(named):
         yield from _pieces(name, depth)
         yield from _pieces(named[name], depth)
-
-
-def _named_parts(value: Any) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return {str(key): part for key, part in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if hasattr(value, "to_dict"):
-        # a graph of PyG
-        return _named_parts(dict(value.to_dict()))
-    return dict(getattr(value, "__dict__", {})) | {"": type(value).__name__}
-
-
-def difference(old: str, new: str) -> str:
-    """How two fingerprints differ, in words."""
-    (old_sizes, _, old_hash), (new_sizes, _, new_hash) = old.partition(" "), new.partition(" ")
-    if old_sizes != new_sizes:
-        return f"{old_sizes} examples in train+valid+test then, {new_sizes} now"
-    return f"as many examples, {new_sizes}, but different ones: {old_hash} then, {new_hash} now"

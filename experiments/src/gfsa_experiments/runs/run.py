@@ -45,7 +45,7 @@ from gfsa_experiments.engine.step import to_device
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.engine.trainer import Outcome, Trainer, is_sharded, refuse_with_sharding
 from gfsa_experiments.engine.whole_files import write_text
-from gfsa_experiments.runs.data import difference, fingerprint
+from gfsa_experiments.runs.data import fingerprint
 from gfsa_experiments.runs.methods import (
     MethodConfig,
     added_parameters,
@@ -389,8 +389,8 @@ def _record_data(run: Run, task: Task, accelerator: Accelerator) -> str:
         begun = read_json(record)
         if begun["data"] != data:
             raise ValueError(
-                f"{run.folder} holds a run on other data, from {begun['data_dir']} "
-                f"({difference(begun['data'], data)}); give it that data, or use another --out"
+                f"{run.folder} holds a run on other data, {begun['data']} from "
+                f"{begun['data_dir']}, got {data}; give it that data, or use another --out"
             )
     # every process has compared before the main process writes
     accelerator.wait_for_everyone()

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from gfsa_experiments.engine.measure import Progress, Report
+from gfsa_experiments.engine.measure import Progress
 from gfsa_experiments.runs.row import Row, append_rows, read_rows_if_any
 from gfsa_experiments.runs.run import DivergedError, Run, carry_out
 
@@ -157,11 +157,10 @@ def record_all(console: Console, runs: list[Run], jobs: int, results: Path, writ
 def _follow(console: Console, status: Status, run: Run) -> Progress:
     """The progress callback of a run: where it is; off a terminal a line at each evaluation."""
 
-    def update(report: Report) -> None:
-        line = f"{run}: step {report.step:,} of {report.total:,}, {report.text}"
-        status.update(escape(line))
-        if report.evaluated and not console.is_terminal:
-            print_line(console, line)
+    def update(text: str, evaluated: bool) -> None:
+        status.update(escape(f"{run}: {text}"))
+        if evaluated and not console.is_terminal:
+            print_line(console, f"{run}: {text}")
 
     return update
 

@@ -308,14 +308,16 @@ def damage_newest(folder: Path, name: str) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "optimizer.bin", "loop-0.pt"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "optimizer.bin", "random_states_0.pkl", "loop-0.pt"]
+)
 def test_a_damaged_checkpoint_is_passed_over(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = carry_out(run(tmp_path / "whole", epochs=3))
     broken = run(tmp_path / "broken", epochs=3)
     with monkeypatch.context() as patch:
-        patch.setattr("gfsa_experiments.engine.trainer.Trainer.outcome", _interrupt)
+        patch.setattr("gfsa_experiments.engine.trainer.Trainer.columns", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             carry_out(broken)
     assert len(checkpoints(broken.folder / "checkpoints")) == 2

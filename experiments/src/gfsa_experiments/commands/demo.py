@@ -101,7 +101,8 @@ def _runs(name: str, seeds: int, steps: int, quick: bool, **places: Any) -> list
     """The runs of a variant."""
     from gfsa_experiments.runs.sweep import Request
 
-    settings = {"max_steps": steps, "eval_rows": 64, "checkpoints": False, "tensorboard": False}
+    settings: dict[str, Any] = {"max_steps": steps, "eval_rows": 64}
+    settings |= {"checkpoints": False, "tensorboard": False}
     settings |= _RATES
     if quick:
         settings |= {"depth": 2, "evaluations": 2, "test_rows": 64}

@@ -155,7 +155,7 @@ class LoopCheckpoints:
                     raise ValueError(f"{checkpoint} cannot be read, delete it: {error}") from error
                 warnings.warn(f"{checkpoint} cannot be read and is skipped: {error}", stacklevel=2)
             else:
-                # said because the end of a run does not show where it began
+                # the end of a run does not show where it began
                 self.accelerator.print(f"{self.run}: resumed after step {resumed.step}", flush=True)
                 return resumed
         if found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -21,7 +21,7 @@ from gfsa_experiments.engine.checkpoints import (
     isolated_generators,
 )
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
-from gfsa_experiments.engine.config import TrainConfig
+from gfsa_experiments.engine.config import TrainConfig, as_text
 from gfsa_experiments.engine.measure import (
     Movement,
     PeakMemory,
@@ -91,14 +91,6 @@ def evaluate(
     return {name: float(value) for name, value in scores.items()}
 
 
-class Outcome(NamedTuple):
-    """The metrics of a run, and the columns of its row that say what it took."""
-
-    test: dict[str, float]
-    valid: dict[str, float] | None
-    cost: dict[str, Any]
-
-
 class Trainer:
     """Trains the model of a task; a killed run can be resumed.
 
@@ -162,8 +154,8 @@ class Trainer:
             compile_blocks(self.bare_model)
         return compiled != "no"
 
-    def fit(self, resume: bool = False, progress: Progress | None = None) -> Outcome:
-        """Train to the end (from the last checkpoint, if ``resume``) and evaluate."""
+    def fit(self, resume: bool = False, progress: Progress | None = None) -> dict[str, Any]:
+        """Train to the end (from the last checkpoint if ``resume``) and evaluate."""
         try:
             with sealed(self.task.splits["test"]):
                 valid = self._train_and_validate(resume, progress)
@@ -178,16 +170,23 @@ class Trainer:
             self.bare_model.load_state_dict(self.average.module.state_dict())
         # hooks that the caller adds afterwards are called in the uncompiled model only
         forget_compiled(self.bare_model)
-        return self.outcome(test, valid)
+        return self.columns(test, valid)
 
-    def outcome(
+    def columns(
         self, test: dict[str, float] | None = None, valid: dict[str, float] | None = None
-    ) -> Outcome:
-        """What the run gives; without metrics that of a run that diverged."""
-        at, undefined = self.state, {self.task.metric: math.nan}
+    ) -> dict[str, Any]:
+        """The results in the run's row; without metrics those of a run that diverged."""
+        at, metric = self.state, self.task.metric
         if test is None:
-            test, valid = undefined, undefined if "valid" in self.task.splits else None
-        cost = {
+            test = {metric: math.nan}
+            valid = test if "valid" in self.task.splits else None
+        others = {name: round(value, 6) for name, value in test.items() if name != metric}
+        return {
+            "metric": metric,
+            "higher_is_better": self.task.higher_is_better,
+            "test": test[metric],
+            "valid": valid[metric] if valid else None,
+            "others": as_text(others),
             "moved": self.movement.mean(),
             "epochs": round(at.step / self.steps_per_epoch, 3),
             "steps": at.step,
@@ -195,7 +194,6 @@ class Trainer:
             "seconds_per_step": median(at.rates) if at.rates else 0.0,
             "peak_memory_mib": self._peak_memory.mib,
         }
-        return Outcome(test, valid, cost)
 
     def _train_and_validate(
         self, resume: bool, progress: Progress | None

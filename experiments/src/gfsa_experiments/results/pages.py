@@ -5,15 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
-
-import pandas as pd
 
 from gfsa_experiments.engine.whole_files import write_text
 from gfsa_experiments.results import figures, report
 from gfsa_experiments.results.families import (
-    Family,
     Judged,
     is_of,
     outcomes,
@@ -53,40 +49,20 @@ class Asked:
 
 
 class Folder:
-    """What the rows of a folder say; each part is read when it is first asked for."""
+    """What the rows of a folder say."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    @cached_property
-    def _families(self) -> list[Family]:
-        return read_families(self.path)
-
-    @cached_property
-    def _rows(self) -> pd.DataFrame:
+        families = read_families(path)
         # a family is there before its first run, and --plan writes what to run
-        rows = read_folder(self.path, may_be_empty=bool(self._families))
-        refuse_unregistered(self._families, rows, self.tuning)
-        return rows
-
-    @cached_property
-    def tuning(self) -> pd.DataFrame:
-        """The rows by which arms were tuned."""
-        return read_folder(self.path / "tuning", may_be_empty=True)
-
-    @cached_property
-    def judged(self) -> list[Judged]:
-        rows = self._rows[~self._rows.replaced]
-        return [(family, outcomes(family, rows)) for family in self._families]
-
-    @cached_property
-    def _exploratory(self) -> pd.DataFrame:
-        keys = {key for family in self._families for key in family.keys}
-        return self._rows[~is_of(self._rows, keys)]
-
-    @cached_property
-    def tables(self) -> list[ResultTable]:
-        return make_tables(self._exploratory)
+        rows = read_folder(path, may_be_empty=bool(families))
+        # the rows by which arms were tuned
+        self.tuning = read_folder(path / "tuning", may_be_empty=True)
+        refuse_unregistered(families, rows, self.tuning)
+        latest = rows[~rows.replaced]
+        self.judged: list[Judged] = [(family, outcomes(family, latest)) for family in families]
+        self.exploratory = rows[~is_of(rows, {key for family in families for key in family.keys})]
+        self.tables = make_tables(self.exploratory)
 
     def families(self, asked: Asked) -> list[Judged]:
         """The families that are asked for by name, recipe or task."""
@@ -110,7 +86,7 @@ class Folder:
 
     def chosen(self, asked: Asked) -> list[ResultTable]:
         """The exploratory tables and lines that are asked for; a ValueError says what there is."""
-        every = make_tables(self._exploratory, asked.against) if asked.against else self.tables
+        every = make_tables(self.exploratory, asked.against) if asked.against else self.tables
         tables = [t for t in every if asked.recipe in ("", t.recipe) and asked.task in t.task]
         if (asked.recipe or asked.task) and not tables:
             there = ", ".join(sorted({f"{t.recipe}: {t.task}" for t in every})) or "none"

@@ -43,7 +43,7 @@ from gfsa_experiments.engine.config import (
 from gfsa_experiments.engine.measure import COEFFICIENTS, Progress, free_memory_of_earlier_runs
 from gfsa_experiments.engine.step import to_device
 from gfsa_experiments.engine.task import Task
-from gfsa_experiments.engine.trainer import Outcome, Trainer, is_sharded, refuse_with_sharding
+from gfsa_experiments.engine.trainer import Trainer, is_sharded, refuse_with_sharding
 from gfsa_experiments.engine.whole_files import write_text
 from gfsa_experiments.runs.data import fingerprint
 from gfsa_experiments.runs.methods import (
@@ -235,9 +235,9 @@ def _train(
     new = added_parameters(task.model)
     trainer = Trainer(task, config, accelerator, folder, new, run.options.filter_lr)
     try:
-        outcome = trainer.fit(run.resume, progress)
+        results = trainer.fit(run.resume, progress)
     except FloatingPointError as error:
-        row = _row_of(run, task, data, added, trainer.outcome(), accelerator)
+        row = _row_of(run, task, data, added, trainer.columns(), accelerator)
         if accelerator.is_main_process:
             write_json(folder / "row.json", dataclasses.asdict(row))
         raise DivergedError(str(error), row) from error
@@ -249,7 +249,7 @@ def _train(
         if accelerator.is_main_process:
             task.model.load_state_dict(weights)
             task.model.to(accelerator.device)
-    row = _row_of(run, task, data, added, outcome, accelerator)
+    row = _row_of(run, task, data, added, results, accelerator)
     if accelerator.is_main_process:
         _keep_files(run, task)
         write_json(folder / "row.json", dataclasses.asdict(row))
@@ -260,20 +260,13 @@ def _train(
 
 
 def _row_of(
-    run: Run, task: Task, data: str, added: int, outcome: Outcome, accelerator: Accelerator
+    run: Run, task: Task, data: str, added: int, results: dict[str, Any], accelerator: Accelerator
 ) -> Row:
     """The row of a run, whose model has ``added`` numbers more than without its method."""
-    metric = task.metric
-    others = {name: round(v, 6) for name, v in outcome.test.items() if name != metric}
     count, name = accelerator.num_processes, device_name(accelerator.device)
     return Row(
         **run.key()._asdict(),
-        **outcome.cost,
-        metric=metric,
-        higher_is_better=task.higher_is_better,
-        test=outcome.test[metric],
-        valid=outcome.valid[metric] if outcome.valid else None,
-        others=as_text(others),
+        **results,
         parameters=sum(p.numel() for p in task.model.parameters() if p.requires_grad),
         added=added,
         coefficients=_coefficients(task.model),

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gfsa import cli
-from gfsa_experiments.results.figures import draw, marks
+from gfsa_experiments.results.report import draw, marks
 from gfsa_experiments.results.tables import frame_of, make_tables
 from gfsa_experiments.runs.row import append_rows
 from support.result_rows import row, rows

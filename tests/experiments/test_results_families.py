@@ -20,7 +20,7 @@ from gfsa_experiments.results.families import (
     read_family,
     refuse_unregistered,
 )
-from gfsa_experiments.results.figures import marks
+from gfsa_experiments.results.report import marks
 from gfsa_experiments.results.statistics import holm
 from gfsa_experiments.results.tables import frame_of
 from gfsa_experiments.runs.row import Row, append_rows

@@ -176,7 +176,7 @@ def draw(found: Found, path: Path) -> None:
     from matplotlib.figure import Figure
 
     from gfsa.lens.colours import COLOURS, MARKERS, series_of
-    from gfsa_experiments.results.figures import save
+    from gfsa_experiments.results.report import save
 
     names = [PLAIN, LONGER, FILTERED]
     figure = Figure(figsize=(5, 3.1), layout="constrained")

@@ -41,8 +41,8 @@ def results(
     Example: gfsa results --recipe text --method gfsa,degree1
     """
     from gfsa_experiments.engine.whole_files import refuse_inside_file
-    from gfsa_experiments.results import figures
     from gfsa_experiments.results.pages import Asked, Folder, blocks_of, write_folder, write_plan
+    from gfsa_experiments.results.report import plot as plot_forest
 
     try:
         asked = Asked(show, recipe, task, method, against, family)
@@ -57,7 +57,7 @@ def results(
         if plan is not None:
             typer.echo(f"wrote {plan}: {write_plan(found, family, plan)} runs", err=True)
         if plot is not None:
-            figures.plot(found.chosen(asked), plot, found.judged)
+            plot_forest(found.chosen(asked), plot, found.judged)
             typer.echo(f"wrote {plot}", err=True)
         if write:
             typer.echo(f"wrote {', '.join(map(str, write_folder(found)))}", err=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from gfsa_experiments.engine.whole_files import write_text
-from gfsa_experiments.results import figures, report
+from gfsa_experiments.results import report
 from gfsa_experiments.results.families import (
     Judged,
     is_of,
@@ -161,7 +161,7 @@ def write_folder(found: Folder) -> list[Path]:
             beside = "" if path.resolve().parent != root else f"{found.path.resolve().name}/"
             pages[path] = _updated(path, found, beside)
     if any("--show forest -->" in page for page in pages.values()):
-        figures.plot(found.tables, found.path / FOREST, found.judged)
+        report.plot(found.tables, found.path / FOREST, found.judged)
     for path, page in pages.items():
         write_text(path, page)
     return list(pages)

@@ -268,7 +268,7 @@ def test_a_plan_says_which_line_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no runs"):
         runs_of_plan(plan)
     plan.write_bytes(bytes([200, 201]))
-    with pytest.raises(ValueError, match=r"plan\.txt is no text in UTF-8"):
+    with pytest.raises(ValueError, match=r"plan\.txt is not text in UTF-8"):
         runs_of_plan(plan)
 
 

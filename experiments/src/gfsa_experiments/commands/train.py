@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gfsa_experiments.runs.run import Run
     from gfsa_experiments.runs.sweep import Request
 
-# click's own class, or that of the copy of click in newer versions of typer
+# click's class; newer versions of typer have their own copy of click
 _UsageError: Any = typer.BadParameter.__base__
 
 # the parameters that describe a sweep, which a line of a plan may have, and their flags
@@ -150,7 +150,7 @@ def runs_of_plan(path: Path, **places: Any) -> list[Run]:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"--plan {path} is no text in UTF-8 ({error.reason}, byte {error.start}); expected "
+            f"--plan {path} is not text in UTF-8 ({error.reason}, byte {error.start}); expected "
             "arguments of gfsa train on each line"
         ) from error
     runs: list[Run] = []

@@ -85,7 +85,7 @@ class SeededItems(Dataset[Any]):
 
 
 def in_order(count: int, batch_size: int, first: int = 0, step: int = 1) -> list[list[int]]:
-    """The indices of consecutive batches, of which every ``step``-th from ``first`` on."""
+    """The indices of consecutive batches: of every ``step``-th one, from ``first`` on."""
     starts = range(0, count, batch_size)[first::step]
     return [list(range(start, min(start + batch_size, count))) for start in starts]
 

@@ -1,7 +1,7 @@
 """Random generators, the state of the training loop, and the checkpoints a run resumes from.
 
 Checkpoints survive ``kill -9`` at any moment: a checkpoint is a folder that is written under a
-temporary name, flushed to the disk and then renamed, so whatever is called ``step-…`` is complete.
+temporary name, flushed to the disk and then renamed, so a folder called ``step-…`` is complete.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class StepMeter:
         return Pace(loss, self._steps * (seconds or 0.0), seconds)
 
     def restart(self) -> None:
-        """Begin with the next step, whatever was measured or done since the reading."""
+        """Begin with the next step; what happened since the reading does not count."""
         self._losses.zero_()
         self._steps, self._untimed, self._since = 0, 0, time.perf_counter()
 

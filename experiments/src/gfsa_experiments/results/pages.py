@@ -37,7 +37,7 @@ class Asked:
     family: str = ""
 
     def check(self) -> None:
-        """Raise ValueError for options of which one would be ignored."""
+        """Raise ValueError for options that would be ignored."""
         if self.show not in ("", *PARTS):
             raise ValueError(f"--show takes {', '.join(PARTS)}, got {self.show!r}")
         if self.family and (self.recipe or self.task or self.method or self.against):
@@ -56,7 +56,7 @@ class Folder:
         families = read_families(path)
         # a family is there before its first run, and --plan writes what to run
         rows = read_folder(path, may_be_empty=bool(families))
-        # the rows by which arms were tuned
+        # the rows that settings were chosen by
         self.tuning = read_folder(path / "tuning", may_be_empty=True)
         refuse_unregistered(families, rows, self.tuning)
         latest = rows[~rows.replaced]

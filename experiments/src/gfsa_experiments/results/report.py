@@ -336,7 +336,7 @@ def notes_of(table: ResultTable, reference: str = PLAIN) -> list[str]:
     notes = []
     if table.reference is None:
         notes.append(f"no run of {reference} with these settings, so no difference.")
-    # lines of which the same is to be said share a note
+    # lines with the same note share it
     alike: dict[str, list[str]] = {}
     for line in table.lines:
         for note in _notes_of_line(line, table.reference):

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 LEVEL = 0.95
-# metrics whose relative reduction is that of the perplexity, exp(loss)
+# for these metrics the reduction of the perplexity, exp(loss), is reported
 IN_NATS = {"loss"}
 # runs whose costs differ by no more are taken to have had the same
 _SAME = 0.01

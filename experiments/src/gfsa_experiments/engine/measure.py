@@ -178,19 +178,17 @@ class Movement:
     """How far the learned numbers of a model's filters are from their start."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = gfsa.filters_of(model).items()
-        self._filters: dict[str, Any] = {
-            name: f for name, f in found if getattr(f, "theta", None) is not None
-        }
-        self._start = {name: f.theta.detach().clone() for name, f in self._filters.items()}
+        filters: list[Any] = [*gfsa.filters_of(model).values()]
+        learned = [f for f in filters if getattr(f, "theta", None) is not None]
+        self._start = [(f, f.theta.detach().clone()) for f in learned]
 
     def mean(self) -> float | None:
         """Mean |coefficient − its start| over the learned numbers of all filters."""
         if not self._start:
             return None
         steps = []
-        for name, f in self._filters.items():
+        for f, start in self._start:
             # where numbers are sharded, every process has to ask for them
             theta = f.theta.full_tensor() if hasattr(f.theta, "full_tensor") else f.theta
-            steps.append(((theta.detach() - self._start[name]) * f.lr_multiplier).abs().flatten())
+            steps.append(((theta.detach() - start) * f.lr_multiplier).abs().flatten())
         return float(torch.cat(steps).mean())

@@ -118,11 +118,11 @@ def record_all(console: Console, runs: list[Run], jobs: int, results: Path, writ
     # error → the runs that failed with it: wrong data makes every run fail alike
     failures: dict[str, list[str]] = defaultdict(list)
     at_rest: set[str] = set()
-    ended = 0
     # a line is redrawn on a terminal alone
     with console.status(f"0 of {len(runs)} runs") as status:
         progress = functools.partial(_follow, console, status)
-        for run, row, error in carry_out_all(runs, jobs, progress):
+        ended = enumerate(carry_out_all(runs, jobs, progress), start=1)
+        for count, (run, row, error) in ended:
             name = names[run.folder]
             if row is not None and write:
                 error = "; ".join(filter(None, [error, _append(results, run, row, before)]))
@@ -135,8 +135,7 @@ def record_all(console: Console, runs: list[Run], jobs: int, results: Path, writ
                 print_line(console, f"{said}{name}: {row.metric} {row.test:.4f}")
                 if row.added and row.moved is not None and row.moved < _HARDLY_MOVED:
                     at_rest.add(row.name)
-            ended += 1
-            status.update(f"{ended} of {len(runs)} runs")
+            status.update(f"{count} of {len(runs)} runs")
     for first, *others in failures.values():
         if others:
             more = "1 more run" if len(others) == 1 else f"{len(others)} more runs"

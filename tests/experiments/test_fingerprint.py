@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from gfsa_experiments.engine.task import Split, Task, as_it_is
-from gfsa_experiments.runs.data import fingerprint
+from gfsa_experiments.runs.run import fingerprint
 from gfsa_experiments.tasks.image import ImageConfig, ImageTask, list_images, read_cifar
 from gfsa_experiments.tasks.speech.data import SpeechBatches, read_speech
 from gfsa_experiments.tasks.speech.recipe import SpeechTask
@@ -199,7 +199,7 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
 _PRINT = """
 import sys
 from pathlib import Path
-from gfsa_experiments.runs.data import fingerprint
+from gfsa_experiments.runs.run import fingerprint
 from gfsa_experiments.tasks.image import ImageConfig, ImageTask
 config = ImageConfig(dataset="folder", image_size=32, model="deit_tiny", depth=1, patch_size=16)
 print(fingerprint(ImageTask(config, Path(sys.argv[1]))))

@@ -20,11 +20,10 @@ from gfsa_experiments.results.families import (
     read_family,
     refuse_unregistered,
 )
-from gfsa_experiments.results.figures import marks
+from gfsa_experiments.results.report import marks
 from gfsa_experiments.results.statistics import holm
 from gfsa_experiments.results.tables import frame_of
 from gfsa_experiments.runs.row import Row, append_rows
-from support.result_rows import rows_of_family
 
 TEXT = """
 title = "A toy"
@@ -68,7 +67,21 @@ def written(folder: Path, text: str = TEXT) -> Any:
 
 
 def rows_of(family: Any, **changes: Any) -> list[Row]:
-    return rows_of_family(family, VALUES, lambda line, at: changes)
+    """A row for each run of a family, in the order of its comparisons."""
+    values: dict[str, Any] = {
+        "metric": "accuracy",
+        "higher_is_better": True,
+        "epochs": 3.0,
+        "commit": "abc1234",
+        "date": "2026-11-16T01:00:00+00:00",
+    }
+    recorded = {
+        key: Row(**key._asdict(), test=test, **(values | changes))
+        for comparison in family.comparisons
+        for line, keys in comparison.keys.items()
+        for key, test in zip(keys, VALUES[line], strict=True)
+    }
+    return list(recorded.values())
 
 
 def judged(family: Any, rows: list[Row]) -> list[Outcome]:
@@ -163,28 +176,24 @@ def test_seeds_that_were_seen_are_refused(folder: Path) -> None:
 def test_a_run_is_not_repeated(folder: Path) -> None:
     family = written(folder)
     rows = [*rows_of(family), dataclasses.replace(rows_of(family)[0], test=99.0)]
-    with pytest.raises(
-        ValueError, match=r"gfsa K=2 filter_lr=0\.01 with seed 100 is recorded more"
-    ):
+    message = r"gfsa K=2 filter_lr=0\.01 with seed 100 is recorded more"
+    with pytest.raises(ValueError, match=message):
         refuse_unregistered([family], frame_of(rows), NONE)
 
 
-def test_a_planned_family_has_no_rows(folder: Path) -> None:
-    family = written(folder, TEXT.replace("registered = 2026-11-16T00:00:00Z", ""))
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("registered = 2026-11-16T00:00:00Z", "", "the family is planned; register and commit it"),
+        # one that was run cannot be taken back, whatever its rows say
+        ('title = "A toy"', 'withdrawn = "too dear"', "withdrawn; one that was run stays"),
+        ('metric = "accuracy"', 'metric = "f1"', "its metric is f1"),
+    ],
+)
+def test_rows_of_an_open_family_are_refused(folder: Path, old: str, new: str, message: str) -> None:
+    family = written(folder, TEXT.replace(old, new))
     refuse_unregistered([family], NONE, NONE)
-    assert "the family is planned; register and commit it" in refusal(family, rows_of(family))
-
-
-def test_a_withdrawn_family_has_no_rows(folder: Path) -> None:
-    """One that was run cannot be taken back, whatever its rows say."""
-    family = written(folder, TEXT.replace('title = "A toy"', 'withdrawn = "too dear"'))
-    refuse_unregistered([family], NONE, NONE)
-    assert "withdrawn; one that was run stays" in refusal(family, rows_of(family)[:1])
-
-
-def test_another_metric_is_refused(folder: Path) -> None:
-    family = written(folder)
-    assert "its metric is accuracy" in refusal(family, rows_of(family, metric="f1"))
+    assert message in refusal(family, rows_of(family)[:1])
 
 
 def test_verdicts_are_holms_over_the_family(folder: Path) -> None:

@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.stats import ttest_rel
 
-from gfsa_experiments.results.report import notes_of
-from gfsa_experiments.results.statistics import holm, paired_difference
+from gfsa_experiments.results.report import notes_of, titles
+from gfsa_experiments.results.statistics import contrast, holm, paired_difference
 from gfsa_experiments.results.tables import frame_of, make_tables, read_folder
 from gfsa_experiments.runs.row import COLUMNS, Row, append_rows, read_rows
 from support.result_rows import row, rows
@@ -56,10 +56,11 @@ def test_a_damaged_table(folder, text, message):
 @pytest.mark.parametrize(
     ("column", "text", "expected"),
     [
-        ("test", "high", "float"),
-        ("seed", "1.5", "int"),
-        ("higher_is_better", "yes", "bool"),
-        ("moved", "far", r"float \| None"),
+        ("test", "high", "of type float"),
+        ("test", "", "of type float"),
+        ("seed", "1.5", "of type int"),
+        ("higher_is_better", "maybe", "true or false"),
+        ("moved", "far", "of type float"),
     ],
 )
 def test_a_value_of_the_wrong_type(folder, column, text, expected):
@@ -69,7 +70,7 @@ def test_a_value_of_the_wrong_type(folder, column, text, expected):
     lines[2][COLUMNS.index(column)] = text
     with path.open("w", newline="") as file:
         csv.writer(file).writerows(lines)
-    message = rf"runs\.csv, line 3, column {column}: expected {expected}, got '{text}'"
+    message = rf"runs\.csv, line 3: {column} must be {expected}, got '{text}'"
     with pytest.raises(ValueError, match=message):
         read_folder(folder)
 
@@ -161,6 +162,37 @@ def test_holm_worked_by_hand():
     assert holm([]) == []
 
 
+def contrast_of(ours, theirs, **others):
+    return contrast(frame_of(rows("gfsa", ours, **others)), frame_of(rows("a", theirs, **others)))
+
+
+def test_the_reduction_is_a_share_of_the_error():
+    found = contrast_of([51.0, 52.0, 54.5], [50.0, 51.5, 52.0])
+    # differences 1, 0.5, 2.5 of an error of 100 − 51.1667
+    assert found.reduction.mean == pytest.approx(100 * (4 / 3) / (100 - 153.5 / 3))
+    assert found.reduction.low < found.reduction.mean < found.reduction.high
+    # there is no error to reduce
+    perfect = contrast_of([99.0, 98.0], [100.0, 100.0])
+    assert perfect.reduction is None
+    assert perfect.test.mean == -1.5
+
+
+def test_a_loss_in_nats_is_reduced_as_its_perplexity():
+    """1 − exp(difference), whatever the loss is."""
+    nats = {"metric": "loss", "higher_is_better": False}
+    found = contrast_of([1.95, 1.97, 1.96], [1.98, 1.98, 1.99], **nats)
+    assert found.reduced == "perplexity"
+    ends = (found.test.mean, found.test.high, found.test.low)
+    reduced = (found.reduction.mean, found.reduction.low, found.reduction.high)
+    assert reduced == pytest.approx([100 * (1 - math.exp(end)) for end in ends])
+
+
+def test_a_failed_run_is_no_pair():
+    found = contrast_of([51.0, math.nan, 53.0], [50.0, 51.5, 52.0])
+    assert found.test.seeds == (0, 2)
+    assert contrast(frame_of([row("gfsa", 7)]), frame_of([row("plain", 0)])) is None
+
+
 def table_of(made):
     (table,) = make_tables(frame_of(made))
     return table
@@ -229,14 +261,10 @@ def test_a_failed_run_is_told_and_not_averaged():
 A, B = "9+1+2 aaaaaaaa", "9+1+2 bbbbbbbb"
 
 
-def tables_by_data(made):
-    return {table.data: table for table in make_tables(frame_of(made))}
-
-
 def test_runs_on_other_data_are_neither_paired_nor_averaged():
     made = [*rows("plain", [50, 51], data=A), *rows("plain", [10, 11], data=B)]
     made += rows("gfsa", [13, 15], data=B)
-    tables = tables_by_data(made)
+    tables = {table.data: table for table in make_tables(frame_of(made))}
     assert list(tables) == [A, B]
     assert [line.name for line in tables[A].lines] == ["plain"]
     assert line_of(tables[A], "plain").mean == 50.5
@@ -244,25 +272,7 @@ def test_runs_on_other_data_are_neither_paired_nor_averaged():
     assert line_of(tables[B], "gfsa").to_reference.test.values == (3, 4)
     assert tables[A].replaced.empty
     assert tables[B].replaced.empty
-    assert A in notes_of(tables[A])[0]
-
-
-def test_rows_that_do_not_say_go_with_any_and_it_is_said():
-    made = [*rows("plain", [50, 51]), *rows("gfsa", [52, 54], data=A)]
-    table = table_of(made)
-    assert table.data is None
-    assert line_of(table, "gfsa").to_reference.test.values == (2, 3)
-    assert notes_of(table)[0].startswith("2 of 4 rows do not name their data")
-
-
-def test_a_later_row_takes_the_place_of_one_that_may_be_on_the_same_data():
-    old, new = row("plain", 0, 50), row("plain", 0, 60, date="2026-11-16", data=A)
-    table = table_of([old, new])
-    assert (table.rows.test.tolist(), table.rows.data.tolist()) == ([new.test], [A])
-    assert (table.replaced.test.tolist(), table.replaced.data.tolist()) == ([old.test], [""])
-    # and leaves those on other data in theirs
-    tables = tables_by_data([new, row("plain", 0, 70, date="2026-11-17", data=B)])
-    assert [one.rows.test.tolist() for one in tables.values()] == [[60], [70]]
+    assert titles([*tables.values()]) == [f"cola minilm (data {data})" for data in (A, B)]
 
 
 def test_odd_coefficients_are_refused():

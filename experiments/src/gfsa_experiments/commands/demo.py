@@ -40,17 +40,10 @@ def demo(
 
     Example: gfsa demo --seeds 8 --out my-demo
     """
-    try:
-        import matplotlib  # noqa: F401
-        from rich.console import Console
+    from rich.console import Console
 
-        from gfsa_experiments.engine.whole_files import refuse_inside_file
-    except ModuleNotFoundError as error:
-        typer.echo(
-            f"gfsa demo needs {error.name}. In a checkout of gfsa: pip install ./experiments",
-            err=True,
-        )
-        raise typer.Exit(1) from error
+    from gfsa_experiments.engine.whole_files import refuse_inside_file
+
     try:
         refuse_inside_file(out / "demo.json")
     except ValueError as error:
@@ -61,15 +54,14 @@ def demo(
         "steps take longer, so at equal time little may remain (results/pretraining.md has longer "
         "runs on a GPU). Bytes of Python's own library, "
         f"{seeds} seeds each: plain, plug(model, filter=gfsa.Exclusive, depth=True), and plain for "
-        "the same time."
+        "the same time. Intervals are of 95 %."
     )
     found = train_all(seeds if not quick else 2, 20 if quick else steps, quick)
     sentences = findings(found)
     for sentence in sentences:
         console.print(sentence)
     out.mkdir(parents=True, exist_ok=True)
-    for ending in ("png", "svg"):
-        draw(found, out / f"demo.{ending}")
+    draw(found, out / "demo.png")
     runs = [asdict(row) | {"curve": curve} for row, curve in found]
     numbers = {"findings": sentences, "cores": os.cpu_count(), "runs": runs}
     (out / "demo.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
@@ -91,56 +83,55 @@ def train_all(seeds: int, steps: int, quick: bool = False) -> Found:
     torch.set_num_threads(1)
     jobs = 1 if quick else min(4, os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as folder:
-        every = range(_FIRST_SEED, _FIRST_SEED + seeds)
-        # seed by seed, so that a busy machine slows the variants alike
-        plans = [(name, seed, steps) for seed in every for name in (PLAIN, FILTERED)]
-        found = _carry_out({plan: _run(*plan, Path(folder), jobs, quick) for plan in plans}, jobs)
-        longer = max(1, round(steps * time_ratio(found)))
-        plans = [(LONGER, seed, longer) for seed in every]
-        runs = {plan: _run(*plan, Path(folder), jobs, quick) for plan in plans}
-        return found + _carry_out(runs, jobs)
+
+        def carried_out(names: tuple[str, ...], steps: int) -> Found:
+            runs = [
+                run
+                for name in names
+                for run in _runs(name, seeds, steps, quick, out=Path(folder, name), jobs=jobs)
+            ]
+            # seed by seed, so that a busy machine slows the variants alike
+            return _carry_out(sorted(runs, key=lambda run: run.config.seed), jobs)
+
+        found = carried_out((PLAIN, FILTERED), steps)
+        return found + carried_out((LONGER,), max(1, round(steps * time_ratio(found))))
 
 
-def _run(name: str, seed: int, steps: int, folder: Path, jobs: int, quick: bool) -> Run:
-    from gfsa_experiments.runs.methods import MethodConfig
-    from gfsa_experiments.runs.run import Run
-    from gfsa_experiments.tasks.pretrain.recipe import StdlibConfig
+def _runs(name: str, seeds: int, steps: int, quick: bool, **places: Any) -> list[Run]:
+    """The runs of a variant."""
+    from gfsa_experiments.runs.sweep import Request
 
-    given: dict[str, Any] = {"checkpoints": False, "tensorboard": False, "eval_rows": 64}
+    settings: dict[str, Any] = {"max_steps": steps, "eval_rows": 64}
+    settings |= {"checkpoints": False, "tensorboard": False}
+    settings |= _RATES
     if quick:
-        given |= {"depth": 2, "evaluations": 2, "test_rows": 64}
-    filtered = name == FILTERED
-    # at the model's rate the depth term hardly moves in so few steps
-    options = MethodConfig(first_values=True, filter_lr=0.1) if filtered else MethodConfig()
-    return Run(
+        settings |= {"depth": 2, "evaluations": 2, "test_rows": 64}
+    if name == FILTERED:
+        # at the model's rate the depth term hardly moves in so few steps
+        settings |= {"first_values": True, "filter_lr": 0.1}
+    request = Request(
         recipe="stdlib",
-        config=StdlibConfig(seed=seed, max_steps=steps, **_RATES, **given),
-        method="exclusive" if filtered else "plain",
-        options=options,
-        # plain for longer has as many steps as plain where the times are equal
-        out=folder / name.replace(" ", "-"),
-        device="cpu",
-        jobs=jobs,
+        methods=("exclusive" if name == FILTERED else "plain",),
+        seeds=tuple(range(_FIRST_SEED, _FIRST_SEED + seeds)),
+        settings=tuple((key, str(value)) for key, value in settings.items()),
     )
+    return request.runs(device="cpu", **places)
 
 
-def _carry_out(runs: dict[tuple[str, int, int], Run], jobs: int) -> Found:
+def _carry_out(runs: list[Run], jobs: int) -> Found:
     from rich.progress import track
 
     from gfsa_experiments.runs.run_many import carry_out_all
 
-    rows = {}
-    ended = carry_out_all(list(runs.values()), jobs)
+    found: Found = []
+    ended = carry_out_all(runs, jobs)
     for run, row, error in track(ended, f"{len(runs)} training runs", len(runs), transient=True):
         if row is None or error:
             raise RuntimeError(f"a run of the demo failed: {error}")
-        rows[run.folder] = row
-    found: Found = []
-    for (name, _, _), run in runs.items():
         with (run.folder / "curve.csv").open(newline="") as file:
             lines = list(csv.DictReader(file))
         curve = [(int(line["step"]), float(line["valid bits_per_byte"])) for line in lines]
-        found.append((replace(rows[run.folder], method=name, options="", settings=""), curve))
+        found.append((replace(row, method=run.out.name, options="", settings=""), curve))
     return found
 
 
@@ -166,53 +157,38 @@ def difference(found: Found, name: str, reference: str) -> PairedDifference:
 
 def findings(found: Found) -> list[str]:
     """At equal steps, and at equal time."""
+    from gfsa_experiments.results.report import interval
+
     words = {"better": "lower", "worse": "higher"}
     said = []
     for reference, at in ((PLAIN, "At equal steps"), (LONGER, "At equal time")):
         change = difference(found, FILTERED, reference)
-        ends = ""
-        if change.low is not None and change.high is not None:
-            ends = f" (95 % interval {change.low:+.3f} to {change.high:+.3f})"
         verdict = words.get(change.verdict or "", "neither lower nor higher, as far as this shows")
         said.append(
-            f"{at}, {FILTERED} ends {verdict}: {change.mean:+.3f} bits per byte{ends}, "
+            f"{at}, {FILTERED} ends {verdict}: {interval(change, 3)} bits per byte, "
             f"lower under {change.seeds_better} of {len(change.seeds)} seeds."
         )
     return [*said, f"A filtered step took {time_ratio(found):.2f} times a plain one here."]
 
 
 def draw(found: Found, path: Path) -> None:
-    """The validation curve of each variant, and the paired differences to plain."""
+    """The validation curve of each variant, the mean over the seeds."""
     from matplotlib.figure import Figure
 
     from gfsa.lens.colours import COLOURS, MARKERS, series_of
-    from gfsa_experiments.results.figures import save
+    from gfsa_experiments.results.report import save
 
     names = [PLAIN, LONGER, FILTERED]
-    looks = {
-        name: (COLOURS[n], MARKERS[n]) for name, n in zip(names, series_of(names), strict=True)
-    }
-    figure = Figure(figsize=(7.6, 3.1), layout="constrained")
-    curves, differences = figure.subplots(1, 2)
-    for name, (colour, marker) in looks.items():
-        own = [curve for row, curve in found if row.method == name]
-        mean = [(points[0][0], fmean(y for _, y in points)) for points in zip(*own, strict=True)]
-        look = {"color": colour, "marker": marker, "markersize": 3.5, "label": name}
-        curves.plot(*zip(*mean, strict=True), **look)
-    curves.set(xlabel="step", ylabel="bits per byte on the validation part")
-    curves.legend(frameon=False, fontsize=8)
-    for at, name in enumerate((LONGER, FILTERED)):
-        change, (colour, marker) = difference(found, name, PLAIN), looks[name]
-        differences.scatter(change.values, [at - 0.16] * len(change.values), 18, colour, alpha=0.6)
-        if change.low is not None and change.high is not None:
-            differences.plot([change.low, change.high], [at, at], color=colour, linewidth=2)
-        differences.plot(change.mean, at, color=colour, marker=marker)
-    differences.axvline(0, color=looks[PLAIN][0], linewidth=1.6)
-    differences.set_yticks([0, 1], [LONGER.replace(" for", "\nfor"), FILTERED])
-    differences.set_ylim(1.5, -0.5)
-    differences.set_xlabel("bits per byte − plain (left is better)")
-    for axis in (curves, differences):
-        axis.grid(color="#dddddd", linewidth=0.6)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
+    figure = Figure(figsize=(5, 3.1), layout="constrained")
+    axis = figure.subplots()
+    for name, n in zip(names, series_of(names), strict=True):
+        curves = [curve for row, curve in found if row.method == name]
+        steps = [step for step, _ in curves[0]]
+        mean = [fmean(y for _, y in points) for points in zip(*curves, strict=True)]
+        axis.plot(steps, mean, color=COLOURS[n], marker=MARKERS[n], markersize=3.5, label=name)
+    axis.set(xlabel="step", ylabel="bits per byte on the validation part")
+    axis.legend(frameon=False, fontsize=8)
+    axis.grid(color="#dddddd", linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
     save(figure, path, dpi=200)

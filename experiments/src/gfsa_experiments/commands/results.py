@@ -40,17 +40,11 @@ def results(
 
     Example: gfsa results --recipe text --method gfsa,degree1
     """
-    try:
-        from gfsa_experiments.engine.whole_files import refuse_inside_file
-        from gfsa_experiments.results import figures
-        from gfsa_experiments.results.pages import (
-            Asked,
-            Folder,
-            blocks_of,
-            write_folder,
-            write_plan,
-        )
+    from gfsa_experiments.engine.whole_files import refuse_inside_file
+    from gfsa_experiments.results.pages import Asked, Folder, blocks_of, write_folder, write_plan
+    from gfsa_experiments.results.report import plot as plot_forest
 
+    try:
         asked = Asked(show, recipe, task, method, against, family)
         asked.check()
         if write and asked != Asked():
@@ -63,7 +57,7 @@ def results(
         if plan is not None:
             typer.echo(f"wrote {plan}: {write_plan(found, family, plan)} runs", err=True)
         if plot is not None:
-            figures.plot(found.chosen(asked), plot, found.judged)
+            plot_forest(found.chosen(asked), plot, found.judged)
             typer.echo(f"wrote {plot}", err=True)
         if write:
             typer.echo(f"wrote {', '.join(map(str, write_folder(found)))}", err=True)
@@ -71,12 +65,6 @@ def results(
             _print("\n\n".join(blocks_of(found, asked)) + "\n")
     except (ValueError, OSError) as error:
         typer.echo(f"gfsa results: {error}", err=True)
-        raise typer.Exit(1) from error
-    except ModuleNotFoundError as error:
-        typer.echo(
-            f"gfsa results needs {error.name}. In a checkout of gfsa: pip install ./experiments",
-            err=True,
-        )
         raise typer.Exit(1) from error
 
 

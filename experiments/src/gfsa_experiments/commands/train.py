@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gfsa_experiments.runs.run import Run
     from gfsa_experiments.runs.sweep import Request
 
-# click's own class, or that of the copy of click in newer versions of typer
+# click's class; newer versions of typer have their own copy of click
 _UsageError: Any = typer.BadParameter.__base__
 
 # the parameters that describe a sweep, which a line of a plan may have, and their flags
@@ -66,13 +66,6 @@ def train(
     """
     from rich.console import Console
 
-    try:
-        import accelerate  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(
-            f"gfsa train needs {error.name}. In a checkout of gfsa: pip install ./experiments"
-        ) from error
-
     # launchers set the rank; asking torch for it would initialise a GPU in this process
     rank = int(os.environ.get("RANK", 0))
     console = Console(quiet=rank > 0)
@@ -108,7 +101,6 @@ def train(
         "device": device,
         "resume": resume,
         "jobs": jobs,
-        "results": results,
     }
     try:
         refuse_inside_file(out / "run.json")
@@ -158,7 +150,7 @@ def runs_of_plan(path: Path, **places: Any) -> list[Run]:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"--plan {path} is no text in UTF-8 ({error.reason}, byte {error.start}); expected "
+            f"--plan {path} is not text in UTF-8 ({error.reason}, byte {error.start}); expected "
             "arguments of gfsa train on each line"
         ) from error
     runs: list[Run] = []
@@ -208,22 +200,21 @@ def _given(context: Any) -> list[str]:
 
 def _print_config(console: Console, runs: list[Run]) -> None:
     """The settings of the first run that have an effect, and the options of each method."""
-    from rich.table import Table
-
+    from gfsa_experiments.engine.config import as_text
     from gfsa_experiments.runs.methods import find_method
+    from gfsa_experiments.runs.run_many import print_line
 
-    table = Table(title=f"{runs[0]} (settings of the first run)", show_header=False)
-    unused = runs[0].config.unused()
-    for name, value in vars(runs[0].config).items():
-        if name not in unused:
-            table.add_row(name, str(value))
+    config = runs[0].config
+    used = {name: value for name, value in vars(config).items() if name not in config.unused()}
+    print_line(console, f"Settings of {runs[0]}: {as_text(used)}")
     methods: dict[str, Run] = {}
     for run in runs:
         methods.setdefault(run.method, run)
     for method, run in methods.items():
-        for name in find_method(method).used_options(run.options):
-            table.add_row(f"{name} of {method}", str(getattr(run.options, name)))
-    console.print(table)
+        options = find_method(method).used_options(run.options)
+        if options:
+            chosen = {name: getattr(run.options, name) for name in options}
+            print_line(console, f"Options of {method}: {as_text(chosen)}")
 
 
 def _print_recipes_and_methods(console: Console) -> None:

@@ -1,7 +1,7 @@
 """Random generators, the state of the training loop, and the checkpoints a run resumes from.
 
 Checkpoints survive ``kill -9`` at any moment: a checkpoint is a folder that is written under a
-temporary name, flushed to the disk and then renamed, so whatever is called ``step-…`` is complete.
+temporary name, flushed to the disk and then renamed, so a folder called ``step-…`` is complete.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import load
 from torch import Tensor
 
 from gfsa.lens.trajectory import Trajectory
@@ -46,31 +47,6 @@ def isolated_generators(seed: int) -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.random.set_rng_state(states[2])
-
-
-def _randomness() -> dict[str, Any]:
-    """The state of every generator of this process.
-
-    accelerate's ``save_state`` saves them too, but its ``load_state`` ignores a file that it cannot
-    read, and the run would go on with other random numbers.
-    """
-    name, keys, *rest = np.random.get_state(legacy=True)
-    assert isinstance(keys, np.ndarray)
-    return {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
-        "torch": torch.random.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def _set_randomness(state: dict[str, Any]) -> None:
-    name, keys, *rest = state["numpy"]
-    random.setstate(state["python"])
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.random.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -104,7 +80,6 @@ class LoopState:
     step: int = 0
     seconds: float = 0.0
     best_score: float | None = None
-    best_step: int = 0
     worse: int = 0
     stopped: bool = False
     curve: list[dict[str, float]] = field(default_factory=list)
@@ -115,6 +90,8 @@ class LoopState:
     """Seconds per step, each the mean over the steps between two lines of the log."""
     best: dict[str, Tensor] | None = None
     """The weights with the best validation, if they are kept."""
+    valid: dict[str, float] | None = None
+    """The metrics of the weights to report: the best if they are kept, else the last."""
 
     def judge(self, score: float, higher_is_better: bool, patience: int) -> bool:
         """Note the score of a validation; returns whether it is the best so far.
@@ -124,7 +101,7 @@ class LoopState:
         sign = 1 if higher_is_better else -1
         better = self.best_score is None or sign * (score - self.best_score) > 0
         if math.isfinite(score) and better:
-            self.best_score, self.best_step, self.worse = score, self.step, 0
+            self.best_score, self.worse = score, 0
             return True
         self.worse += 1
         self.stopped = bool(patience) and self.worse >= patience
@@ -139,7 +116,6 @@ class LoopCheckpoints:
         self.accelerator = accelerator
         self.optimiser = optimiser
         self.log = log
-        self._own_file = f"loop-{accelerator.process_index}.pt"
 
     def save(self, state: LoopState) -> None:
         """Write a checkpoint and the log, and delete older ones; every process calls this."""
@@ -153,12 +129,8 @@ class LoopCheckpoints:
         accelerator.wait_for_everyone()
         # safetensors would leave out tied weights, and say so each time
         accelerator.save_state(str(unfinished / "state"), safe_serialization=False)
-        own = vars(state) | {
-            "trajectory": state.trajectory.to_plain(),
-            "history": self.log.history,
-            "randomness": _randomness(),
-        }
-        torch.save(own, unfinished / self._own_file)
+        own = vars(state) | {"trajectory": state.trajectory.to_plain(), "history": self.log.history}
+        torch.save(own, unfinished / f"loop-{accelerator.process_index}.pt")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             for path in [*unfinished.rglob("*"), unfinished]:
@@ -183,33 +155,26 @@ class LoopCheckpoints:
                     raise ValueError(f"{checkpoint} cannot be read, delete it: {error}") from error
                 warnings.warn(f"{checkpoint} cannot be read and is skipped: {error}", stacklevel=2)
             else:
-                self._say(f"resumed after step {resumed.step}")
+                # the end of a run does not show where it began
+                self.accelerator.print(f"{self.run}: resumed after step {resumed.step}", flush=True)
                 return resumed
         if found:
             raise ValueError(f"no checkpoint in {self.folder} can be read; delete it")
-        self._say("has no checkpoint, begins with step 1")
+        self.accelerator.print(f"{self.run}: no checkpoint, begins with step 1", flush=True)
         return state
 
     def _load(self, checkpoint: Path) -> LoopState:
-        own = torch.load(checkpoint / self._own_file, map_location="cpu", weights_only=True)
+        rank, device = self.accelerator.process_index, self.accelerator.device
+        own = torch.load(checkpoint / f"loop-{rank}.pt", map_location="cpu", weights_only=True)
+        # load_state ignores random states that it cannot read; here a damaged file raises
+        load(checkpoint / "state" / f"random_states_{rank}.pkl")
         self.accelerator.load_state(str(checkpoint / "state"))
-        device = self.accelerator.device
         for group in self.optimiser.param_groups:
             if isinstance(group["lr"], Tensor):
                 # accelerate loads it to the CPU; a CUDA graph reads it from the device
                 group["lr"] = group["lr"].to(device)
         self.log.history = own.pop("history")
-        randomness = own.pop("randomness")
-        state = LoopState(**own | {"trajectory": Trajectory.from_plain(own["trajectory"])})
-        if state.best is not None:
-            state.best = {name: tensor.to(device) for name, tensor in state.best.items()}
-        _set_randomness(randomness)
-        return state
-
-    def _say(self, text: str) -> None:
-        """Print once what a resumed run does: its end does not show where it began."""
-        if self.accelerator.is_main_process:
-            print(f"{self.run}: {text}", flush=True)
+        return LoopState(**own | {"trajectory": Trajectory.from_plain(own["trajectory"])})
 
 
 def _flush(path: Path) -> None:

@@ -12,17 +12,7 @@ import re
 import types
 import typing
 from dataclasses import dataclass
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,9 +70,9 @@ def _bounds_in(kind: type) -> list[tuple[str, Bounds]]:
     """
     found = []
     for base in filter(dataclasses.is_dataclass, kind.__mro__):
-        for name, hint in get_type_hints(base, include_extras=True).items():
-            is_union = get_origin(hint) in (typing.Union, types.UnionType)
-            for option in get_args(hint) if is_union else (hint,):
+        for name, hint in typing.get_type_hints(base, include_extras=True).items():
+            is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+            for option in typing.get_args(hint) if is_union else (hint,):
                 bounds = getattr(option, "__metadata__", ())
                 found += [(name, item) for item in bounds if isinstance(item, Bounds)]
     return found
@@ -304,7 +294,7 @@ def as_text(values: dict[str, Any]) -> str:
 
 def from_text(kind: type[AnyConfig], settings: dict[str, str]) -> AnyConfig:
     """A config with some fields parsed from text; the others have their defaults."""
-    hints = get_type_hints(kind)
+    hints = typing.get_type_hints(kind)
     names = field_names(kind)
     given: dict[str, Any] = {}
     for name, text in settings.items():
@@ -325,20 +315,20 @@ def field_names(config: Any) -> list[str]:
 
 def parse(name: str, text: str, kind: Any) -> Any:
     """``text`` as a value of ``kind``: bool, int, float, str, Literal or tuple, optional or not."""
-    origin = get_origin(kind)
+    origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         if text.lower() == "none":
             return None
-        (kind,) = [option for option in get_args(kind) if option is not type(None)]
+        (kind,) = [option for option in typing.get_args(kind) if option is not type(None)]
         return parse(name, text, kind)
     if origin is Literal:
-        choices = get_args(kind)
+        choices = typing.get_args(kind)
         for choice in choices:
             if text == str(choice):
                 return choice
         raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {text!r}")
     if origin is tuple:
-        inner = get_args(kind)[0]
+        inner = typing.get_args(kind)[0]
         return tuple(parse(name, part.strip(), inner) for part in text.split(",") if part.strip())
     if kind is bool:
         if text.lower() in ("true", "yes", "1"):

@@ -48,20 +48,9 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak * 1e12 for part, peak in _PEAK.items() if part in name), None)
 
 
-class Report(NamedTuple):
-    """The steps since the last report, and a validation if there was one."""
-
-    step: int
-    """Steps done."""
-    total: int
-    """Steps of the run."""
-    text: str
-    """``12,000 tokens, loss 2.61, valid loss 2.59, 812,000 tokens/s, MFU 25%``"""
-    evaluated: bool
-
-
-Progress = Callable[[Report], None]
-"""Called every ``log_every`` steps, at evaluations and at checkpoints."""
+Progress = Callable[[str, bool], None]
+"""Called every ``log_every`` steps, at evaluations and at checkpoints with ``step 50 of 900, loss
+2.61, valid loss 2.59, 812,000 tokens/s`` and whether there was a validation."""
 
 
 class Pace(NamedTuple):
@@ -69,14 +58,10 @@ class Pace(NamedTuple):
 
     loss: float
     """Their mean."""
-    steps: int
+    seconds: float
+    """Of all steps: those that were not timed count as the mean of the others."""
     seconds_per_step: float | None
     """None if no step was timed."""
-
-    @property
-    def seconds(self) -> float:
-        """Of all steps: those that were not timed count as the mean of the others."""
-        return self.steps * (self.seconds_per_step or 0.0)
 
 
 class StepMeter:
@@ -105,10 +90,10 @@ class StepMeter:
         loss = float(self._losses) / self._steps
         timed = self._steps - self._untimed
         seconds = (time.perf_counter() - self._since) / timed if timed else None
-        return Pace(loss, self._steps, seconds)
+        return Pace(loss, self._steps * (seconds or 0.0), seconds)
 
     def restart(self) -> None:
-        """Begin with the next step, whatever was measured or done since the reading."""
+        """Begin with the next step; what happened since the reading does not count."""
         self._losses.zero_()
         self._steps, self._untimed, self._since = 0, 0, time.perf_counter()
 
@@ -123,19 +108,17 @@ def free_memory_of_earlier_runs(device: torch.device) -> None:
 
 
 class PeakMemory:
-    """The most memory of a GPU that training takes; on a CPU nothing is measured."""
+    """The most memory of a GPU between start and stop; on a CPU nothing is measured."""
 
     def __init__(self, device: torch.device) -> None:
         self._measures = device.type == "cuda"
         self.mib: float | None = None
 
     def start(self) -> None:
-        """Forget what the GPU's memory was used for before."""
         if self._measures:
             torch.cuda.reset_peak_memory_stats()
 
     def stop(self) -> None:
-        """Count the memory that was used since the start."""
         if self._measures:
             used = round(torch.cuda.max_memory_allocated() / 2**20, 1)
             self.mib = max(self.mib or 0.0, used)
@@ -151,16 +134,14 @@ class RunLog:
     process that ``writes`` writes files.
     """
 
-    def __init__(self, folder: Path, writes: bool) -> None:
+    def __init__(self, folder: Path, writes: bool, tensorboard: bool) -> None:
         self.folder, self.writes = folder, writes
         self.history: list[dict[str, Any]] = []
         self._tensorboard: Any = None
+        if writes and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
 
-    def open_tensorboard(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        if self.writes:
-            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
 
     def add(self, line: dict[str, Any], **beside: Any) -> None:
         """Add a line to the history and to TensorBoard, which gets the values ``beside`` it too."""
@@ -197,19 +178,17 @@ class Movement:
     """How far the learned numbers of a model's filters are from their start."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = gfsa.filters_of(model).items()
-        self._filters: dict[str, Any] = {
-            name: f for name, f in found if getattr(f, "theta", None) is not None
-        }
-        self._start = {name: f.theta.detach().clone() for name, f in self._filters.items()}
+        filters: list[Any] = [*gfsa.filters_of(model).values()]
+        learned = [f for f in filters if getattr(f, "theta", None) is not None]
+        self._start = [(f, f.theta.detach().clone()) for f in learned]
 
     def mean(self) -> float | None:
         """Mean |coefficient − its start| over the learned numbers of all filters."""
         if not self._start:
             return None
         steps = []
-        for name, f in self._filters.items():
+        for f, start in self._start:
             # where numbers are sharded, every process has to ask for them
             theta = f.theta.full_tensor() if hasattr(f.theta, "full_tensor") else f.theta
-            steps.append(((theta.detach() - self._start[name]) * f.lr_multiplier).abs().flatten())
+            steps.append(((theta.detach() - start) * f.lr_multiplier).abs().flatten())
         return float(torch.cat(steps).mean())

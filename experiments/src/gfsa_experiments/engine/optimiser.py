@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import gfsa
 from gfsa.plugs.optim import FILTERS
 from gfsa_experiments.engine.config import TrainConfig
 
@@ -26,7 +26,7 @@ def build_optimiser(
     class tokens, which go to the biases; and what baselines added goes where filters are.
 
     Args:
-        added: parameters that a method added to the model; they are not decayed.
+        added: parameters that a method added to the model, filters included; they are not decayed.
         filter_lr: the learning rate of ``added``; None for ``config.lr``.
     """
     rates = {
@@ -34,39 +34,19 @@ def build_optimiser(
         "biases": config.lr if config.gain_lr is None else config.gain_lr,
         FILTERS: config.lr if filter_lr is None else filter_lr,
     }
-    filters = gfsa.filters_of(model).values()
-    # a rate without a filter that learns is refused there; what baselines add is no filter
-    of_filters = any(p.requires_grad for f in filters for p in f.parameters())
-    groups = gfsa.parameter_groups(
-        model,
-        rates["weights"],
-        rates[FILTERS] if of_filters else None,
-        config.weight_decay,
-        gain_lr=rates["biases"],
-    )
-    found = {id(p): group["name"] for group in groups for p in group["params"]}
+    found: dict[str, list[nn.Parameter]] = {name: [] for name in rates}
+    is_added = {id(p) for p in added}
     not_decayed: set[str] = getattr(model, "no_weight_decay", set)()
-    wanted = {
-        id(p): "biases"
-        for name, p in model.named_parameters()
-        if name in not_decayed and found.get(id(p)) == "weights"
-    }
-    wanted |= {id(p): FILTERS for p in added if p.requires_grad}
-    wanted = found | wanted
-    if wanted != found:
-        # filters in the order in which they were added, the others in that of the model
-        every = {name: added if name == FILTERS else model.parameters() for name in rates}
-        decays = {group["name"]: group["weight_decay"] for group in groups}
-        groups = [
-            {
-                "name": name,
-                "params": [p for p in every[name] if wanted.get(id(p)) == name],
-                "lr": rate,
-                "weight_decay": decays.get(name, 0.0),
-            }
-            for name, rate in rates.items()
-        ]
-        groups = [group for group in groups if group["params"]]
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            decayed = "weights" if p.dim() > 1 and name not in not_decayed else "biases"
+            found[FILTERS if id(p) in is_added else decayed].append(p)
+    decays = {"weights": config.weight_decay}
+    groups: list[dict[str, Any]] = [
+        {"name": n, "params": p, "lr": rates[n], "weight_decay": decays.get(n, 0.0)}
+        for n, p in found.items()
+        if p
+    ]
     if not groups:
         raise ValueError("there is nothing to train: every parameter of the model is frozen")
     device = groups[0]["params"][0].device

@@ -13,33 +13,30 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """``batch`` with ``function`` applied to every tensor; other values stay."""
-    if isinstance(batch, Tensor):
-        return function(batch)
+def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
+    """``batch`` with ``function`` applied to everything in it that contains nothing else."""
     if isinstance(batch, dict):
-        return {key: map_tensors(function, value) for key, value in batch.items()}
+        return {key: map_leaves(function, value) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        values = [map_tensors(function, value) for value in batch]
+        values = [map_leaves(function, value) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [field.name for field in dataclasses.fields(batch)]
-        changed = {name: map_tensors(function, getattr(batch, name)) for name in names}
+        changed = {name: map_leaves(function, getattr(batch, name)) for name in names}
         return dataclasses.replace(batch, **changed)
-    return batch
+    return function(batch)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """``batch`` with ``function`` applied to every tensor; other values stay."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def leaves_of(batch: Any) -> list[Any]:
     """The tensors and other values of a batch, in order."""
-    if isinstance(batch, dict):
-        parts: Any = batch.values()
-    elif isinstance(batch, (list, tuple)):
-        parts = batch
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        parts = (getattr(batch, field.name) for field in dataclasses.fields(batch))
-    else:
-        return [batch]
-    return [leaf for part in parts for leaf in leaves_of(part)]
+    found: list[Any] = []
+    map_leaves(found.append, batch)
+    return found
 
 
 def tensors_of(batch: Any) -> list[Tensor]:

@@ -222,7 +222,7 @@ def sealed(split: Split) -> Iterator[None]:
     dataset = split.dataset
     kind = type(dataset)
     try:
-        # one base and no slots: the layout in memory is that of the class it takes the place of
+        # one base and no slots, so its layout in memory is that of the class it replaces
         dataset.__class__ = type(f"Sealed{kind.__name__}", (kind,), dict(_NOTHING_TO_READ))
     except TypeError:
         # lists and the like keep their class

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -22,13 +21,11 @@ from gfsa_experiments.engine.checkpoints import (
     isolated_generators,
 )
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
-from gfsa_experiments.engine.config import TrainConfig
+from gfsa_experiments.engine.config import TrainConfig, as_text
 from gfsa_experiments.engine.measure import (
     Movement,
-    Pace,
     PeakMemory,
     Progress,
-    Report,
     RunLog,
     StepMeter,
     peak_flops,
@@ -94,14 +91,6 @@ def evaluate(
     return {name: float(value) for name, value in scores.items()}
 
 
-class Outcome(NamedTuple):
-    """The metrics of a run, and the columns of its row that say what it took."""
-
-    test: dict[str, float]
-    valid: dict[str, float] | None
-    cost: dict[str, Any]
-
-
 class Trainer:
     """Trains the model of a task; a killed run can be resumed.
 
@@ -145,7 +134,7 @@ class Trainer:
         make_step = GraphedStep if config.graphs else EagerStep
         self.step = make_step(accelerator, self.model, self.optimiser, task.loss, config.clip)
         self._first_step_compiles = compiles or config.graphs
-        self.log = RunLog(folder, accelerator.is_main_process)
+        self.log = RunLog(folder, accelerator.is_main_process, config.tensorboard)
         self.checkpoints = LoopCheckpoints(folder, accelerator, self.optimiser, self.log)
         self.batches = StepBatches(task, config, accelerator)
         self.steps_per_epoch = self.batches.steps_per_epoch
@@ -165,17 +154,14 @@ class Trainer:
             compile_blocks(self.bare_model)
         return compiled != "no"
 
-    def fit(self, resume: bool = False, progress: Progress | None = None) -> Outcome:
-        """Train to the end (from the last checkpoint, if ``resume``) and evaluate."""
-        if self.config.tensorboard:
-            self.log.open_tensorboard()
+    def fit(self, resume: bool = False, progress: Progress | None = None) -> dict[str, Any]:
+        """Train to the end (from the last checkpoint if ``resume``) and evaluate."""
         try:
             with sealed(self.task.splits["test"]):
                 valid = self._train_and_validate(resume, progress)
             test = self._evaluate("test")
             self._add_to_log({"step": self.state.step} | _prefixed("test", test))
-            if self.state.rates:
-                test |= self._speed(median(self.state.rates))
+            test |= self._speed(median(self.state.rates) if self.state.rates else None)
         finally:
             self.log.close()
         self.log.write(self.state.curve)
@@ -184,16 +170,23 @@ class Trainer:
             self.bare_model.load_state_dict(self.average.module.state_dict())
         # hooks that the caller adds afterwards are called in the uncompiled model only
         forget_compiled(self.bare_model)
-        return self._outcome(test, valid)
+        return self.columns(test, valid)
 
-    def diverged_outcome(self) -> Outcome:
-        """The outcome of a run whose loss is not finite, or did not fall."""
-        undefined = {self.task.metric: math.nan}
-        return self._outcome(undefined, undefined if "valid" in self.task.splits else None)
-
-    def _outcome(self, test: dict[str, float], valid: dict[str, float] | None) -> Outcome:
-        at = self.state
-        cost = {
+    def columns(
+        self, test: dict[str, float] | None = None, valid: dict[str, float] | None = None
+    ) -> dict[str, Any]:
+        """The results in the run's row; without metrics those of a run that diverged."""
+        at, metric = self.state, self.task.metric
+        if test is None:
+            test = {metric: math.nan}
+            valid = test if "valid" in self.task.splits else None
+        others = {name: round(value, 6) for name, value in test.items() if name != metric}
+        return {
+            "metric": metric,
+            "higher_is_better": self.task.higher_is_better,
+            "test": test[metric],
+            "valid": valid[metric] if valid else None,
+            "others": as_text(others),
             "moved": self.movement.mean(),
             "epochs": round(at.step / self.steps_per_epoch, 3),
             "steps": at.step,
@@ -201,7 +194,6 @@ class Trainer:
             "seconds_per_step": median(at.rates) if at.rates else 0.0,
             "peak_memory_mib": self._peak_memory.mib,
         }
-        return Outcome(test, valid, cost)
 
     def _train_and_validate(
         self, resume: bool, progress: Progress | None
@@ -219,7 +211,7 @@ class Trainer:
         self._peak_memory.stop()
         if self.state.best is not None:
             self.evaluated_model.load_state_dict(self.state.best)
-        valid, start = self._final_valid(), self.state.start
+        valid, start = self.state.valid, self.state.start
         # compared this way NaN has not fallen either
         if falling is None or start is None or valid is None or valid[falling] < start:
             return valid
@@ -229,17 +221,6 @@ class Trainer:
             "before the first step: training has diverged; a smaller lr (or filter_lr) or clip=1 "
             "may help"
         )
-
-    def _final_valid(self) -> dict[str, float] | None:
-        """The metrics of the reported weights on ``valid``."""
-        if "valid" not in self.task.splits:
-            return None
-        at = self.state.best_step if self.state.best is not None else self.state.step
-        for line in self.log.history:
-            if line["step"] == at and f"valid/{self.task.metric}" in line:
-                found = {k: v for k, v in line.items() if k.startswith("valid/")}
-                return {name.removeprefix("valid/"): value for name, value in found.items()}
-        return self._evaluate("valid")
 
     @property
     def evaluated_model(self) -> nn.Module:
@@ -257,7 +238,9 @@ class Trainer:
         self.model.train()
         # the first step compiles, which is set-up: it counts as the mean of the steps after it
         meter = StepMeter(self.accelerator.device, untimed=1 if self._first_step_compiles else 0)
-        for batches in self._batches():
+        # a resumed run whose patience had run out has no steps left
+        steps = iter(()) if at.stopped else self.batches.steps(at.step, self.total)
+        for batches in steps:
             rate = set_learning_rate(self.optimiser, config, at.step, self.total)
             loss = self.step(batches)
             at.step += 1
@@ -273,46 +256,39 @@ class Trainer:
             if not (evaluates or saves or done or at.step % config.log_every == 0):
                 continue
             # only here the host waits for the device
-            pace = self._of_all_processes(meter.read())
+            pace = meter.read()
             at.seconds += pace.seconds
             if pace.seconds_per_step is not None:
                 at.rates.append(pace.seconds_per_step)
-            if not math.isfinite(pace.loss):
+            mean = pace.loss
+            if self.accelerator.num_processes > 1:
+                # each has a share of every batch; all see a loss that is not finite, and end
+                own = torch.tensor(mean, device=self.accelerator.device)
+                mean = float(self.accelerator.reduce(own, "mean"))
+            if not math.isfinite(mean):
                 raise FloatingPointError(
-                    f"the loss is {pace.loss} at step {at.step}: training has diverged; "
+                    f"the loss is {mean} at step {at.step}: training has diverged; "
                     "a smaller lr (or filter_lr), clip=1 or precision=fp32 may help"
                 )
-            report = self._log_step(pace, rate, evaluates)
+            text = self._log_step(mean, rate, pace.seconds_per_step, evaluates)
             if evaluates:
                 # whoever watches the run, or finds it killed, has the metrics so far
                 self.log.write()
             if progress is not None:
-                progress(report)
+                progress(text, evaluates)
             if saves or (at.stopped and config.checkpoints):
                 self.checkpoints.save(at)
             if at.stopped:
                 break
             meter.restart()
 
-    def _batches(self) -> Iterator[list[Any]]:
-        """Those of the steps that are left; none for a resumed run whose patience had run out."""
-        return iter(()) if self.state.stopped else self.batches.steps(self.state.step, self.total)
-
-    def _of_all_processes(self, pace: Pace) -> Pace:
-        """The mean loss over the processes, each of which has a share of every batch.
-
-        So all of them see a loss that is not finite, and end together.
-        """
-        if self.accelerator.num_processes == 1:
-            return pace
-        loss = torch.tensor(pace.loss, device=self.accelerator.device)
-        return pace._replace(loss=float(self.accelerator.reduce(loss, "mean")))
-
-    def _log_step(self, pace: Pace, rate: float, evaluates: bool) -> Report:
-        """Add the last steps to the log, with a validation if one is due."""
+    def _log_step(
+        self, loss: float, rate: float, seconds_per_step: float | None, evaluates: bool
+    ) -> str:
+        """Add the last steps to the log, with a validation if one is due; what to say of them."""
         at, metric, work = self.state, self.task.metric, self.task.work
-        line = {"step": at.step, "loss": pace.loss, "lr": rate}
-        said = [f"loss {pace.loss:.4g}"]
+        line = {"step": at.step, "loss": loss, "lr": rate}
+        said = [f"loss {loss:.4g}"]
         point: dict[str, float] = {"step": at.step}
         if work is not None:
             point["tokens"] = at.step * self.config.batch_size * work.tokens
@@ -324,16 +300,15 @@ class Trainer:
             self._peak_memory.start()
             line |= _prefixed("valid", scores)
             said.append(f"valid {metric} {scores[metric]:.4g}")
-            at.curve.append(
-                point | {"seconds": round(at.seconds, 3), f"valid {metric}": scores[metric]}
-            )
-        pace_speed = {} if pace.seconds_per_step is None else self._speed(pace.seconds_per_step)
-        self._add_to_log(line, pace_speed)
-        if pace_speed:
-            said.append(f"{pace_speed['tokens_per_second']:,.0f} tokens/s")
-        if "mfu" in pace_speed:
-            said.append(f"MFU {pace_speed['mfu']:.0%}")
-        return Report(at.step, self.total, ", ".join(said), evaluates)
+            point |= {"seconds": round(at.seconds, 3), f"valid {metric}": scores[metric]}
+            at.curve.append(point)
+        speed = self._speed(seconds_per_step)
+        self._add_to_log(line, speed)
+        if speed:
+            said.append(f"{speed['tokens_per_second']:,.0f} tokens/s")
+        if "mfu" in speed:
+            said.append(f"MFU {speed['mfu']:.0%}")
+        return f"step {at.step:,} of {self.total:,}, {', '.join(said)}"
 
     def _evaluate(self, split: str) -> dict[str, float]:
         return evaluate(self.task, self.evaluated_model, split, self.config, self.accelerator)
@@ -346,16 +321,19 @@ class Trainer:
         if is_best and (config.best or config.patience):
             weights = self.evaluated_model.state_dict()
             self.state.best = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        if is_best or self.state.best is None:
+            self.state.valid = scores
         return scores
 
     def _add_to_log(self, line: dict[str, Any], beside: dict[str, float] | None = None) -> None:
         self.log.add(line, **(beside or {}), **{"filters/moved": self.movement.mean()})
 
-    def _speed(self, seconds_per_step: float) -> dict[str, float]:
+    def _speed(self, seconds_per_step: float | None) -> dict[str, float]:
         """Tokens per second, and MFU (model FLOPs utilisation) where the GPU's peak is known."""
-        work, examples_per_second = self.task.work, self.config.batch_size / seconds_per_step
-        if work is None:
+        work = self.task.work
+        if work is None or seconds_per_step is None:
             return {}
+        examples_per_second = self.config.batch_size / seconds_per_step
         found: dict[str, float] = {"tokens_per_second": round(work.tokens * examples_per_second)}
         if self._peak_flops is not None:
             found["mfu"] = round(work.flops * examples_per_second / self._peak_flops, 4)

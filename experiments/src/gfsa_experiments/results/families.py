@@ -229,7 +229,7 @@ class Outcome:
     unusable: dict[str, int] = field(default_factory=dict)
     """Why pairs that have both rows do not count → how many; no further run can change that."""
     failed: int = 0
-    """Pairs of which a run ended without a finite number."""
+    """Pairs in which a run ended without a finite number."""
     contrast: Contrast | None = None
     p_holm: float | None = None
     lines: dict[str, Line] = field(default_factory=dict)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
-import pandas as pd
-
-from gfsa_experiments.results import figures, report
+from gfsa_experiments.engine.whole_files import write_text
+from gfsa_experiments.results import report
 from gfsa_experiments.results.families import (
-    Family,
     Judged,
     is_of,
     outcomes,
@@ -40,7 +37,7 @@ class Asked:
     family: str = ""
 
     def check(self) -> None:
-        """Raise ValueError for options of which one would be ignored."""
+        """Raise ValueError for options that would be ignored."""
         if self.show not in ("", *PARTS):
             raise ValueError(f"--show takes {', '.join(PARTS)}, got {self.show!r}")
         if self.family and (self.recipe or self.task or self.method or self.against):
@@ -52,40 +49,20 @@ class Asked:
 
 
 class Folder:
-    """What the rows of a folder say; each part is read when it is first asked for."""
+    """What the rows of a folder say."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    @cached_property
-    def _families(self) -> list[Family]:
-        return read_families(self.path)
-
-    @cached_property
-    def _rows(self) -> pd.DataFrame:
+        families = read_families(path)
         # a family is there before its first run, and --plan writes what to run
-        rows = read_folder(self.path, may_be_empty=bool(self._families))
-        refuse_unregistered(self._families, rows, self.tuning)
-        return rows
-
-    @cached_property
-    def tuning(self) -> pd.DataFrame:
-        """The rows by which arms were tuned."""
-        return read_folder(self.path / "tuning", may_be_empty=True)
-
-    @cached_property
-    def judged(self) -> list[Judged]:
-        rows = self._rows[~self._rows.replaced]
-        return [(family, outcomes(family, rows)) for family in self._families]
-
-    @cached_property
-    def _exploratory(self) -> pd.DataFrame:
-        keys = {key for family in self._families for key in family.keys}
-        return self._rows[~is_of(self._rows, keys)]
-
-    @cached_property
-    def tables(self) -> list[ResultTable]:
-        return make_tables(self._exploratory)
+        rows = read_folder(path, may_be_empty=bool(families))
+        # the rows that settings were chosen by
+        self.tuning = read_folder(path / "tuning", may_be_empty=True)
+        refuse_unregistered(families, rows, self.tuning)
+        latest = rows[~rows.replaced]
+        self.judged: list[Judged] = [(family, outcomes(family, latest)) for family in families]
+        self.exploratory = rows[~is_of(rows, {key for family in families for key in family.keys})]
+        self.tables = make_tables(self.exploratory)
 
     def families(self, asked: Asked) -> list[Judged]:
         """The families that are asked for by name, recipe or task."""
@@ -109,7 +86,7 @@ class Folder:
 
     def chosen(self, asked: Asked) -> list[ResultTable]:
         """The exploratory tables and lines that are asked for; a ValueError says what there is."""
-        every = make_tables(self._exploratory, asked.against) if asked.against else self.tables
+        every = make_tables(self.exploratory, asked.against) if asked.against else self.tables
         tables = [t for t in every if asked.recipe in ("", t.recipe) and asked.task in t.task]
         if (asked.recipe or asked.task) and not tables:
             there = ", ".join(sorted({f"{t.recipe}: {t.task}" for t in every})) or "none"
@@ -184,12 +161,9 @@ def write_folder(found: Folder) -> list[Path]:
             beside = "" if path.resolve().parent != root else f"{found.path.resolve().name}/"
             pages[path] = _updated(path, found, beside)
     if any("--show forest -->" in page for page in pages.values()):
-        figures.plot(found.tables, found.path / FOREST, found.judged)
+        report.plot(found.tables, found.path / FOREST, found.judged)
     for path, page in pages.items():
-        # an interrupted write leaves the old page
-        draft = path.with_name(path.name + ".new")
-        draft.write_text(page, encoding="utf-8")
-        draft.replace(path)
+        write_text(path, page)
     return list(pages)
 
 

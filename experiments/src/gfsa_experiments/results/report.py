@@ -1,12 +1,13 @@
-"""What rows say, as Markdown: verdicts of families, tables, tuning."""
+"""What rows say, as Markdown (verdicts of families, tables, tuning) and as a forest plot."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -38,6 +39,9 @@ _FROM_SCRATCH = ("pretrain", "image", "graph", "speech", "lra", "stdlib", "digit
 # settings and options that are tuned; any other makes another arm
 _TUNED = {"lr", "filter_lr", "gain_lr", "warmup", "batch_size", "init_std", "dropout", "strength"}
 _TUNED |= {"qk_norm"}
+_FOREST_AXIS = "relative error reduction in percent, 95 % interval (right is better)"
+# inches
+_WIDTH, _ROW = 7.4, 0.27
 
 
 def number(value: float | None, decimals: int, sign: str = "") -> str:
@@ -263,8 +267,8 @@ def titles(tables: Sequence[ResultTable]) -> list[str]:
         shared = set.intersection(*(set(t.settings.split()) for t in alike))
         own = " ".join(word for word in table.settings.split() if word not in shared)
         apart = [own or "otherwise"] if len({t.settings for t in alike}) > 1 else []
-        if table.data is not None:
-            apart.append(f"data {table.data or 'not noted'}")
+        if len({t.data for t in alike if t.settings == table.settings}) > 1:
+            apart.append(f"data {table.data or 'not recorded'}")
         named.append(f"{table.task} ({', '.join(apart)})" if apart else table.task)
     return named
 
@@ -328,21 +332,11 @@ def _seeds(numbers: Iterable[int]) -> str:
 
 
 def notes_of(table: ResultTable, reference: str = PLAIN) -> list[str]:
-    """The notes of one table: its data, and missing, failed, repeated and single seeds."""
+    """The notes of one table: missing, failed, repeated and single seeds."""
     notes = []
-    without_data = int((table.rows.data == "").sum())
-    if table.data:
-        notes.append(f"compared with runs on the same data alone, {table.data}.")
-    elif table.data == "":
-        notes.append("these rows do not name their data, and others are on several: not compared.")
-    elif 0 < without_data < len(table.rows):
-        notes.append(
-            f"{without_data} of {len(table.rows)} rows do not name their data; they are taken to "
-            "be on that of the others."
-        )
     if table.reference is None:
         notes.append(f"no run of {reference} with these settings, so no difference.")
-    # lines of which the same is to be said share a note
+    # lines with the same note share it
     alike: dict[str, list[str]] = {}
     for line in table.lines:
         for note in _notes_of_line(line, table.reference):
@@ -455,3 +449,101 @@ def _best_choices(rows: pd.DataFrame) -> dict[str, tuple[str, float, int]]:
             at = means.idxmax() if rows.higher_is_better.iloc[0] else means.idxmin()
             best[arm] = (str(at), float(means[at]), len(means))
     return best
+
+
+class Mark(NamedTuple):
+    """One interval of the plot."""
+
+    group: str
+    """What is compared on what, the title above its marks."""
+    label: str
+    interval: Interval
+    verdict: str
+    is_registered: bool
+
+
+def marks(tables: Sequence[ResultTable], judged: Sequence[Judged] = ()) -> list[Mark]:
+    """The comparisons of complete families; without one, every line of the tables with plain."""
+    found = []
+    for family, outcomes in judged:
+        group, labels = family.title.partition(":")[0], family.name
+        for outcome in outcomes:
+            label = named(outcome.comparison.name, labels)
+            found += _mark(group, label, outcome.contrast, outcome.verdict)
+    if not found:
+        for table, title in zip(tables, titles(tables), strict=True):
+            for line in table.lines:
+                found += _mark(f"{table.recipe}: {title}", line.name, line.to_reference)
+    return found
+
+
+def _mark(group: str, label: str, found: Contrast | None, verdict: str = "") -> list[Mark]:
+    if found is None or found.reduction is None:
+        return []
+    word = verdict or found.test.reading or ""
+    return [Mark(f"{group} ({found.reduced})", label, found.reduction, word, bool(verdict))]
+
+
+def plot(tables: Sequence[ResultTable], path: Path, judged: Sequence[Judged] = ()) -> None:
+    """Write the figure, in the format of the path's extension."""
+    figure = draw(marks(tables, judged))
+    formats, ending = figure.canvas.get_supported_filetypes(), path.suffix.lstrip(".")
+    if ending not in formats:
+        raise ValueError(
+            f"--plot {path}: cannot write {path.suffix or 'a file without extension'}; "
+            f"known extensions: {', '.join(sorted(formats))}"
+        )
+    save(figure, path, dpi=160)
+
+
+def save(figure: Any, path: Path, dpi: int) -> None:
+    import matplotlib
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # text stays text, and the same rows give the same file
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gfsa"}):
+        figure.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def draw(drawn: Sequence[Mark]) -> Any:
+    """The figure; right is better. Marks of registered comparisons are filled."""
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import blended_transform_factory
+
+    if not drawn:
+        raise ValueError("no run can be compared with plain, so there is nothing to plot")
+    # a row for the title of each group, and one for each of its marks
+    rows = list(dict.fromkeys(row for m in drawn for row in ((m.group, ""), (m.group, m.label))))
+    figure = Figure(figsize=(_WIDTH, 0.9 + _ROW * len(rows)), layout="constrained")
+    axis = figure.subplots()
+    axis.axvline(0, color="#000000", linewidth=0.8)
+    for mark in drawn:
+        height, colour = rows.index((mark.group, mark.label)), "#000000"
+        low, high = mark.interval.low, mark.interval.high
+        if low is not None and high is not None:
+            axis.plot([low, high], [height, height], color=colour, linewidth=1.6)
+        fill = colour if mark.is_registered else "white"
+        axis.plot(mark.interval.mean, height, "D", color=colour, mfc=fill, markersize=6)
+        weight = "bold" if mark.verdict == "better" else "normal"
+        look: dict[str, Any] = {
+            "va": "center",
+            "fontsize": 8,
+            "weight": weight,
+            "annotation_clip": False,
+        }
+        axis.annotate(mark.verdict, (1.01, height), xycoords=axis.get_yaxis_transform(), **look)
+    # beside the labels too: a title may be as long as the figure is wide
+    across = blended_transform_factory(figure.transFigure, axis.transData)
+    for height, (group, label) in enumerate(rows):
+        if not label:
+            title = axis.text(0.015, height, group, transform=across, va="center", weight="bold")
+            title.set(fontsize=9, backgroundcolor="white", in_layout=False)
+    labels = {height: label for height, (_, label) in enumerate(rows) if label}
+    axis.set_yticks([*labels], [*labels.values()], fontsize=9)
+    axis.set_ylim(len(rows) - 0.45, -0.55)
+    axis.set_xlabel(_FOREST_AXIS)
+    axis.tick_params(axis="y", length=0)
+    axis.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    return figure

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 LEVEL = 0.95
-# metrics whose relative reduction is that of the perplexity, exp(loss)
+# for these metrics the reduction of the perplexity, exp(loss), is reported
 IN_NATS = {"loss"}
 # runs whose costs differ by no more are taken to have had the same
 _SAME = 0.01
@@ -78,9 +78,7 @@ def paired_difference(
     if not seeds:
         return None
     values = tuple(method[seed] - reference[seed] for seed in seeds)
-    low: float | None = None
-    high: float | None = None
-    p: float | None = None
+    low = high = p = None
     # differences that vary by no more than the rounding of their subtraction do not vary
     rounding = 4 * math.ulp(max(abs(v) for v in [*reference.values(), *method.values()]))
     if max(values) - min(values) > rounding:
@@ -125,20 +123,17 @@ class Contrast:
         of the difference does. None where ``b`` makes no error. For a loss in nats it is that of
         the perplexity, ``1 − exp(difference)``.
         """
-        if not self._can_be_reduced:
+        found, scale = self.test, 100 if self.test.higher_is_better else -100
+        in_nats = self.metric in IN_NATS
+        if not in_nats and self.error <= 0:
             return None
-        low, high = (None if x is None else self._share(x) for x in (self.test.low, self.test.high))
-        ends = (low, high) if self._share(1) > 0 else (high, low)
-        return Interval(self._share(self.test.mean), *ends)
 
-    @property
-    def _can_be_reduced(self) -> bool:
-        return self.metric in IN_NATS or self.error > 0
+        def share(difference: float) -> float:
+            return -100 * math.expm1(difference) if in_nats else scale * difference / self.error
 
-    def _share(self, difference: float) -> float:
-        if self.metric in IN_NATS:
-            return -100 * math.expm1(difference)
-        return (100 if self.test.higher_is_better else -100) * difference / self.error
+        low, high = (None if end is None else share(end) for end in (found.low, found.high))
+        ends = (low, high) if found.higher_is_better else (high, low)
+        return Interval(share(found.mean), *ends)
 
 
 def contrast(a: pd.DataFrame, b: pd.DataFrame) -> Contrast | None:

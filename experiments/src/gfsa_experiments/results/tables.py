@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from gfsa_experiments.tasks import RECIPES
 
 PLAIN = "plain"
 # the columns of rows that share a table
-_TABLE = ["recipe", "task", "settings", "only_data"]
+_TABLE = ["recipe", "task", "settings", "data"]
 
 
 def read_folder(folder: Path, may_be_empty: bool = False) -> pd.DataFrame:
@@ -44,26 +43,13 @@ def _is_table_of_runs(path: Path) -> bool:
 
 
 def frame_of(rows: Sequence[Row]) -> pd.DataFrame:
-    """The rows with two columns more.
-
-    ``only_data`` is the data of a row if its experiment has rows on several, else None. A row
-    without fingerprint belongs to the data of the others if there is one; if there are several,
-    its data is unknown and it stays apart, as ``""``.
-
-    ``replaced``: of several rows of one run (same key, seed and data) the latest counts.
-    """
-    data = defaultdict(set)
-    for row in rows:
-        data[row.experiment].update({row.data} - {""})
+    """The rows by date; ``replaced``: of several rows of one run, all but the latest."""
     frame = pd.DataFrame([asdict(row) for row in rows], columns=COLUMNS)
     # numbers, also where no row has one
     frame = frame.astype(dict.fromkeys(("valid", "moved", "peak_memory_mib"), float))
-    only = [row.data if len(data[row.experiment]) > 1 else None for row in rows]
-    frame["only_data"] = pd.Series(only, dtype=object)
     # stable: rows of one date stay in the order they were written
     frame = frame.sort_values("date", kind="stable")
-    run = [*_TABLE, "method", "options", "seed"]
-    return frame.assign(replaced=frame.duplicated(run, keep="last"))
+    return frame.assign(replaced=frame.duplicated([*_TABLE, "method", "options", "seed"], "last"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +112,8 @@ class ResultTable:
     recipe: str
     task: str
     settings: str
-    data: str | None
-    """The data of its rows if there is a table on other data too; empty if it is unknown."""
+    data: str
+    """The fingerprint of the data of all its rows; empty if it was not recorded."""
     metric: str
     higher_is_better: bool
     lines: tuple[Line, ...]
@@ -147,13 +133,8 @@ def make_tables(rows: pd.DataFrame, reference: str = PLAIN) -> list[ResultTable]
         reference: the line that the others are compared with, by its name; or by its method, if
             that has one line in a table.
     """
-    # NaN, which does not equal itself, stands for None in a column
-    groups = {
-        tuple(None if pd.isna(part) else part for part in key): own
-        for key, own in rows.groupby(_TABLE, dropna=False)
-    }
-    keys = sorted(groups, key=lambda key: _natural(part or "" for part in key))
-    return [_make_table(key, groups[key], reference) for key in keys]
+    groups = dict(iter(rows.groupby(_TABLE)))
+    return [_make_table(key, groups[key], reference) for key in sorted(groups, key=_natural)]
 
 
 def _make_table(key: Any, every: pd.DataFrame, reference: str) -> ResultTable:
@@ -170,17 +151,14 @@ def _make_table(key: Any, every: pd.DataFrame, reference: str) -> ResultTable:
     order = sorted(variants, key=lambda key: (key != (PLAIN, ""), key[0] != PLAIN, _natural(key)))
     named = [key for key in order if " ".join(key).strip() == reference]
     named = named or [key for key in order if key[0] == reference]
-    (base,) = named if len(named) == 1 else (None,)
-    lines = {
-        name: Line.of(
-            variants[name],
-            None if base in (None, name) else contrast(variants[name], variants[base]),
-        )
-        for name in order
-    }
-    found = None if base is None else lines[base]
+    base = named[0] if len(named) == 1 else None
+    lines = {}
+    for name in order:
+        is_compared = base is not None and name != base
+        to_base = contrast(variants[name], variants[base]) if is_compared else None
+        lines[name] = Line.of(variants[name], to_base)
     recipe, task, settings, data = key
-    shown, replaced = tuple(lines.values()), every[every.replaced]
+    shown, replaced, found = tuple(lines.values()), every[every.replaced], lines.get(base)
     return ResultTable(recipe, task, settings, data, metric, bool(up), shown, replaced, found)
 
 

@@ -63,47 +63,34 @@ class Method:
 Apply = Callable[[nn.Module, MethodConfig], int]
 
 
-def _gfsa(layers: Literal["even"] | None = None, **changes: Any) -> Apply:
-    """GFSA of the options, of which ``layers`` and ``changes`` are set."""
+def _plug(make: Any = None, **forced: Any) -> Apply:
+    """Filters of ``make``, or GFSA; the options ``forced`` override those that are given."""
 
     def apply(model: nn.Module, config: MethodConfig) -> int:
-        config = replace(config, layers=layers or config.layers)
+        config = replace(config, **forced)
         names = ("K", "learn", "w0", "power", "lr_multiplier")
-        arguments = {name: getattr(config, name) for name in names} | changes
-        return _plug(model, config, lambda heads: gfsa.GFSA(heads, **arguments))
+        of_gfsa = {name: getattr(config, name) for name in names}
+
+        def build(heads: int) -> gfsa.GraphFilter:
+            built = gfsa.GFSA(heads, **of_gfsa) if make is None else make(heads)
+            if config.share == "none":
+                return built
+            learned = config.share == "learned"
+            return built.exclude(0.0 if learned else 1.0, learned)
+
+        depth = config.first_values
+        return gfsa.plug(model, filter=build, layers=config.layers, depth=depth).parameters
 
     return apply
 
 
-def _plug(model: nn.Module, config: MethodConfig, make: Any) -> int:
-    """Plug a filter with the terms that are asked for beside it."""
-
-    def build(heads: int) -> gfsa.GraphFilter:
-        built: gfsa.GraphFilter = make(heads)
-        if config.share == "none":
-            return built
-        learned = config.share == "learned"
-        return built.exclude(0.0 if learned else 1.0, learned)
-
-    depth = config.first_values
-    return gfsa.plug(model, filter=build, layers=config.layers, depth=depth).parameters
-
-
-def _fixed(make: Any, **terms: Any) -> Apply:
-    return lambda model, config: _plug(model, replace(config, **terms), make)
-
-
 # A·V itself, without learned coefficients, for terms beside it
-_attention = _gfsa(K=None, learn=())
+_ATTENTION: dict[str, Any] = {"K": None, "learn": ()}
 
 
 def _exclusive(model: nn.Module, config: MethodConfig) -> int:
     share = "fixed" if config.share == "none" else config.share
-    return _attention(model, replace(config, share=share))
-
-
-def _depth(model: nn.Module, config: MethodConfig) -> int:
-    return _attention(model, replace(config, first_values=True))
+    return _plug(**_ATTENTION, share=share)(model, config)
 
 
 def _baseline(name: str, strength: str = "") -> Apply:
@@ -126,15 +113,20 @@ METHODS = {
     method.name: method
     for method in (
         Method("plain", "the model as it is", lambda model, config: 0),
-        Method("gfsa", "w0·I + w1·A + wK·A^K", _gfsa(), ("learn", *_PUBLISHED)),
-        Method("gfsa-even", "the same in every second layer", _gfsa("even"), _OF_EVEN),
-        Method("gfsa-published", "wK alone is learned", _gfsa(learn=("wK",)), _PUBLISHED),
-        Method("degree1", "w0·I + w1·A", _gfsa(K=None, learn=("w0", "w1")), _TERMS),
+        Method("gfsa", "w0·I + w1·A + wK·A^K", _plug(), ("learn", *_PUBLISHED)),
+        Method("gfsa-even", "the same in every second layer", _plug(layers="even"), _OF_EVEN),
+        Method("gfsa-published", "wK alone is learned", _plug(learn=("wK",)), _PUBLISHED),
+        Method("degree1", "w0·I + w1·A", _plug(K=None, learn=("w0", "w1")), _TERMS),
         Method("exclusive", "A·v without the part along the token's own v", _exclusive, _TERMS),
-        Method("depth", "A·(v + r·v⁰), v⁰ the first layer's values", _depth, _TERMS),
-        Method("fixed-identity", "A − 0.4·I", _gfsa(K=None, learn=(), w0=-0.4), ("layers",)),
-        Method("twicing", "2A − A²", _fixed(gfsa.Twicing), ("layers",)),
-        Method("resformer", "A·(v + v⁰)/2", _fixed(ResFormer, first_values=True), ("layers",)),
+        Method(
+            "depth",
+            "A·(v + r·v⁰), v⁰ the first layer's values",
+            _plug(**_ATTENTION, first_values=True),
+            _TERMS,
+        ),
+        Method("fixed-identity", "A − 0.4·I", _plug(**_ATTENTION, w0=-0.4), ("layers",)),
+        Method("twicing", "2A − A²", _plug(gfsa.Twicing), ("layers",)),
+        Method("resformer", "A·(v + v⁰)/2", _plug(ResFormer, first_values=True), ("layers",)),
         Method(
             "contranorm",
             "X − s·softmax(X·Xᵀ)·X after attention",

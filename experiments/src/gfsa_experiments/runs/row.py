@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from filelock import FileLock
 
 from gfsa.lens.readings import printable
+from gfsa_experiments.engine.config import parse
 from gfsa_experiments.engine.whole_files import refuse_inside_file
 
 
@@ -64,11 +65,6 @@ class Row:
     test, and a hash of some examples; empty if it was not recorded."""
 
     @property
-    def experiment(self) -> tuple[str, str, str]:
-        """The key of rows that are compared with each other, if they are on the same data."""
-        return self.recipe, self.task, self.settings
-
-    @property
     def key(self) -> tuple[object, ...]:
         """What identifies the run."""
         return self.recipe, self.task, self.method, self.options, self.settings, self.seed
@@ -79,7 +75,8 @@ class Row:
         return f"{self.method} {self.options}".strip()
 
 
-COLUMNS = [field.name for field in fields(Row)]
+_TYPES = get_type_hints(Row)
+COLUMNS = list(_TYPES)
 
 
 def append_rows(path: Path, rows: list[Row]) -> None:
@@ -110,24 +107,15 @@ def read_rows(path: Path) -> list[Row]:
 def _typed(cells: Sequence[str], where: str) -> dict[str, Any]:
     """The cells of a line by column, as the types that :class:`Row` has."""
     values: dict[str, Any] = {}
-    for field, text in zip(fields(Row), cells, strict=True):
-        kind, _, optional = str(field.type).partition(" | ")
+    for name, text in zip(COLUMNS, cells, strict=True):
+        # of the types only the optional ones have parts
+        is_missing = not text and get_args(_TYPES[name])
         try:
-            values[field.name] = None if optional and not text else _PARSERS[kind](text)
-        except (ValueError, KeyError):
-            raise ValueError(
-                f"{where}, column {field.name}: expected {field.type}, got {text!r}"
-            ) from None
+            # tables print text, so control characters are escaped
+            values[name] = parse(name, "none" if is_missing else printable(text), _TYPES[name])
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
     return values
-
-
-# tables print text, so control characters are escaped
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    "int": int,
-    "float": float,
-    "bool": {"True": True, "False": False}.__getitem__,
-    "str": printable,
-}
 
 
 def check_table(path: Path, columns: Sequence[str] = COLUMNS) -> None:

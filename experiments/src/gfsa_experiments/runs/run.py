@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -11,26 +12,32 @@ import re
 import shlex
 import shutil
 import sys
+import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from filelock import FileLock, Timeout
-from torch import nn
+from torch import Tensor, nn
 
 import gfsa
 from gfsa._version import __version__
 from gfsa.environment import commit, device_name, version_of
 from gfsa.lens.trajectory import Trajectory
 from gfsa.plugs.saving.checkpoint import write_filters
-from gfsa_experiments.engine.checkpoints import checkpoints, seed_everything
+from gfsa_experiments.engine.checkpoints import (
+    checkpoints,
+    isolated_generators,
+    seed_everything,
+)
 from gfsa_experiments.engine.config import (
     HARMLESS,
     TrainConfig,
@@ -42,9 +49,8 @@ from gfsa_experiments.engine.config import (
 from gfsa_experiments.engine.measure import COEFFICIENTS, Progress, free_memory_of_earlier_runs
 from gfsa_experiments.engine.step import to_device
 from gfsa_experiments.engine.task import Task
-from gfsa_experiments.engine.trainer import Outcome, Trainer, is_sharded, refuse_with_sharding
+from gfsa_experiments.engine.trainer import Trainer, is_sharded, refuse_with_sharding
 from gfsa_experiments.engine.whole_files import write_text
-from gfsa_experiments.runs.data import difference, fingerprint, warn_of_rows_on_other_data
 from gfsa_experiments.runs.methods import (
     MethodConfig,
     added_parameters,
@@ -81,8 +87,6 @@ class Run:
     device: str = "auto"
     resume: bool = False
     jobs: int = 1
-    results: Path | None = None
-    """A folder of rows: the run warns if rows of its experiment there are on other data."""
 
     def check(self) -> None:
         """Raise ValueError for everything that can be found before any data is read."""
@@ -131,11 +135,6 @@ class Run:
             name += "-" + sha256(key.settings.encode()).hexdigest()[:8]
         return self.out / key.recipe / _file_name(key.task) / name / f"seed-{key.seed}"
 
-    @property
-    def is_resumed_and_finished(self) -> bool:
-        """Whether the run only gives the row that is in its folder."""
-        return self.resume and (self.folder / "row.json").exists()
-
     def __str__(self) -> str:
         key = self.key()
         words = (key.recipe, key.task, key.method, key.options)
@@ -159,6 +158,8 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
     run.check()
     accelerator = _accelerator(run)
     free_memory_of_earlier_runs(accelerator.device)
+    if is_sharded(accelerator):
+        refuse_with_sharding(run.config)
     with contextlib.ExitStack() as held:
         if accelerator.is_main_process:
             # the system releases the lock when the process ends in any way
@@ -168,9 +169,6 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
             except Timeout as error:
                 message = f"another process is running the run in {run.folder}"
                 raise FileExistsError(message) from error
-        if is_sharded(accelerator):
-            refuse_with_sharding(run.config)
-        if accelerator.is_main_process:
             _claim(run, accelerator.num_processes)
         accelerator.wait_for_everyone()
         finished = read_row(run.folder)
@@ -242,9 +240,9 @@ def _train(
     new = added_parameters(task.model)
     trainer = Trainer(task, config, accelerator, folder, new, run.options.filter_lr)
     try:
-        outcome = trainer.fit(run.resume, progress)
+        results = trainer.fit(run.resume, progress)
     except FloatingPointError as error:
-        row = _row_of(run, task, data, added, trainer.diverged_outcome(), accelerator)
+        row = _row_of(run, task, data, added, trainer.columns(), accelerator)
         if accelerator.is_main_process:
             write_json(folder / "row.json", dataclasses.asdict(row))
         raise DivergedError(str(error), row) from error
@@ -256,7 +254,7 @@ def _train(
         if accelerator.is_main_process:
             task.model.load_state_dict(weights)
             task.model.to(accelerator.device)
-    row = _row_of(run, task, data, added, outcome, accelerator)
+    row = _row_of(run, task, data, added, results, accelerator)
     if accelerator.is_main_process:
         _keep_files(run, task)
         write_json(folder / "row.json", dataclasses.asdict(row))
@@ -267,20 +265,13 @@ def _train(
 
 
 def _row_of(
-    run: Run, task: Task, data: str, added: int, outcome: Outcome, accelerator: Accelerator
+    run: Run, task: Task, data: str, added: int, results: dict[str, Any], accelerator: Accelerator
 ) -> Row:
     """The row of a run, whose model has ``added`` numbers more than without its method."""
-    metric = task.metric
-    others = {name: round(v, 6) for name, v in outcome.test.items() if name != metric}
     count, name = accelerator.num_processes, device_name(accelerator.device)
     return Row(
         **run.key()._asdict(),
-        **outcome.cost,
-        metric=metric,
-        higher_is_better=task.higher_is_better,
-        test=outcome.test[metric],
-        valid=outcome.valid[metric] if outcome.valid else None,
-        others=as_text(others),
+        **results,
         parameters=sum(p.numel() for p in task.model.parameters() if p.requires_grad),
         added=added,
         coefficients=_coefficients(task.model),
@@ -324,12 +315,11 @@ def _keep_files(run: Run, task: Task) -> None:
         write_json(folder / "probes.json", probes)
     if not run.config.lens:
         return
-    example = task.example()
-    if example is None:
+    inputs = to_device(task.example(), next(model.parameters()).device)
+    if inputs is None:
         warnings.warn(f"no lens page: recipe {run.recipe} has no example inputs", stacklevel=2)
         return
-    device = next(model.parameters()).device
-    report = gfsa.diagnose({run.method: model}, to_device(example, device), progress=False)
+    report = gfsa.diagnose({run.method: model}, inputs, progress=False)
     recorded = folder / COEFFICIENTS
     if recorded.exists():
         report.trajectories = {run.method: Trajectory.from_csv(recorded)}
@@ -384,19 +374,21 @@ def _write_environment(folder: Path, device: Any) -> None:
     write_json(folder / "environment.json", record)
 
 
-# what was printed about own data: once for all runs of this process on it
-_SAID: set[tuple[Path, str]] = set()
+@functools.cache
+def _say_of_runs(out: Path, text: str) -> None:
+    """Print it once for all runs of this process in the folder ``out``."""
+    print(text, flush=True)
 
 
 def _record_data(run: Run, task: Task, accelerator: Accelerator) -> str:
-    """The data's fingerprint, after comparing it with what the run's folder and rows have."""
+    """The data's fingerprint, after comparing it with that in the run's folder."""
     data, record = fingerprint(task), run.folder / "data.json"
     if run.resume and record.exists():
         begun = read_json(record)
         if begun["data"] != data:
             raise ValueError(
-                f"{run.folder} holds a run on other data, from {begun['data_dir']} "
-                f"({difference(begun['data'], data)}); give it that data, or use another --out"
+                f"{run.folder} holds a run on other data, {begun['data']} from "
+                f"{begun['data_dir']}, got {data}; give it that data, or use another --out"
             )
     # every process has compared before the main process writes
     accelerator.wait_for_everyone()
@@ -405,15 +397,109 @@ def _record_data(run: Run, task: Task, accelerator: Accelerator) -> str:
         write_json(record, {"data": data, "data_dir": str(run.data_dir.resolve())})
         if task.own_data is not None:
             write_json(run.folder / "splits.json", dataclasses.asdict(task.own_data))
-            said = f"data {task.own_data}"
-            if run.results is not None and (run.results, said) not in _SAID:
-                _SAID.add((run.results, said))
-                print(said, flush=True)
-        if run.results is not None:
-            key = run.key()
-            table = run.results / f"{key.recipe}.csv"
-            warn_of_rows_on_other_data(table, (key.recipe, key.task, key.settings), data)
+            _say_of_runs(run.out, f"data {task.own_data}")
     return data
+
+
+_PARTS = ("train", "valid", "test")
+# examples hashed per split: enough to distinguish data sets, few enough to be read quickly
+_EXAMPLES = 32
+# nesting depth below which a value counts by its type alone
+_DEEPEST = 8
+
+
+def fingerprint(task: Task) -> str:
+    """``45000+5000+10000 3fa2c1d0``: the sizes of train, valid and test, and a hash.
+
+    The hash is over evenly spaced examples, as :meth:`Task.identity` returns them, and over what
+    :class:`OwnData` has of the caller's own. The random state of training does not change.
+    """
+    sizes = {name: len(task.splits[name]) if name in task.splits else 0 for name in _PARTS}
+    digest = sha256()
+    with isolated_generators(0):
+        for name, size in sizes.items():
+            for index in _spread(size):
+                for piece in _pieces(task.identity(name, index)):
+                    digest.update(piece)
+    if task.own_data is not None:
+        # two versions of a table may differ in a few labels to train on
+        digest.update(task.own_data.digest.encode())
+    return f"{'+'.join(map(str, sizes.values()))} {digest.hexdigest()[:8]}"
+
+
+def _spread(count: int) -> Sequence[int]:
+    """At most ``_EXAMPLES`` of ``count`` indices, evenly spaced from the first to the last."""
+    if count <= _EXAMPLES:
+        return range(count)
+    return [at * (count - 1) // (_EXAMPLES - 1) for at in range(_EXAMPLES)]
+
+
+def _pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
+    """A value as bytes: its type, its size and its content.
+
+    The same in every process: independent of addresses, of the order of a dict and of the width
+    that a number is stored in.
+    """
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        yield from _of_array(value, depth)
+    elif isinstance(value, (str, bytes)):
+        content = value.encode() if isinstance(value, str) else value
+        yield f"{type(value).__name__} {len(content)}:".encode() + content
+    elif value is None or isinstance(value, (bool, int, float, complex)):
+        yield f"{type(value).__name__} {value!r}:".encode()
+    elif isinstance(value, PurePath):
+        # folders differ between machines
+        yield from _pieces(value.name)
+    elif hasattr(value, "tobytes") and hasattr(value, "mode"):
+        # an image of Pillow
+        yield from _pieces([value.mode, *value.size, value.tobytes()], depth)
+    elif depth == _DEEPEST or isinstance(value, types.ModuleType) or callable(value):
+        yield f"{type(value).__name__}:".encode()
+    else:
+        yield from _of_container(value, depth + 1)
+
+
+def _of_array(value: Any, depth: int) -> Iterator[bytes]:
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = value if value.layout == torch.strided else value.to_dense()
+        # numpy lacks bfloat16
+        value = value.double() if value.is_floating_point() else value
+        value = value.resolve_conj().resolve_neg().numpy()
+    array = np.asarray(value)
+    kind = "i" if array.dtype.kind in "biumM" else array.dtype.kind
+    if kind not in "ifc":
+        # text and objects
+        yield from _pieces(array.tolist(), depth)
+        return
+    array = array.astype({"i": "<i8", "f": "<f8", "c": "<c16"}[kind])
+    if kind == "f":
+        # NaN has many bit patterns
+        array = np.where(np.isnan(array), np.nan, array)
+    yield f"{kind} {array.shape}:".encode() + array.tobytes()
+
+
+def _of_container(value: Any, depth: int) -> Iterator[bytes]:
+    if isinstance(value, (list, tuple)):
+        yield f"list {len(value)}:".encode()
+        for part in value:
+            yield from _pieces(part, depth)
+        return
+    named: Any
+    if isinstance(value, Mapping):
+        named = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        named = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif hasattr(value, "to_dict"):
+        # a graph of PyG
+        named = dict(value.to_dict())
+    else:
+        named = getattr(value, "__dict__", {}) | {"": type(value).__name__}
+    named = {str(name): part for name, part in named.items()}
+    yield f"dict {len(named)}:".encode()
+    for name in sorted(named):
+        yield from _pieces(name, depth)
+        yield from _pieces(named[name], depth)
 
 
 def read_row(folder: Path) -> Row | None:

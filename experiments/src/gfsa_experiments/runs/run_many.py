@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
+import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from queue import Queue
 from typing import NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.status import Status
 
-from gfsa_experiments.engine.measure import Progress as Callback
-from gfsa_experiments.engine.measure import Report
-from gfsa_experiments.runs.data import has_row
-from gfsa_experiments.runs.row import Row, append_rows
+from gfsa_experiments.engine.measure import Progress
+from gfsa_experiments.runs.row import Row, append_rows, read_rows_if_any
 from gfsa_experiments.runs.run import DivergedError, Run, carry_out
 
 
@@ -35,7 +35,7 @@ class Finished(NamedTuple):
 
 
 def carry_out_all(
-    runs: Sequence[Run], jobs: int = 1, progress: Callable[[Run], Callback] | None = None
+    runs: Sequence[Run], jobs: int = 1, progress: Callable[[Run], Progress] | None = None
 ) -> Iterator[Finished]:
     """Yield each run as it ends; the others continue if one fails.
 
@@ -48,23 +48,21 @@ def carry_out_all(
         for run in runs:
             yield attempt(run, progress(run) if progress else None)
         return
-    # a pool of one for each place: the end of a process breaks its pool alone
-    idle: Queue[ProcessPoolExecutor] = Queue()
-    for _ in range(jobs):
-        idle.put(_process(jobs))
-    threads = ThreadPoolExecutor(jobs)
-    used: set[ProcessPoolExecutor] = set()
+    cores = max(1, (os.cpu_count() or 1) // jobs)
+    # a forked process cannot use the parent's CUDA context and threads
+    spawn = multiprocessing.get_context("spawn")
+    # a pool of one process per thread: the end of a process breaks its pool alone
+    threads, own, pools = ThreadPoolExecutor(jobs), threading.local(), []
 
     def beside_others(run: Run) -> Finished:
-        process = idle.get()
-        used.add(process)
+        if not hasattr(own, "pool"):
+            own.pool = ProcessPoolExecutor(1, spawn, initializer=_begin_worker, initargs=(cores,))
+            pools.append(own.pool)
         try:
-            return process.submit(attempt, run).result()
+            return own.pool.submit(attempt, run).result()
         except BrokenProcessPool:
-            process = _process(jobs)
+            del own.pool
             return Finished(run, None, "its process was killed (out of memory?); see --resume")
-        finally:
-            idle.put(process)
 
     try:
         for future in as_completed([threads.submit(beside_others, run) for run in runs]):
@@ -72,16 +70,9 @@ def carry_out_all(
     finally:
         # an interrupt ends the queued and the active runs too
         threads.shutdown(wait=False, cancel_futures=True)
-        for process in used:
-            for worker in list((process._processes or {}).values()):
+        for pool in pools:
+            for worker in list((pool._processes or {}).values()):
                 worker.terminate()
-
-
-def _process(jobs: int) -> ProcessPoolExecutor:
-    """A process of its own for one run at a time, with its share of the cores."""
-    # a forked process cannot use the parent's CUDA context and threads
-    spawn, threads = multiprocessing.get_context("spawn"), max(1, (os.cpu_count() or 1) // jobs)
-    return ProcessPoolExecutor(1, spawn, initializer=_begin_worker, initargs=(threads,))
 
 
 def _begin_worker(threads: int) -> None:
@@ -90,7 +81,7 @@ def _begin_worker(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def attempt(run: Run, progress: Callback | None = None) -> Finished:
+def attempt(run: Run, progress: Progress | None = None) -> Finished:
     """Carry out a run; an error is part of what is returned, not raised."""
     try:
         return Finished(run, carry_out(run, progress))
@@ -123,12 +114,15 @@ _HARDLY_MOVED = 1e-3
 def record_all(console: Console, runs: list[Run], jobs: int, results: Path, write: bool) -> int:
     """Run everything, append each row as it comes, and return the number of failed runs."""
     names = _names(runs)
-    before = {run.folder for run in runs if run.is_resumed_and_finished}
+    before = {run.folder for run in runs if run.resume and (run.folder / "row.json").exists()}
     # error → the runs that failed with it: wrong data makes every run fail alike
     failures: dict[str, list[str]] = defaultdict(list)
     at_rest: set[str] = set()
-    with _progress(console, len(runs)) as (progress, advance):
-        for run, row, error in carry_out_all(runs, jobs, progress):
+    # a line is redrawn on a terminal alone
+    with console.status(f"0 of {len(runs)} runs") as status:
+        progress = functools.partial(_follow, console, status)
+        ended = enumerate(carry_out_all(runs, jobs, progress), start=1)
+        for count, (run, row, error) in ended:
             name = names[run.folder]
             if row is not None and write:
                 error = "; ".join(filter(None, [error, _append(results, run, row, before)]))
@@ -141,7 +135,7 @@ def record_all(console: Console, runs: list[Run], jobs: int, results: Path, writ
                 print_line(console, f"{said}{name}: {row.metric} {row.test:.4f}")
                 if row.added and row.moved is not None and row.moved < _HARDLY_MOVED:
                     at_rest.add(row.name)
-            advance()
+            status.update(f"{count} of {len(runs)} runs")
     for first, *others in failures.values():
         if others:
             more = "1 more run" if len(others) == 1 else f"{len(others)} more runs"
@@ -159,34 +153,15 @@ def record_all(console: Console, runs: list[Run], jobs: int, results: Path, writ
     return failed
 
 
-@contextlib.contextmanager
-def _progress(
-    console: Console, runs: int
-) -> Iterator[tuple[Callable[[Run], Callback], Callable[[], None]]]:
-    """Bars for all runs and for the steps of the current one, if it reports steps.
+def _follow(console: Console, status: Status, run: Run) -> Progress:
+    """The progress callback of a run: where it is; off a terminal a line at each evaluation."""
 
-    Gives a function that makes the progress callback of a run, and one that advances the bar of all
-    runs. Where the output is no terminal (nohup, a job of a cluster), which bars are not drawn on,
-    a line is printed at each evaluation.
-    """
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
-        all_runs = bars.add_task("runs", total=runs)
-        current = bars.add_task("steps", total=None, visible=False)
+    def update(text: str, evaluated: bool) -> None:
+        status.update(escape(f"{run}: {text}"))
+        if evaluated and not console.is_terminal:
+            print_line(console, f"{run}: {text}")
 
-        def callback_of(run: Run) -> Callback:
-            bars.reset(current, description=str(run), visible=True)
-
-            def update(report: Report) -> None:
-                status = f"{run}, {report.text}"
-                bars.update(current, completed=report.step, total=report.total, description=status)
-                if report.evaluated and not console.is_terminal:
-                    at = f"step {report.step:,} of {report.total:,}"
-                    print_line(console, f"{run}: {at}, {report.text}")
-
-            return update
-
-        yield callback_of, lambda: bars.advance(all_runs)
+    return update
 
 
 def _append(results: Path, run: Run, row: Row, before: set[Path]) -> str:
@@ -195,7 +170,8 @@ def _append(results: Path, run: Run, row: Row, before: set[Path]) -> str:
     try:
         # of several rows of a run the latest counts; a run that was finished before usually has
         # its row in the table
-        if run.folder not in before or not has_row(table, row):
+        recorded = {(other.key, other.data) for other in read_rows_if_any(table)}
+        if run.folder not in before or (row.key, row.data) not in recorded:
             append_rows(table, [row])
     except (ValueError, OSError) as reason:
         # the other runs continue

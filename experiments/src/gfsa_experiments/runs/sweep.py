@@ -63,7 +63,7 @@ class Request:
         Raises:
             ValueError: for settings that make no sense or have no effect in any combination.
         """
-        found = [request._runs(**places) for request in self._combinations()]
+        found = [self._runs(settings, **places) for settings in self._combinations()]
         # a setting without effect in one combination may be meant for another
         (_, first), *others = found
         unused = {k: why for k, why in first.items() if all(k in other for _, other in others)}
@@ -72,12 +72,12 @@ class Request:
             raise ValueError(f"leave out settings that would have no effect: {reasons}")
         return one_per_folder([run for runs, _ in found for run in runs])
 
-    def _runs(self, **places: Any) -> tuple[list[Run], dict[str, str]]:
+    def _runs(self, settings: dict[str, str], **places: Any) -> tuple[list[Run], dict[str, str]]:
         """The runs of one combination of settings, and why some settings have no effect."""
         recipe = find_recipe(self.recipe)
-        for_recipe, for_method = self._split_settings(recipe.config)
+        for_recipe, for_method = _split_settings(settings, recipe.config)
         config, unused = _config(recipe.config, for_recipe)
-        runs: dict[Path, Run] = {}
+        runs: list[Run] = []
         used: set[str] = set()
         for name in self.methods:
             method = find_method(name)
@@ -88,26 +88,20 @@ class Request:
             kept = {key: text for key, text in given.items() if key in having_effect}
             options = from_text(MethodConfig, kept)
             for seed in self.seeds:
-                run = Run(
-                    recipe=self.recipe,
-                    config=dataclasses.replace(config, seed=seed),
-                    method=name,
-                    options=options,
-                    **places,
-                )
+                seeded = dataclasses.replace(config, seed=seed)
+                run = Run(recipe=self.recipe, config=seeded, method=name, options=options, **places)
                 run.check()
-                runs.setdefault(run.folder, run)
-        for name, options in dict.fromkeys((run.method, run.options) for run in runs.values()):
+                runs.append(run)
             check_options(name, options, config.sketch(), config.label())
         with_learn = f" with learn={for_method['learn']}" if "learn" in for_method else ""
         why = (
             f"none of the methods {', '.join(self.methods)} has such an option{with_learn}; their "
             f"options: {', '.join(sorted(used)) or 'none'}"
         )
-        return list(runs.values()), unused | {k: why for k in for_method if k not in used}
+        return runs, unused | {k: why for k in for_method if k not in used}
 
-    def _combinations(self) -> list[Request]:
-        """A request for each combination of the values in ``each``."""
+    def _combinations(self) -> list[dict[str, str]]:
+        """The settings with each combination of the values in ``each``."""
         names = [name for name, _ in self.each]
         given = [*names, *(name for name, _ in self.settings)]
         twice = sorted({name for name in given if given.count(name) > 1})
@@ -118,26 +112,23 @@ class Request:
             )
         combinations = itertools.product(*(text.split(",") for _, text in self.each))
         return [
-            dataclasses.replace(
-                self,
-                settings=self.settings + tuple(zip(names, map(str.strip, values), strict=True)),
-                each=(),
-            )
+            dict(self.settings) | dict(zip(names, map(str.strip, values), strict=True))
             for values in combinations
         ]
 
-    def _split_settings(self, config: Any) -> tuple[dict[str, str], dict[str, str]]:
-        """The settings of the recipe, and the options of the methods."""
-        of_recipe, of_method = field_names(config), field_names(MethodConfig)
-        settings, full = dict(self.settings), dict(config.short_names)
-        for short, name in full.items():
-            if short in settings and name in settings:
-                raise ValueError(f"{short} and {name} are one setting; leave one of them out")
-        settings = {full.get(name, name): text for name, text in settings.items()}
-        if "seed" in settings:
-            raise ValueError("seeds are given by --seeds, not by --set seed=…")
-        for_method = {k: v for k, v in settings.items() if k in of_method and k not in of_recipe}
-        return {k: v for k, v in settings.items() if k not in for_method}, for_method
+
+def _split_settings(settings: dict[str, str], config: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """The settings of the recipe, and the options of the methods."""
+    of_recipe, of_method = field_names(config), field_names(MethodConfig)
+    full = dict(config.short_names)
+    for short, name in full.items():
+        if short in settings and name in settings:
+            raise ValueError(f"{short} and {name} are one setting; leave one of them out")
+    settings = {full.get(name, name): text for name, text in settings.items()}
+    if "seed" in settings:
+        raise ValueError("seeds are given by --seeds, not by --set seed=…")
+    for_method = {k: v for k, v in settings.items() if k in of_method and k not in of_recipe}
+    return {k: v for k, v in settings.items() if k not in for_method}, for_method
 
 
 def one_per_folder(runs: Sequence[Run]) -> list[Run]:

@@ -106,7 +106,7 @@ def own_share(share: Tensor, mixed: Tensor, v: Tensor) -> Tensor:
     dtype = at_least_float32(torch.promote_types(mixed.dtype, v.dtype))
     mixed, v = mixed.to(dtype), v.to(dtype)
     square = (v * v).sum(-1, keepdim=True)
-    has_direction = (square > 0) & square.isfinite()
+    has_direction = (square > 0) & (square < torch.inf)
     # filled before the division, so that no NaN enters the gradient either
     p = (mixed * v).sum(-1, keepdim=True) / square.masked_fill(~has_direction, 1.0)
     return (share[:, None, None] if share.dim() else share) * p.masked_fill(~has_direction, 0.0)

@@ -54,8 +54,8 @@ def sam_attention() -> SamAttention:
     ("kind", "plugged", "skipped"),
     [
         # of its backbone, the layers between stages pool their queries
-        ("Sam2", 9 + 2, {"pooled": 3, CROSSING: 5}),
-        ("EdgeTamVideo", 9 + 2 + 2 + 2, {"pooled": 3, CROSSING: 9}),
+        ("Sam2", 9 + 2, {"query_stride": 3, CROSSING: 5}),
+        ("EdgeTamVideo", 9 + 2 + 2 + 2, {"query_stride": 3, CROSSING: 9}),
         ("EfficientLoFTR", 0, {"pooled in different ways": 4, CROSSING: 8}),
         ("MuseGlimmerAssistant", 0, {CROSSING: 5}),
     ],

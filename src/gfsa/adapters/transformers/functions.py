@@ -25,7 +25,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from gfsa.adapters.transformers.masks import DescribedMask, written_out
-from gfsa.adapters.transformers.refusals import name_of
 from gfsa.operators import (
     AttentionCall,
     AttentionOperator,
@@ -36,7 +35,7 @@ from gfsa.operators import (
 )
 from gfsa.operators.base import repeat_heads, take_heads
 from gfsa.operators.sdpa import powers_with_one_mask
-from gfsa.plugs.checks.proof import has_no_values
+from gfsa.plugs.checks.proof import has_no_values, name_of
 
 OperatorMaker = Callable[..., tuple[Operator, Tensor]]
 

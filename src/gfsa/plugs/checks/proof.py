@@ -85,7 +85,7 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
         _compare_in_graph(module, query, key)
     elif same is None:
         raise ValueError(
-            f"{_name_of(module)} was plugged as self-attention, but its key is another tensor "
+            f"{name_of(module)} was plugged as self-attention, but its key is another tensor "
             "than its query, and their values cannot be compared while a graph is compiled or "
             "captured. Pass the same tensor for both, run one forward without that first, or, if "
             "this is cross-attention, leave this layer out with gfsa.plug(model, layers=...)"
@@ -102,7 +102,7 @@ _OTHER_VALUES = "its key has other values than its query"
 
 def _refusal(module: nn.Module, got: str) -> str:
     return (
-        f"{_name_of(module)} was plugged as self-attention, but {got}. Cross-attention and "
+        f"{name_of(module)} was plugged as self-attention, but {got}. Cross-attention and "
         "keys that come from a cache have no powers; leave this layer out with "
         "gfsa.plug(model, layers=...)"
     )
@@ -155,11 +155,11 @@ def _same_values(query: Tensor, key: Tensor) -> bool:
     return bool(both_nan.any()) and bool(((query == key) | both_nan).all())
 
 
-def _name_of(module: nn.Module) -> str:
+def name_of(module: nn.Module) -> str:
     """A plugged module in an error: its name in the model and the class that it had before."""
     name = module.__dict__.get(NAME)
     kind = plain_class(module).__name__
-    return f"{name} ({kind})" if name else str(kind)
+    return f"{name} ({kind})" if name else kind
 
 
 class Crossing(str):

@@ -9,8 +9,7 @@ different orders, whatever operations the module uses.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ def _refusal(module: nn.Module, got: str) -> str:
 def _compare_in_graph(module: nn.Module, query: Tensor, key: Tensor) -> None:
     """Have a compiled, exported or captured graph raise for other tokens, each time it runs."""
     # torch.func, partitioned and nested tensors have no such assertion, nor have other devices
-    if _is_transformed() or query.is_nested or hasattr(query, "device_mesh"):
+    if is_transformed() or query.is_nested or hasattr(query, "device_mesh"):
         return
     if query.device.type not in ("cpu", "cuda"):
         return
@@ -138,7 +137,7 @@ def are_same_tokens(first: Tensor, second: Tensor) -> bool | None:
     base = first._base
     if alike and base is not None and base is second._base and first.numel() == base.numel():
         return True
-    if torch.compiler.is_compiling() or not _is_transformed():
+    if torch.compiler.is_compiling() or not is_transformed():
         return None
     same = (first == second) | (first.isnan() & second.isnan())
     while torch._C._functorch.is_functorch_wrapped_tensor(same):
@@ -433,7 +432,7 @@ def has_no_values(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Whether torch.func runs the model now (vmap, grad, …), a constant to the compiler.
 
     The compiler asks while it traces, when the transforms of what it traces are entered.
@@ -442,33 +441,7 @@ def _is_transformed() -> bool:
 
 
 # all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it
-_is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def can_be_differentiated(x: Tensor) -> bool:
-    """Whether gradients of a tensor, or of one of those that vmap maps, can be computed now."""
-    return not has_no_values(value_of_one(x))
-
-
-def value_of_one(x: Tensor) -> Tensor:
-    """A tensor that torch.func has not transformed: the first of those that vmap maps."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        axis = torch._C._functorch.maybe_get_bdim(x)
-        x = torch._C._functorch.get_unwrapped(x)
-        x = x if axis < 0 else x.select(axis, 0)
-    return x
-
-
-@contextmanager
-def without_transforms() -> Iterator[None]:
-    """Code that torch.func does not transform, although it runs the model."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        yield
-        return
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    with temporarily_clear_interpreter_stack():
-        yield
+is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def leaves_of(x: Tensor) -> set[int]:

@@ -24,8 +24,9 @@ from gfsa.plugs.checks.proof import (
     OTHER_SEQUENCE,
     REASON,
     Owners,
-    can_be_differentiated,
     crosses_by_design,
+    has_no_values,
+    is_transformed,
     require_same_tokens,
 )
 from gfsa.plugs.tracing.candidates import refusal_by_class_name, refusal_by_code
@@ -81,7 +82,7 @@ class Traced(nn.Module):
         verified = memory.verified.get(signature)
         if verified is not None:
             return verified
-        if not all(map(can_be_differentiated, inputs.values())):
+        if is_transformed() or any(map(has_no_values, inputs.values())):
             return memory.for_any_batch.get(kind, _UNREADABLE)
         proven = prove(self, inputs, args, kwargs)
         if isinstance(proven, Verified):
@@ -164,7 +165,7 @@ def _state(module: nn.Module) -> Hashable:
 _UNREADABLE = (
     "whether queries and keys are the same tokens has not been verified for these inputs, which "
     "takes values of tensors, and they cannot be read now. Run one forward without graph capture "
-    "first"
+    "and without torch.func first"
 )
 
 

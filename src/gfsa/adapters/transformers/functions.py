@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -220,15 +221,15 @@ def _eager_operator(
     return _EagerOperator(weights, value, product.transpose(1, 2)), value
 
 
+@dataclass(eq=False)
 class _EagerOperator(Operator):
     """A map computed by the model itself, together with its product with the values."""
 
-    holds_matrix = True
+    weights: Tensor
+    value: Tensor
+    product: Tensor
 
-    def __init__(self, weights: Tensor, value: Tensor, product: Tensor) -> None:
-        self.weights = weights
-        self.value = value
-        self.product = product
+    holds_matrix = True
 
     def apply(self, x: Tensor) -> Tensor:
         if x is self.value:
@@ -269,24 +270,16 @@ def _any_operator(
     return _FunctionRows(function, module, query, key, mask, kwargs), value
 
 
+@dataclass(eq=False)
 class _FunctionRows(Operator):
     """``A·x`` as one call of an attention function of transformers."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        mask: Any,
-        kwargs: dict[str, Any],
-    ) -> None:
-        self.function = function
-        self.module = module
-        self.query = query
-        self.key = key
-        self.mask = mask
-        self.kwargs = kwargs
+    function: Callable[..., Any]
+    module: Any
+    query: Tensor
+    key: Tensor
+    mask: Any
+    kwargs: dict[str, Any]
 
     def apply(self, x: Tensor) -> Tensor:
         key = repeat_heads(self.key, x)

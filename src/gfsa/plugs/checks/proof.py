@@ -161,12 +161,6 @@ def name_of(module: nn.Module) -> str:
     return f"{name} ({kind})" if name else kind
 
 
-class Crossing(str):
-    """A refusal of cross-attention between inputs of which some may hold the same tokens."""
-
-    names: frozenset[str]
-
-
 # random halves of the rows whose tokens are compared; each finds one pair of rows that is mixed up
 # with a chance of one half, and an order that differs from another almost surely
 _HALVES = 2
@@ -253,12 +247,10 @@ class Evidence:
         shared = rows & columns
         # positions may be an input, too, and be added to the queries and keys of two sequences
         if not values <= shared and rows != columns:
-            crossing = Crossing(
+            return (
                 f"its queries come from {_listed(rows)} and its keys from {_listed(columns)}, "
                 "which hold different tokens: cross-attention has no powers"
             )
-            crossing.names = frozenset(rows | columns | values)
-            return crossing
         if values & shared:
             found = [self._refusal_of(name, name) for name in sorted(values & shared)]
             return next(filter(None, found), None)

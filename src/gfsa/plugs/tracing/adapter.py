@@ -47,7 +47,11 @@ class Traced(nn.Module):
         inputs = inputs_of(given)
         verified: Verified | str | None = None
         if memory.known:
-            self._require_same_tokens(given, inputs)
+            # nothing is proven here: another sequence shows by the name of its argument
+            tokens = next(iter(inputs.values()), None)
+            for other in map(given.get, _MAY_BE_OTHER_TOKENS):
+                if isinstance(other, Tensor) and tokens is not None:
+                    require_same_tokens(self, tokens, other)
         elif torch.compiler.is_compiling():
             verified = memory.for_any_batch.get(_kind(inputs, given))
             if verified is None:
@@ -79,23 +83,14 @@ class Traced(nn.Module):
         """What is proven of this call: now, or by an earlier one with the same signature."""
         kind = _kind(inputs, given)
         signature = (kind, *map(_described, given.values()), _state(self))
-        verified = memory.verified.get(signature)
-        if verified is not None:
-            return verified
+        if signature in memory.verified:
+            return memory.verified[signature]
         if is_transformed() or any(map(has_no_values, inputs.values())):
             return memory.for_any_batch.get(kind, _UNREADABLE)
         proven = prove(self, inputs, args, kwargs)
         if isinstance(proven, Verified):
             memory.keep(signature, kind, proven)
         return proven
-
-    def _require_same_tokens(self, given: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> None:
-        """Refuse another sequence by the name of its argument, where nothing is proven."""
-        tokens = next(iter(inputs.values()), None)
-        for name in _MAY_BE_OTHER_TOKENS:
-            other = given.get(name)
-            if isinstance(other, Tensor) and tokens is not None:
-                require_same_tokens(self, tokens, other)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # the class is created at run time, so copies and pickles refer to the original class

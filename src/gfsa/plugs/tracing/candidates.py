@@ -183,21 +183,24 @@ def _has_softmax(cls: type[nn.Module]) -> bool:
         if any(_calls_attention(method) for method in methods.values()):
             return True
         # a method that calls super() runs the one that it overrides, too
-        overridden |= {name for name, m in methods.items() if "super" not in _names(m, set(), 0)}
+        overridden |= {n for n, m in methods.items() if "super" not in names_in_code(m, depth=0)}
     return False
 
 
 def _calls_attention(function: Any) -> bool:
-    return not _ATTENTION_CALLS.isdisjoint(_names(function, set()))
+    return not _ATTENTION_CALLS.isdisjoint(names_in_code(function))
 
 
-def _names(function: Any, seen: set[CodeType], depth: int = 3) -> Iterator[str]:
+def names_in_code(
+    function: Any, depth: int = 3, seen: set[CodeType] | None = None
+) -> Iterator[str]:
     """The names of a function, in its code, and in that of the functions that it calls by name."""
+    seen = set() if seen is None else seen
     function = inspect.unwrap(getattr(function, "__func__", function))
     yield str(getattr(function, "__name__", ""))
     if isinstance(function, type) and issubclass(function, torch.autograd.Function):
         for method in vars(function).values():
-            yield from _names(method, seen, depth)
+            yield from names_in_code(method, depth, seen)
     if not isinstance(function, FunctionType) or function.__module__.startswith("torch."):
         return
     pending: list[CodeType] = [function.__code__]
@@ -212,4 +215,4 @@ def _names(function: Any, seen: set[CodeType], depth: int = 3) -> Iterator[str]:
         cells = [c.cell_contents for c in function.__closure__ or () if c != CellType()]
         for called in (*map(function.__globals__.get, code.co_names), *cells):
             if depth and callable(called):
-                yield from _names(called, seen, depth - 1)
+                yield from names_in_code(called, depth - 1, seen)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa.plugs.checks.proof import (
-    Crossing,
     Evidence,
     are_same_tokens,
     noise_like,
@@ -249,12 +248,11 @@ def prove(
     arguments that may hold tokens, by name.
     """
     found = _rehearse(module, inputs, {}, args, kwargs)
-    if not isinstance(found, Crossing):
+    if isinstance(found, Verified):
         return found
     # another input may hold the same tokens, as in attention(x, x.clone())
     equal: dict[str, str] = {}
-    names = [name for name in inputs if name in found.names]
-    for first, second in itertools.combinations(names, 2):
+    for first, second in itertools.combinations(inputs, 2):
         if first not in equal and are_same_tokens(inputs[first], inputs[second]):
             equal.setdefault(second, first)
     return _rehearse(module, inputs, equal, args, kwargs) if equal else found

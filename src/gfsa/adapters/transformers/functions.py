@@ -122,25 +122,16 @@ def _sdpa_operator(
             scaling=scaling,
             **kwargs,
         )
-    if isinstance(attention_mask, DescribedMask):
-        if position_bias is None and attention_mask.fits(query, key):
-            if key.shape[2] != query.shape[2]:
-                # the prompt in a static cache: the rows after it are empty
-                key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-            return AttentionOperator(
-                *(query, key, None, dropout, False, scaling, _grouped(query, key)),
-                # without dropout its place does not matter
-                dropout_after=module.gfsa.dropout_after if dropout else "attention",
-                visible=attention_mask.visible,
-            ), value
-        attention_mask = attention_mask.tensor()
-    # transformers' sdpa with a mask that is a tensor, or none
     mask, new = attention_mask, query.shape[2]
+    visible = None
+    if isinstance(mask, DescribedMask):
+        is_read = position_bias is None and mask.fits(query, key)
+        visible, mask = (mask.visible, None) if is_read else (None, mask.tensor())
     causal = False
-    if new > 1 and mask is None:
+    if new > 1 and mask is None and visible is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if causal and key.shape[2] > new:
-        # the prefill of a static cache: the rows after the prompt are empty
+    if (causal or visible is not None) and key.shape[2] > new:
+        # the prompt in a static cache: the rows after it are empty
         key, value = key[:, :, :new], value[:, :, :new]
         position_bias = None if position_bias is None else position_bias[..., :new]
     if position_bias is not None:
@@ -156,7 +147,9 @@ def _sdpa_operator(
         key, value = repeat_heads(key, query), repeat_heads(value, query)
     operator = AttentionOperator(
         *(query, key, mask, dropout, causal, scaling, _grouped(query, key)),
+        # without dropout its place does not matter
         dropout_after=module.gfsa.dropout_after if dropout else "attention",
+        visible=visible,
     )
     return operator, value
 

@@ -114,8 +114,7 @@ def _compare_in_graph(module: nn.Module, query: Tensor, key: Tensor) -> None:
         return
     if query.device.type not in ("cpu", "cuda"):
         return
-    same = ((query == key) | (query.isnan() & key.isnan())).all()
-    torch._assert_async(same, _refusal(module, _OTHER_VALUES))
+    torch._assert_async(_alike(query, key).all(), _refusal(module, _OTHER_VALUES))
 
 
 def are_same_tokens(first: Tensor, second: Tensor) -> bool | None:
@@ -132,26 +131,25 @@ def are_same_tokens(first: Tensor, second: Tensor) -> bool | None:
         return True
     alike = first.stride() == second.stride() and first.dtype == second.dtype
     if not (has_no_values(first) or has_no_values(second)):
-        return (alike and first.data_ptr() == second.data_ptr()) or _same_values(first, second)
+        if (alike and first.data_ptr() == second.data_ptr()) or torch.equal(first, second):
+            return True
+        return bool(_alike(first, second).all())
     # of a whole tensor, because a compiler does not know the storage offset of a part
     base = first._base
     if alike and base is not None and base is second._base and first.numel() == base.numel():
         return True
     if torch.compiler.is_compiling() or not is_transformed():
         return None
-    same = (first == second) | (first.isnan() & second.isnan())
+    same = _alike(first, second)
     while torch._C._functorch.is_functorch_wrapped_tensor(same):
         # of vmap, the entries of every sample
         same = torch._C._functorch.get_unwrapped(same)
     return None if has_no_values(same) else bool(same.all())
 
 
-def _same_values(query: Tensor, key: Tensor) -> bool:
-    if torch.equal(query, key):
-        return True
-    # a diverged model has NaN at the same positions of both, and is still self-attention
-    both_nan = query.isnan() & key.isnan()
-    return bool(both_nan.any()) and bool(((query == key) | both_nan).all())
+def _alike(query: Tensor, key: Tensor) -> Tensor:
+    """Where two tensors are equal; a diverged model has NaN at the same positions of both."""
+    return (query == key) | (query.isnan() & key.isnan())
 
 
 def name_of(module: nn.Module) -> str:

@@ -42,11 +42,12 @@ class Traced(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         memory: Memory = self.__dict__["_gfsa_memory"]
+        adapter: TracerAdapter = self.__dict__[ADAPTER]
         given = {**dict(zip(memory.inputs, args, strict=False)), **kwargs}
         check_kinds(**{k: v for k, v in given.items() if isinstance(v, torch.fx.Proxy)})
         inputs = inputs_of(given)
         verified: Verified | str | None = None
-        if memory.known:
+        if adapter.known:
             # nothing is proven here: another sequence shows by the name of its argument
             tokens = next(iter(inputs.values()), None)
             for other in map(given.get, _MAY_BE_OTHER_TOKENS):
@@ -63,7 +64,7 @@ class Traced(nn.Module):
         if isinstance(verified, Verified):
             for first, second in verified.equal_inputs:
                 require_same_tokens(self, inputs[first], inputs[second])
-        wants_maps = self.__dict__[ADAPTER].wants_maps(self, given)
+        wants_maps = adapter.wants_maps(self, given)
         with Trace(self, self.__dict__.get(NAME, ""), verified, wants_maps) as trace:
             result = super().forward(*args, **kwargs)
         return trace.end(result)
@@ -217,7 +218,7 @@ class TracerAdapter(Adapter):
     def install(self, module: nn.Module) -> None:
         # looked up here, not in a forward that may be compiled
         inputs = tuple(inspect.signature(type(module).forward).parameters)[1:]
-        module.__dict__["_gfsa_memory"] = Memory(inputs, self.known)
+        module.__dict__["_gfsa_memory"] = Memory(inputs)
         module.__dict__[CLASS] = type(module)
         module.__class__ = _traced(type(module))  # type: ignore[arg-type]
 

@@ -137,8 +137,6 @@ class Memory:
 
     inputs: tuple[str, ...] = ()
     """The names of the arguments of its forward."""
-    known: bool = False
-    """Whether tests have verified the module's class: heads are the third axis from the end."""
     verified: dict[Hashable, Verified] = field(default_factory=dict)
     """By the signature of the call."""
     for_any_batch: dict[Hashable, Verified] = field(default_factory=dict)

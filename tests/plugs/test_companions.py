@@ -140,35 +140,25 @@ def test_rows_of_inference_mode_can_be_left() -> None:
     assert torch.equal(found, torch.cat([tokens(5), tokens(1, seed=1)], 2))
 
 
-@torch.no_grad()
-def test_a_static_layer_of_powers_is_one_of_transformers() -> None:
-    """Rows as a layer of keys and values has them."""
-    layer = StaticLayer(max_cache_len=8)
-    companion = empty_like(layer)
-    assert type(companion) is StaticPowers
-    for count in (3, 1, 2):
-        new = tokens(count, seed=count)
-        layer.update(new, new)
-        companion.add(new, layer)
-    assert torch.equal(companion.keys, layer.values)
-    for held in (layer, companion):
-        held.reorder_cache(torch.tensor([1, 0]))
-    assert torch.equal(companion.keys, layer.values)
-    assert companion.make_room(tokens(1), layer) is companion.keys
+def static_layer(window: int | None) -> Any:
+    if window is None:
+        return StaticLayer(max_cache_len=11)
+    return StaticSlidingWindowLayer(max_cache_len=10, sliding_window=window)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [StaticPowers, TracedStaticPowers])
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(
     "counts",
     [(1,) * 8, (3, 1, 1, 1, 1), (4, 1, 1), (5, 1, 1), (9, 1), (2, 4, 1), (2, 2, 3, 1), (6, 5)],
     ids=str,
 )
-def test_a_static_window_of_powers_is_one_of_transformers(
-    counts: tuple[int, ...], kind: Any
+def test_a_static_layer_of_powers_is_one_of_transformers(
+    counts: tuple[int, ...], window: int | None, kind: Any
 ) -> None:
     """Rows as a layer of keys and values has them, and what an update returns."""
-    layer = StaticSlidingWindowLayer(max_cache_len=10, sliding_window=4)
+    layer = static_layer(window)
     companion = empty_like(layer)
     assert type(companion) is StaticPowers
     companion = kind(companion.max_cache_len, slides=companion.slides)
@@ -187,8 +177,9 @@ def test_a_static_window_of_powers_is_one_of_transformers(
 
 
 @torch.no_grad()
-def test_room_in_a_static_window_that_a_kernel_writes() -> None:
-    layer = StaticSlidingWindowLayer(max_cache_len=10, sliding_window=4)
+@pytest.mark.parametrize("window", [None, 4])
+def test_room_in_a_static_layer_that_a_kernel_writes(window: int | None) -> None:
+    layer = static_layer(window)
     companion = empty_like(layer)
     first = tokens(2)
     layer.update(first, first)
@@ -198,7 +189,8 @@ def test_room_in_a_static_window_that_a_kernel_writes() -> None:
         layer.update(new, new)
         rows = companion.make_room(new, layer)
         assert rows is companion.keys
-        rows[:, :, min(length, 4) - 1 : min(length, 4)] = new
+        newest = min(length, layer.max_cache_len)
+        rows[:, :, newest - 1 : newest] = new
         assert torch.equal(rows, layer.values)
 
 

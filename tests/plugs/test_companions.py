@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from random import Random
 from typing import Any
 
 import pytest
@@ -64,46 +65,54 @@ def test_cropped_tokens_are_written_again(left: int) -> None:
 
 
 @torch.no_grad()
-def test_other_layers_are_not_written() -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_are_those_of_a_concatenation_whatever_happens(seed: int) -> None:
     """Beams, selected rows and copies have memory of their own."""
-    companion = filled(5)
-    kept = copy.deepcopy(companion)
-    before = companion.keys
-    companion.reorder_cache(torch.tensor([1, 0]))
-    companion.add(tokens(1, seed=1), None)
-    kept.add(tokens(1, seed=2), None)
-    assert torch.equal(before, tokens(5))
-    assert torch.equal(companion.keys, torch.cat([tokens(5).flip(0), tokens(1, seed=1)], 2))
-    assert torch.equal(kept.keys, torch.cat([tokens(5), tokens(1, seed=2)], 2))
-    companion.batch_select_indices(torch.tensor([1]))
-    companion.batch_repeat_interleave(2)
-    assert torch.equal(companion.keys[0], torch.cat([tokens(5), tokens(1, seed=1).flip(0)], 2)[0])
+    companion, expected = filled(5), tokens(5)
+    copies: list[tuple[GrowingPowers, Tensor]] = []
+    steps = Random(seed)
+    for number in range(40):
+        new, order = tokens(steps.randint(1, 3), seed=number), torch.tensor([1, 0])
+        match steps.choice(["add", "room", "room", "reorder", "select", "crop", "copy"]):
+            case "add":
+                found = companion.add(new, None)
+                expected = torch.cat([expected, new], 2)
+                assert torch.equal(found, expected)
+            case "room":
+                length, new = expected.shape[2], new[:, :, :1]
+                companion.make_room(new, None)[:, :, length : length + 1] = new
+                expected = torch.cat([expected, new], 2)
+            case "reorder":
+                companion.reorder_cache(order)
+                expected = expected[order]
+            case "select":
+                companion.batch_select_indices(order[:1])
+                companion.batch_repeat_interleave(2)
+                expected = expected[[1, 1]]
+            case "crop":
+                companion.crop(-2)
+                expected = expected[:, :, :-2]
+            case "copy":
+                copies.append((companion, expected))
+                companion = copy.deepcopy(companion)
+        assert companion.get_seq_length() == expected.shape[2]
+        for held, rows in (*copies, (companion, expected)):
+            assert torch.equal(held.keys, rows)
 
 
-def test_recorded_tokens_are_not_overwritten() -> None:
-    companion = filled(5)
-    new = tokens(1, seed=1).requires_grad_()
-    found = companion.add(new, None)
-    loss = found.square().sum()
-    with torch.no_grad():
-        # would raise in backward if it were written where the recorded tokens are
-        companion.add(tokens(1, seed=2), None)
-        companion.crop(-2)
-        companion.add(tokens(1, seed=3), None)
-    loss.backward()
-    assert torch.equal(new.grad, 2 * new)
-
-
-@pytest.mark.parametrize("by_kernel", [False, True])
-def test_recorded_tokens_are_not_overwritten_after_a_crop(by_kernel: bool) -> None:
+@pytest.mark.parametrize("how", ["after a crop", "before a crop", "by a kernel"])
+def test_recorded_tokens_are_not_overwritten(how: str) -> None:
     """The recorded rows have room for the next token, which belongs elsewhere."""
     companion = filled(5)
     new = tokens(1, seed=1).requires_grad_()
     found = companion.add(new, None)
     loss, before = found.square().sum(), found.detach().clone()
     with torch.no_grad():
+        # would raise in backward if it were written where the recorded tokens are
+        if how == "before a crop":
+            companion.add(tokens(1, seed=2), None)
         companion.crop(-2)
-        if by_kernel:
+        if how == "by a kernel":
             # a kernel's write is nothing that autograd would notice
             companion.make_room(tokens(1), None).detach()[:, :, 4] = 7.0
         else:
@@ -131,46 +140,25 @@ def test_rows_of_inference_mode_can_be_left() -> None:
     assert torch.equal(found, torch.cat([tokens(5), tokens(1, seed=1)], 2))
 
 
-@torch.no_grad()
-def test_room_that_a_kernel_writes() -> None:
-    companion, like = filled(5), tokens(1, seed=1)
-    for length in range(6, 40):
-        rows = companion.make_room(like, None)
-        assert rows.shape[2] >= length == companion.get_seq_length()
-        rows[:, :, length - 1] = length
-    assert torch.equal(companion.keys[:, :, :5], tokens(5))
-    assert torch.equal(companion.keys[0, 0, 5:, 0], torch.arange(6.0, 40.0))
-
-
-@torch.no_grad()
-def test_a_static_layer_of_powers_is_one_of_transformers() -> None:
-    """Rows as a layer of keys and values has them."""
-    layer = StaticLayer(max_cache_len=8)
-    companion = empty_like(layer)
-    assert type(companion) is StaticPowers
-    for count in (3, 1, 2):
-        new = tokens(count, seed=count)
-        layer.update(new, new)
-        companion.add(new, layer)
-    assert torch.equal(companion.keys, layer.values)
-    for held in (layer, companion):
-        held.reorder_cache(torch.tensor([1, 0]))
-    assert torch.equal(companion.keys, layer.values)
-    assert companion.make_room(tokens(1), layer) is companion.keys
+def static_layer(window: int | None) -> Any:
+    if window is None:
+        return StaticLayer(max_cache_len=11)
+    return StaticSlidingWindowLayer(max_cache_len=10, sliding_window=window)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [StaticPowers, TracedStaticPowers])
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(
     "counts",
     [(1,) * 8, (3, 1, 1, 1, 1), (4, 1, 1), (5, 1, 1), (9, 1), (2, 4, 1), (2, 2, 3, 1), (6, 5)],
     ids=str,
 )
-def test_a_static_window_of_powers_is_one_of_transformers(
-    counts: tuple[int, ...], kind: Any
+def test_a_static_layer_of_powers_is_one_of_transformers(
+    counts: tuple[int, ...], window: int | None, kind: Any
 ) -> None:
     """Rows as a layer of keys and values has them, and what an update returns."""
-    layer = StaticSlidingWindowLayer(max_cache_len=10, sliding_window=4)
+    layer = static_layer(window)
     companion = empty_like(layer)
     assert type(companion) is StaticPowers
     companion = kind(companion.max_cache_len, slides=companion.slides)
@@ -189,8 +177,9 @@ def test_a_static_window_of_powers_is_one_of_transformers(
 
 
 @torch.no_grad()
-def test_room_in_a_static_window_that_a_kernel_writes() -> None:
-    layer = StaticSlidingWindowLayer(max_cache_len=10, sliding_window=4)
+@pytest.mark.parametrize("window", [None, 4])
+def test_room_in_a_static_layer_that_a_kernel_writes(window: int | None) -> None:
+    layer = static_layer(window)
     companion = empty_like(layer)
     first = tokens(2)
     layer.update(first, first)
@@ -200,7 +189,8 @@ def test_room_in_a_static_window_that_a_kernel_writes() -> None:
         layer.update(new, new)
         rows = companion.make_room(new, layer)
         assert rows is companion.keys
-        rows[:, :, min(length, 4) - 1 : min(length, 4)] = new
+        newest = min(length, layer.max_cache_len)
+        rows[:, :, newest - 1 : newest] = new
         assert torch.equal(rows, layer.values)
 
 

@@ -134,7 +134,7 @@ def test_assisted_decoding() -> None:
 def test_a_prompt_can_be_cached_and_copied() -> None:
     model = plugged("llama")
     inputs = {name: x[:1] for name, x in prompt().items()}
-    cache = transformers.DynamicCache(config=model.config)
+    cache = empty_cache(model, "dynamic")
     with torch.no_grad():
         model(inputs["input_ids"][:, :5], past_key_values=cache)
     expected = generate(model, inputs, use_cache=False)
@@ -147,7 +147,7 @@ def test_a_prompt_can_be_cached_and_copied() -> None:
 def test_compiled_decoding_with_a_static_cache_is_one_graph(name: str) -> None:
     model = plugged(name)
     ids = prompt()["input_ids"]
-    cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+    cache = empty_cache(model, "static")
     graphs = torch._dynamo.testing.CompileCounter()
     step = torch.compile(model, backend=graphs, fullgraph=True)
     with torch.no_grad():
@@ -291,10 +291,10 @@ def test_a_compiled_model_refuses_a_static_one() -> None:
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def empty_cache(model: Any, kind: str) -> Any:
+def empty_cache(model: Any, kind: str, tokens: int = 16) -> Any:
     if kind == "dynamic":
         return transformers.DynamicCache(config=model.config)
-    return transformers.StaticCache(config=model.config, max_cache_len=16)
+    return transformers.StaticCache(config=model.config, max_cache_len=tokens)
 
 
 class Step(torch.nn.Module):
@@ -548,7 +548,7 @@ def test_a_quantised_cache_is_refused() -> None:
         pass
 
     model = plugged("llama")
-    cache = transformers.DynamicCache(config=model.config)
+    cache = empty_cache(model, "dynamic")
     cache.layers[0] = QuantisedLayer()
     with torch.no_grad(), pytest.raises(TypeError, match="cannot decode with a QuantisedLayer"):
         model(prompt()["input_ids"], past_key_values=cache)
@@ -576,11 +576,7 @@ def test_attention_maps_of_decoded_tokens_are_rows_of_the_whole_map(
     model, ids = plugged("llama", K=None), prompt()["input_ids"]
     model.set_attn_implementation(implementation)
     tokens = ids.shape[1]
-    kept: Any = (
-        transformers.DynamicCache(config=model.config)
-        if cache == "dynamic"
-        else transformers.StaticCache(config=model.config, max_cache_len=tokens)
-    )
+    kept = empty_cache(model, cache, tokens)
     with torch.no_grad():
         whole = model(ids, output_attentions=True, use_cache=False)
         for start, end in ((0, tokens - 3), (tokens - 3, tokens - 1), (tokens - 1, tokens)):
@@ -595,11 +591,7 @@ def test_attention_maps_of_decoded_tokens_are_rows_of_the_whole_map(
 @pytest.mark.parametrize("K", [None, 3])
 def test_decoding_is_the_dense_filter_in_double_precision(K: int | None, cache: str) -> None:
     model, ids = plugged("gpt2", K=K).double(), prompt()["input_ids"]
-    kept: Any = (
-        transformers.DynamicCache(config=model.config)
-        if cache == "dynamic"
-        else transformers.StaticCache(config=model.config, max_cache_len=16)
-    )
+    kept = empty_cache(model, cache)
     with torch.no_grad():
         decoded = [model(ids[:, :4], past_key_values=kept).logits]
         for token in ids[:, 4:].split(1, dim=1):
@@ -614,7 +606,7 @@ def test_decoding_is_the_dense_filter_in_double_precision(K: int | None, cache: 
 def test_a_decoded_token_can_be_differentiated() -> None:
     """Sums that are rounded where they are made are for those who want no gradient."""
     model, ids = plugged("gpt2", K=None), prompt()["input_ids"]
-    cache = transformers.DynamicCache(config=model.config)
+    cache = empty_cache(model, "dynamic")
     with torch.no_grad():
         model(ids[:, :6], past_key_values=cache)
         expected = model(ids, use_cache=False).logits[:, -1:]
@@ -631,7 +623,7 @@ def test_a_cache_may_come_without_its_name(name: str) -> None:
     attention = next(m for m in model.modules() if hasattr(m, "gfsa"))
     handover = _look_at_inputs
     assert handover in attention._forward_pre_hooks.values()
-    cache = transformers.DynamicCache(config=model.config)
+    cache = empty_cache(model, "dynamic")
     place = _Arguments.of(type(attention)).positional.index("past_key_values")
     args = (ids,) * place + (cache,)
     seen.append(handover(attention, args, {}))

@@ -119,11 +119,3 @@ def test_relative_positions_refuse_another_sequence(layer):
     x, positions = torch.randn(1, 3, DIM), torch.randn(1, 5, DIM)
     with pytest.raises(ValueError, match="other values"):
         layer(x, x + 1, x + 1, positions)
-
-
-@pytest.mark.parametrize("place", ["attention", "filter"])
-def test_dropout_of_the_map(place):
-    layer = RelPosMHAXL(DIM, HEADS, dropout=0.5)
-    gfsa.plug(layer, wK=0.3, dropout_after=place)
-    x, positions = torch.randn(1, 3, DIM), torch.randn(1, 5, DIM)
-    assert not torch.equal(layer(x, x, x, positions)[0], layer(x, x, x, positions)[0])

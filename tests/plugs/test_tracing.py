@@ -455,6 +455,28 @@ def test_projections_that_mix_tokens_are_refused() -> None:
         module(X)
 
 
+class Patches(nn.Module):
+    """Its tokens are patches of an image: each is several places along the axes of other tokens."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.qkv = nn.Conv2d(3, 3 * DIM, 2, stride=2)
+
+    def forward(self, image: Tensor) -> Tensor:
+        qkv = self.qkv(image).flatten(2).unflatten(1, (3, self.num_heads, -1)).mT
+        q, k, v = qkv.unbind(1)
+        return (q @ k.mT).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(("heads", "batch"), [(1, 3), (2, 3), (HEADS, HEADS)])
+def test_patches_of_an_image_may_be_tokens(heads: int, batch: int) -> None:
+    module, images = Patches(heads).eval(), torch.randn(batch, 3, 6, 6)
+    expected = module(images)
+    gfsa.plug(module, unknown="trace")
+    torch.testing.assert_close(module(images), expected)
+
+
 @pytest.mark.parametrize("batch", [2, HEADS])
 def test_heads_with_features_of_their_own_are_no_samples(batch: int) -> None:
     module = Convolved(HEADS, 1).double().eval()
@@ -542,3 +564,6 @@ def test_where_gradients_are_off_or_transformed() -> None:
     fresh.attn.__dict__["_gfsa_memory"].verified.clear()
     by_sample = torch.vmap(lambda x: fresh(x[None])[0])(X)
     torch.testing.assert_close(by_sample, expected)
+    unverified = traced("matmul")
+    with pytest.raises(TraceError, match=r"without torch\.func first"):
+        torch.vmap(lambda x: unverified(x[None])[0])(X)

@@ -293,13 +293,6 @@ def test_looking_at_maps_while_training_changes_nothing() -> None:
     torch.testing.assert_close(*outputs)
 
 
-def test_maps_that_were_not_requested_are_not_built() -> None:
-    case = ZOO["bert"]
-    model = case.model("eager")
-    gfsa.plug(model)
-    assert model(**case.batch()).attentions is None
-
-
 def test_a_copy_is_a_model_of_its_own() -> None:
     case = ZOO["llama"]
     model, batch = case.model("sdpa"), case.batch()

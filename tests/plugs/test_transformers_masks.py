@@ -129,6 +129,23 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     return found
 
 
+class Graphs(list[Any]):
+    """A backend that keeps the graphs that it is asked to compile."""
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.append(graph)
+        return graph
+
+    def attention(self) -> list[tuple[Any, Any]]:
+        """The mask and the causality of every call of torch's attention."""
+        return [
+            (node.kwargs["attn_mask"], node.kwargs["is_causal"])
+            for graph in self
+            for node in graph.graph.nodes
+            if node.target is torch.nn.functional.scaled_dot_product_attention
+        ]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_row_is_what_a_written_mask_gives(
     name: str, seen: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
@@ -205,18 +222,11 @@ def test_a_compiled_layer_without_a_filter_is_causal_by_its_kernel() -> None:
     torch._dynamo.reset()
     model = plugged("llama", layers=[2])
     batch = {**batches()["plain"], "use_cache": False}
-    calls = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        for node in graph.graph.nodes:
-            if node.target is torch.nn.functional.scaled_dot_product_attention:
-                calls.append((node.kwargs["attn_mask"], node.kwargs["is_causal"]))
-        return graph
-
+    graphs = Graphs()
     with torch.no_grad():
-        found = result(torch.compile(model, backend=backend, fullgraph=True)(**batch))
+        found = result(torch.compile(model, backend=graphs, fullgraph=True)(**batch))
         torch.testing.assert_close(found, result(model(**batch)))
-    assert calls == [(None, True)] * 3
+    assert graphs.attention() == [(None, True)] * 3
 
 
 def test_a_mask_of_the_user_is_honoured(seen: list[tuple[Any, Any]]) -> None:
@@ -265,24 +275,16 @@ def test_a_compiled_decoder_is_one_graph_and_the_same(name: str, kind: str) -> N
     """One graph for two calls; without padding and documents its attention is torch's causal."""
     torch._dynamo.reset()
     model, batch = plugged(name, depth=1), {**batches()[kind], "use_cache": False}
-    graphs, calls = [], []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        for node in graph.graph.nodes:
-            if node.target is torch.nn.functional.scaled_dot_product_attention:
-                calls.append((node.kwargs["attn_mask"], node.kwargs["is_causal"]))
-        return graph
-
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    graphs = Graphs()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
     with torch.no_grad():
         expected = result(model(**batch))
         for _ in range(2):
             torch.testing.assert_close(result(compiled(**batch)), expected)
     assert len(graphs) == 1
-    assert len(calls) == 2
+    assert len(graphs.attention()) == 2
     if kind == "plain":
-        assert calls == [(None, True)] * 2
+        assert graphs.attention() == [(None, True)] * 2
 
 
 @pytest.mark.parametrize("layers", ["all", [2]])
@@ -353,13 +355,9 @@ def test_a_mask_of_more_tokens_than_there_are_is_an_error_as_it_was() -> None:
 def test_a_window_that_hides_nothing_is_left_out_of_a_compiled_graph(padded: bool) -> None:
     """One graph for all lengths within the window, and one for those beyond."""
     torch._dynamo.reset()
-    graphs = []
+    graphs = Graphs()
 
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    @torch.compile(fullgraph=True, dynamic=True, backend=backend)
+    @torch.compile(fullgraph=True, dynamic=True, backend=graphs)
     def window(ids: Tensor) -> tuple[Tensor, int | None]:
         batch, length = ids.shape
         mask = describe_mask(

@@ -54,8 +54,8 @@ def sam_attention() -> SamAttention:
     ("kind", "plugged", "skipped"),
     [
         # of its backbone, the layers between stages pool their queries
-        ("Sam2", 9 + 2, {"pooled": 3, CROSSING: 5}),
-        ("EdgeTamVideo", 9 + 2 + 2 + 2, {"pooled": 3, CROSSING: 9}),
+        ("Sam2", 9 + 2, {"query_stride": 3, CROSSING: 5}),
+        ("EdgeTamVideo", 9 + 2 + 2 + 2, {"query_stride": 3, CROSSING: 9}),
         ("EfficientLoFTR", 0, {"pooled in different ways": 4, CROSSING: 8}),
         ("MuseGlimmerAssistant", 0, {CROSSING: 5}),
     ],
@@ -122,6 +122,16 @@ def test_weights_that_are_not_what_was_multiplied_are_refused_by_plug(kind: str)
     model(ids())
 
 
+def written_attention(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights before and after their dropout, and their product with the values."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    weights = (q @ k.mT * options["scaling"] + mask).softmax(-1)
+    dropped = torch.dropout(weights, options["dropout"], module.training)
+    return weights, dropped, (dropped @ v).transpose(1, 2)
+
+
 @pytest.mark.parametrize("place", ["attention", "filter"])
 @pytest.mark.parametrize("training", [False, True])
 def test_weights_that_are_not_what_was_multiplied_are_refused_by_a_forward(
@@ -129,11 +139,9 @@ def test_weights_that_are_not_what_was_multiplied_are_refused_by_a_forward(
 ) -> None:
     """As after a switch of the implementation, or where plug cannot try the function."""
 
-    def scaled(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        weights = (q @ k.transpose(-2, -1) * options["scaling"] + mask).softmax(-1)
-        weights = torch.dropout(weights, options["dropout"], module.training)
-        return 0.9 * (weights @ v).transpose(1, 2), weights
+    def scaled(*args: Any, **options: Any) -> Any:
+        _, weights, product = written_attention(*args, **options)
+        return 0.9 * product, weights
 
     model = llama(attention_dropout=0.2)
     gfsa.plug(model, dropout_after=place)
@@ -186,12 +194,9 @@ def test_rounding_and_dropout_are_no_other_map(dtype: torch.dtype, training: boo
 
 
 def test_weights_before_their_dropout_are_no_other_map() -> None:
-    def undropped(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        scores = q @ k.transpose(-2, -1) * options["scaling"] + mask
-        weights = scores.softmax(-1)
-        dropped = torch.dropout(weights, options["dropout"], module.training)
-        return (dropped @ v).transpose(1, 2), weights
+    def undropped(*args: Any, **options: Any) -> Any:
+        weights, _, product = written_attention(*args, **options)
+        return product, weights
 
     with registered("eager", undropped):
         model = llama(attention_dropout=0.3).train()

@@ -91,11 +91,8 @@ class FilteredCoreAttention(MegatronModule):
             if self.gfsa.theta is not None:
                 theta: Any = nn.Parameter(self.gfsa.theta.detach()[own].clone())
                 # as Megatron marks sharded parameters
-                theta.tensor_model_parallel, theta.partition_dim, theta.partition_stride = (
-                    True,
-                    0,
-                    1,
-                )
+                theta.tensor_model_parallel = True
+                theta.partition_dim, theta.partition_stride = 0, 1
                 self.gfsa.theta = theta
 
     def forward(

@@ -39,22 +39,32 @@ from gfsa.adapters.transformers.past import (
     refuse_other_rows,
     source_of,
 )
-from gfsa.adapters.transformers.refusals import (
-    OTHER_TOKENS,
-    QUERY_AND_KEY,
-    name_of,
-    refusal_of_interface,
-    refusal_of_traced,
-)
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.operators.call import no_autocast
 from gfsa.operators.past import CachedOperator
 from gfsa.plugs.adapter import CHILD, HEADS, NAME, Adapter, heads_of
-from gfsa.plugs.checks.proof import REASON, Owners, crosses_by_design, require_same_tokens
+from gfsa.plugs.checks.proof import (
+    OTHER_SEQUENCE,
+    REASON,
+    Owners,
+    crosses_by_design,
+    name_of,
+    require_same_tokens,
+)
 from gfsa.plugs.tracing.adapter import TracerAdapter
-from gfsa.plugs.tracing.candidates import computes_softmax, looks_like_attention
+from gfsa.plugs.tracing.candidates import (
+    computes_softmax,
+    looks_like_attention,
+    refusal_of_pooling,
+    refusal_of_reduction,
+)
 
 PREFIX = "gfsa|"
+
+# arguments of an attention module's forward that hold the tokens of another sequence
+_OTHER_TOKENS = frozenset((*OTHER_SEQUENCE, "context_hidden_states"))
+# those of queries and of keys where a forward takes them apart
+_QUERY_AND_KEY = (("query", "key"), ("queries", "keys"), ("query_tensor", "key_tensor"), ("q", "k"))
 
 
 class InterfaceAdapter(Adapter):
@@ -72,7 +82,7 @@ class InterfaceAdapter(Adapter):
         )
 
     def refusal(self, name: str, module: Any) -> str | None:
-        refusal = refusal_of_interface(module)
+        refusal = _refusal_by_class(module)
         if refusal is not None:
             return refusal
         if not hasattr(module, "config"):
@@ -130,11 +140,27 @@ class InterfaceAdapter(Adapter):
 INTERFACE = InterfaceAdapter()
 
 
-class ModelTracerAdapter(TracerAdapter):
-    """Traces modules of transformers outside the interface, except where there is no map."""
+def _refusal_by_class(module: Any) -> str | None:
+    """Why a module has no square map over its own tokens, by its class, signature and settings."""
+    kind = type(module).__name__.lower()
+    if "crossattention" in kind or getattr(module, "is_cross_attention", False) is True:
+        return REASON
+    if "channel" in kind:
+        return "its attention is over channels, not tokens"
+    refusal = refusal_of_pooling(module) or refusal_of_reduction(module)
+    if refusal is not None:
+        return refusal
+    if getattr(module, "compressor", None) is not None:
+        return "its keys are its tokens and compressed ones: the map is not square"
+    parameters = inspect.signature(type(module).forward).parameters
+    required = {name for name, one in parameters.items() if one.default is one.empty}
+    if _OTHER_TOKENS & required or hasattr(module, "append_to_cache"):
+        return f"{REASON} (or some of them are)"
+    return None
 
-    def refusal(self, name: str, module: nn.Module) -> str | None:
-        return refusal_of_traced(module) or super().refusal(name, module)
+
+class ModelTracerAdapter(TracerAdapter):
+    """Traces modules of transformers outside the interface."""
 
     def on_filters_changed(self, model: nn.Module) -> None:
         super().on_filters_changed(model)
@@ -209,9 +235,9 @@ class _Arguments(NamedTuple):
     def of(cls, kind: type[nn.Module], source: int | None = None) -> _Arguments:
         positional = tuple(inspect.signature(kind.forward).parameters)[1:]
         names = set(positional)
-        pair = next((pair for pair in QUERY_AND_KEY if names.issuperset(pair)), None)
+        pair = next((pair for pair in _QUERY_AND_KEY if names.issuperset(pair)), None)
         index = tuple(name for name in _CACHE_INDEX if name in names)
-        wanted = OTHER_TOKENS.union(_CACHES, pair or (), index).intersection(names)
+        wanted = _OTHER_TOKENS.union(_CACHES, pair or (), index).intersection(names)
         others_first = min(map(positional.index, wanted), default=len(positional))
         return cls(positional, pair, index, others_first, source)
 
@@ -228,7 +254,7 @@ def _look_at_inputs(
     given = kwargs
     if len(args) > arguments.others_first:
         given = {**dict(zip(arguments.positional, args, strict=False)), **kwargs}
-    for name in OTHER_TOKENS.intersection(given):
+    for name in _OTHER_TOKENS.intersection(given):
         if given[name] is not None:
             raise ValueError(
                 f"{name_of(module)} was plugged as self-attention but is given {name}: "

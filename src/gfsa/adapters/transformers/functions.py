@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from gfsa.adapters.transformers.masks import DescribedMask, written_out
-from gfsa.adapters.transformers.refusals import name_of
 from gfsa.operators import (
     AttentionCall,
     AttentionOperator,
@@ -36,7 +36,7 @@ from gfsa.operators import (
 )
 from gfsa.operators.base import repeat_heads, take_heads
 from gfsa.operators.sdpa import powers_with_one_mask
-from gfsa.plugs.checks.proof import has_no_values
+from gfsa.plugs.checks.proof import has_no_values, name_of
 
 OperatorMaker = Callable[..., tuple[Operator, Tensor]]
 
@@ -122,25 +122,16 @@ def _sdpa_operator(
             scaling=scaling,
             **kwargs,
         )
-    if isinstance(attention_mask, DescribedMask):
-        if position_bias is None and attention_mask.fits(query, key):
-            if key.shape[2] != query.shape[2]:
-                # the prompt in a static cache: the rows after it are empty
-                key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-            return AttentionOperator(
-                *(query, key, None, dropout, False, scaling, _grouped(query, key)),
-                # without dropout its place does not matter
-                dropout_after=module.gfsa.dropout_after if dropout else "attention",
-                visible=attention_mask.visible,
-            ), value
-        attention_mask = attention_mask.tensor()
-    # transformers' sdpa with a mask that is a tensor, or none
     mask, new = attention_mask, query.shape[2]
+    visible = None
+    if isinstance(mask, DescribedMask):
+        is_read = position_bias is None and mask.fits(query, key)
+        visible, mask = (mask.visible, None) if is_read else (None, mask.tensor())
     causal = False
-    if new > 1 and mask is None:
+    if new > 1 and mask is None and visible is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if causal and key.shape[2] > new:
-        # the prefill of a static cache: the rows after the prompt are empty
+    if (causal or visible is not None) and key.shape[2] > new:
+        # the prompt in a static cache: the rows after it are empty
         key, value = key[:, :, :new], value[:, :, :new]
         position_bias = None if position_bias is None else position_bias[..., :new]
     if position_bias is not None:
@@ -156,7 +147,9 @@ def _sdpa_operator(
         key, value = repeat_heads(key, query), repeat_heads(value, query)
     operator = AttentionOperator(
         *(query, key, mask, dropout, causal, scaling, _grouped(query, key)),
+        # without dropout its place does not matter
         dropout_after=module.gfsa.dropout_after if dropout else "attention",
+        visible=visible,
     )
     return operator, value
 
@@ -221,15 +214,15 @@ def _eager_operator(
     return _EagerOperator(weights, value, product.transpose(1, 2)), value
 
 
+@dataclass(eq=False)
 class _EagerOperator(Operator):
     """A map computed by the model itself, together with its product with the values."""
 
-    holds_matrix = True
+    weights: Tensor
+    value: Tensor
+    product: Tensor
 
-    def __init__(self, weights: Tensor, value: Tensor, product: Tensor) -> None:
-        self.weights = weights
-        self.value = value
-        self.product = product
+    holds_matrix = True
 
     def apply(self, x: Tensor) -> Tensor:
         if x is self.value:
@@ -270,24 +263,16 @@ def _any_operator(
     return _FunctionRows(function, module, query, key, mask, kwargs), value
 
 
+@dataclass(eq=False)
 class _FunctionRows(Operator):
     """``A·x`` as one call of an attention function of transformers."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        mask: Any,
-        kwargs: dict[str, Any],
-    ) -> None:
-        self.function = function
-        self.module = module
-        self.query = query
-        self.key = key
-        self.mask = mask
-        self.kwargs = kwargs
+    function: Callable[..., Any]
+    module: Any
+    query: Tensor
+    key: Tensor
+    mask: Any
+    kwargs: dict[str, Any]
 
     def apply(self, x: Tensor) -> Tensor:
         key = repeat_heads(self.key, x)

@@ -22,7 +22,6 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ from transformers.modeling_utils import PreTrainedModel
 from gfsa.operators import Visibility
 from gfsa.operators.blocked import apply_by_rows, rows_at_once
 from gfsa.operators.call import TORCH_ATTENTION, is_exporting
-from gfsa.plugs.tracing.candidates import looks_like_attention
+from gfsa.plugs.tracing.candidates import looks_like_attention, names_in_code
 
 NAME = "gfsa|sdpa"
 """The name under which the mask function is registered, that of the filtered attention."""
@@ -117,28 +116,7 @@ class DescribedMask:
             raise AttributeError(name)
         return getattr(self.tensor(), name)
 
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.tensor()[index]
-
-    def __and__(self, other: Any) -> Tensor:
-        return self.tensor() & written_out(other)
-
-    def __or__(self, other: Any) -> Tensor:
-        return self.tensor() | written_out(other)
-
-    def __invert__(self) -> Tensor:
-        return ~self.tensor()
-
-    # without these two, python would compare the objects and answer with one bool
-    def __eq__(self, other: Any) -> Any:
-        return self.tensor() == written_out(other)
-
-    def __ne__(self, other: Any) -> Any:
-        return self.tensor() != written_out(other)
-
     __hash__ = object.__hash__
-    __rand__ = __and__
-    __ror__ = __or__
 
     @classmethod
     def __torch_function__(
@@ -160,6 +138,19 @@ class DescribedMask:
 def written_out(mask: Any) -> Any:
     """A described mask as a tensor; anything else as it is."""
     return mask.tensor() if isinstance(mask, DescribedMask) else mask
+
+
+def _of_tensor(name: str) -> Callable[..., Tensor]:
+    def operator(self: DescribedMask, *operands: Any) -> Tensor:
+        result: Tensor = getattr(self.tensor(), name)(*map(written_out, operands))
+        return result
+
+    return operator
+
+
+# python looks operators up in the class alone, and would compare two objects by one bool
+for _name in ("getitem", "and", "rand", "or", "ror", "invert", "eq", "ne"):
+    setattr(DescribedMask, f"__{_name}__", _of_tensor(f"__{_name}__"))
 
 
 def describe_mask(batch_size: int, q_length: int, kv_length: int, **asked: Any) -> Any:
@@ -448,20 +439,11 @@ def set_mask_hooks(model: nn.Module) -> None:
 def _makes_masks(kind: type[nn.Module]) -> bool:
     """Whether the methods of a class make masks, and do not ask for the implementation's name."""
     names: set[str] = set()
-    for base in kind.__mro__:
-        if base is PreTrainedModel:
-            break
+    for base in kind.__mro__[: kind.__mro__.index(PreTrainedModel)]:
         for name, function in vars(base).items():
             # what is decided when a model is built, the real config decides
-            if name == "__init__" or not callable(function):
-                continue
-            waiting = [getattr(inspect.unwrap(function), "__code__", None)]
-            while waiting:
-                code = waiting.pop()
-                if code is not None:
-                    names.update(code.co_names)
-                    # a lambda in the function may be the one that mentions them
-                    waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+            if name != "__init__" and callable(function):
+                names.update(names_in_code(function, depth=0))
     return bool(names & _CREATORS) and "_attn_implementation" not in names
 
 

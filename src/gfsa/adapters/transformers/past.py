@@ -33,8 +33,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from gfsa.adapters.transformers.refusals import name_of
 from gfsa.operators.call import is_exporting
+from gfsa.plugs.checks.proof import name_of
 
 
 class LayerPast:

@@ -9,8 +9,7 @@ different orders, whatever operations the module uses.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +84,7 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
         _compare_in_graph(module, query, key)
     elif same is None:
         raise ValueError(
-            f"{_name_of(module)} was plugged as self-attention, but its key is another tensor "
+            f"{name_of(module)} was plugged as self-attention, but its key is another tensor "
             "than its query, and their values cannot be compared while a graph is compiled or "
             "captured. Pass the same tensor for both, run one forward without that first, or, if "
             "this is cross-attention, leave this layer out with gfsa.plug(model, layers=...)"
@@ -102,7 +101,7 @@ _OTHER_VALUES = "its key has other values than its query"
 
 def _refusal(module: nn.Module, got: str) -> str:
     return (
-        f"{_name_of(module)} was plugged as self-attention, but {got}. Cross-attention and "
+        f"{name_of(module)} was plugged as self-attention, but {got}. Cross-attention and "
         "keys that come from a cache have no powers; leave this layer out with "
         "gfsa.plug(model, layers=...)"
     )
@@ -111,12 +110,11 @@ def _refusal(module: nn.Module, got: str) -> str:
 def _compare_in_graph(module: nn.Module, query: Tensor, key: Tensor) -> None:
     """Have a compiled, exported or captured graph raise for other tokens, each time it runs."""
     # torch.func, partitioned and nested tensors have no such assertion, nor have other devices
-    if _is_transformed() or query.is_nested or hasattr(query, "device_mesh"):
+    if is_transformed() or query.is_nested or hasattr(query, "device_mesh"):
         return
     if query.device.type not in ("cpu", "cuda"):
         return
-    same = ((query == key) | (query.isnan() & key.isnan())).all()
-    torch._assert_async(same, _refusal(module, _OTHER_VALUES))
+    torch._assert_async(_alike(query, key).all(), _refusal(module, _OTHER_VALUES))
 
 
 def are_same_tokens(first: Tensor, second: Tensor) -> bool | None:
@@ -133,39 +131,32 @@ def are_same_tokens(first: Tensor, second: Tensor) -> bool | None:
         return True
     alike = first.stride() == second.stride() and first.dtype == second.dtype
     if not (has_no_values(first) or has_no_values(second)):
-        return (alike and first.data_ptr() == second.data_ptr()) or _same_values(first, second)
+        if (alike and first.data_ptr() == second.data_ptr()) or torch.equal(first, second):
+            return True
+        return bool(_alike(first, second).all())
     # of a whole tensor, because a compiler does not know the storage offset of a part
     base = first._base
     if alike and base is not None and base is second._base and first.numel() == base.numel():
         return True
-    if torch.compiler.is_compiling() or not _is_transformed():
+    if torch.compiler.is_compiling() or not is_transformed():
         return None
-    same = (first == second) | (first.isnan() & second.isnan())
+    same = _alike(first, second)
     while torch._C._functorch.is_functorch_wrapped_tensor(same):
         # of vmap, the entries of every sample
         same = torch._C._functorch.get_unwrapped(same)
     return None if has_no_values(same) else bool(same.all())
 
 
-def _same_values(query: Tensor, key: Tensor) -> bool:
-    if torch.equal(query, key):
-        return True
-    # a diverged model has NaN at the same positions of both, and is still self-attention
-    both_nan = query.isnan() & key.isnan()
-    return bool(both_nan.any()) and bool(((query == key) | both_nan).all())
+def _alike(query: Tensor, key: Tensor) -> Tensor:
+    """Where two tensors are equal; a diverged model has NaN at the same positions of both."""
+    return (query == key) | (query.isnan() & key.isnan())
 
 
-def _name_of(module: nn.Module) -> str:
+def name_of(module: nn.Module) -> str:
     """A plugged module in an error: its name in the model and the class that it had before."""
     name = module.__dict__.get(NAME)
     kind = plain_class(module).__name__
-    return f"{name} ({kind})" if name else str(kind)
-
-
-class Crossing(str):
-    """A refusal of cross-attention between inputs of which some may hold the same tokens."""
-
-    names: frozenset[str]
+    return f"{name} ({kind})" if name else kind
 
 
 # random halves of the rows whose tokens are compared; each finds one pair of rows that is mixed up
@@ -254,12 +245,10 @@ class Evidence:
         shared = rows & columns
         # positions may be an input, too, and be added to the queries and keys of two sequences
         if not values <= shared and rows != columns:
-            crossing = Crossing(
+            return (
                 f"its queries come from {_listed(rows)} and its keys from {_listed(columns)}, "
                 "which hold different tokens: cross-attention has no powers"
             )
-            crossing.names = frozenset(rows | columns | values)
-            return crossing
         if values & shared:
             found = [self._refusal_of(name, name) for name in sorted(values & shared)]
             return next(filter(None, found), None)
@@ -433,7 +422,7 @@ def has_no_values(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Whether torch.func runs the model now (vmap, grad, …), a constant to the compiler.
 
     The compiler asks while it traces, when the transforms of what it traces are entered.
@@ -442,33 +431,7 @@ def _is_transformed() -> bool:
 
 
 # all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it
-_is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def can_be_differentiated(x: Tensor) -> bool:
-    """Whether gradients of a tensor, or of one of those that vmap maps, can be computed now."""
-    return not has_no_values(value_of_one(x))
-
-
-def value_of_one(x: Tensor) -> Tensor:
-    """A tensor that torch.func has not transformed: the first of those that vmap maps."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        axis = torch._C._functorch.maybe_get_bdim(x)
-        x = torch._C._functorch.get_unwrapped(x)
-        x = x if axis < 0 else x.select(axis, 0)
-    return x
-
-
-@contextmanager
-def without_transforms() -> Iterator[None]:
-    """Code that torch.func does not transform, although it runs the model."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        yield
-        return
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    with temporarily_clear_interpreter_stack():
-        yield
+is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def leaves_of(x: Tensor) -> set[int]:

@@ -24,8 +24,9 @@ from gfsa.plugs.checks.proof import (
     OTHER_SEQUENCE,
     REASON,
     Owners,
-    can_be_differentiated,
     crosses_by_design,
+    has_no_values,
+    is_transformed,
     require_same_tokens,
 )
 from gfsa.plugs.tracing.candidates import refusal_by_class_name, refusal_by_code
@@ -41,12 +42,17 @@ class Traced(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         memory: Memory = self.__dict__["_gfsa_memory"]
+        adapter: TracerAdapter = self.__dict__[ADAPTER]
         given = {**dict(zip(memory.inputs, args, strict=False)), **kwargs}
         check_kinds(**{k: v for k, v in given.items() if isinstance(v, torch.fx.Proxy)})
         inputs = inputs_of(given)
         verified: Verified | str | None = None
-        if memory.known:
-            self._require_same_tokens(given, inputs)
+        if adapter.known:
+            # nothing is proven here: another sequence shows by the name of its argument
+            tokens = next(iter(inputs.values()), None)
+            for other in map(given.get, _MAY_BE_OTHER_TOKENS):
+                if isinstance(other, Tensor) and tokens is not None:
+                    require_same_tokens(self, tokens, other)
         elif torch.compiler.is_compiling():
             verified = memory.for_any_batch.get(_kind(inputs, given))
             if verified is None:
@@ -58,7 +64,7 @@ class Traced(nn.Module):
         if isinstance(verified, Verified):
             for first, second in verified.equal_inputs:
                 require_same_tokens(self, inputs[first], inputs[second])
-        wants_maps = self.__dict__[ADAPTER].wants_maps(self, given)
+        wants_maps = adapter.wants_maps(self, given)
         with Trace(self, self.__dict__.get(NAME, ""), verified, wants_maps) as trace:
             result = super().forward(*args, **kwargs)
         return trace.end(result)
@@ -78,23 +84,14 @@ class Traced(nn.Module):
         """What is proven of this call: now, or by an earlier one with the same signature."""
         kind = _kind(inputs, given)
         signature = (kind, *map(_described, given.values()), _state(self))
-        verified = memory.verified.get(signature)
-        if verified is not None:
-            return verified
-        if not all(map(can_be_differentiated, inputs.values())):
+        if signature in memory.verified:
+            return memory.verified[signature]
+        if is_transformed() or any(map(has_no_values, inputs.values())):
             return memory.for_any_batch.get(kind, _UNREADABLE)
         proven = prove(self, inputs, args, kwargs)
         if isinstance(proven, Verified):
             memory.keep(signature, kind, proven)
         return proven
-
-    def _require_same_tokens(self, given: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> None:
-        """Refuse another sequence by the name of its argument, where nothing is proven."""
-        tokens = next(iter(inputs.values()), None)
-        for name in _MAY_BE_OTHER_TOKENS:
-            other = given.get(name)
-            if isinstance(other, Tensor) and tokens is not None:
-                require_same_tokens(self, tokens, other)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # the class is created at run time, so copies and pickles refer to the original class
@@ -164,7 +161,7 @@ def _state(module: nn.Module) -> Hashable:
 _UNREADABLE = (
     "whether queries and keys are the same tokens has not been verified for these inputs, which "
     "takes values of tensors, and they cannot be read now. Run one forward without graph capture "
-    "first"
+    "and without torch.func first"
 )
 
 
@@ -221,7 +218,7 @@ class TracerAdapter(Adapter):
     def install(self, module: nn.Module) -> None:
         # looked up here, not in a forward that may be compiled
         inputs = tuple(inspect.signature(type(module).forward).parameters)[1:]
-        module.__dict__["_gfsa_memory"] = Memory(inputs, self.known)
+        module.__dict__["_gfsa_memory"] = Memory(inputs)
         module.__dict__[CLASS] = type(module)
         module.__class__ = _traced(type(module))  # type: ignore[arg-type]
 

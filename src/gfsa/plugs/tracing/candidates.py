@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from types import CellType, CodeType, FunctionType
@@ -26,7 +27,8 @@ _REDUCTIONS = (
     "q_stride", "query_stride", "sr_ratio", "sequence_reduction_ratio",
     "sequences_reduction_ratio", "spatial_reduction_ratio",
 )  # fmt: skip
-_POOLS = ("pool_q", "pool_k", "pool_v", "sr")
+# children whose strides say the same (the last is of CvT)
+_POOLS = ("pool_q", "pool_k", "pool_v", "sr", "convolution_projection_key")
 _ATTENTION_CALLS = {"softmax", "Softmax", "scaled_dot_product_attention", "flex_attention"}
 
 # class names of attention that has no n×n map over tokens, and the refusal for each
@@ -40,11 +42,13 @@ _WITHOUT_MAP = {
     r"autoformer": "auto-correlation has no map of tokens × tokens",
     r"ngram": "it has several streams of queries, whose maps are not square",
     r"attentionmap": "it returns a map and multiplies no values by it",
-    r"bimultihead|assign": REASON,
+    r"bimultihead|assign|sequencecompressor": REASON,
     r"cross": REASON,
-    r"longformer|ledencoder|blocksparse|lsh|longt5(local|transient)|globallocal": (
-        "its map is kept in bands or blocks, not as a square"
-    ),
+    r"longformer|ledencoder|blocksparse|lsh|longt5(local|transient)|globallocal"
+    r"|gemma\d\w*audio|^localselfattention$": "its map is kept in bands or blocks, not as a square",
+    r"nystrom": "its map is a product of three maps to and from landmarks",
+    r"lilt": "its text and its layout attend with a map each",
+    r"invariantpoint": "one map multiplies values, points and pairs",
     r"outlook": "its map is predicted from one token, not from pairs of tokens",
     r"linear|performer|additive|sgformer|polynormer|lite|factor": (
         "linear attention has no n×n map that could be taken to a power here "
@@ -115,11 +119,8 @@ def refusal_by_code(module: nn.Module) -> str | None:
             "followed to its product with v; for a kernel of your own, gfsa.register_adapter "
             "teaches gfsa the class"
         )
-    if (reduction := _reduction(module)) is not None:
-        return (
-            f"{kind} has {reduction}: its queries or keys are fewer than its tokens, so its map is "
-            "not square"
-        )
+    if (reduction := refusal_of_reduction(module)) is not None:
+        return reduction
     if getattr(module, "use_global", False) is True:
         return f"the queries of {kind} are given to it, and are other tokens than its keys"
     inputs = {name.lower() for name in inspect.signature(type(module).forward).parameters}
@@ -134,18 +135,30 @@ def refusal_by_code(module: nn.Module) -> str | None:
     return None
 
 
-def _reduction(module: nn.Module) -> str | None:
-    """By what a module has fewer queries or keys than tokens, or None."""
+def refusal_of_reduction(module: nn.Module) -> str | None:
+    """Why attention with fewer queries or keys than tokens cannot be filtered, or None."""
     strides = {name: getattr(module, name, 1) for name in _REDUCTIONS}
-    strides |= {f"{name}.stride": getattr(getattr(module, name, 1), "stride", 1) for name in _POOLS}
-    for name, stride in strides.items():
-        sizes = stride if isinstance(stride, (tuple, list)) else (stride,)
-        if any(isinstance(size, int) and size > 1 for size in sizes):
-            return f"{name} = {stride}"
+    for name, child in module.named_children():
+        if name in _POOLS:
+            inner = (getattr(part, "stride", 1) for part in child.modules())
+            strides[f"{name}.stride"] = max(inner, key=_largest)
+    found = (f"{name} = {stride}" for name, stride in strides.items() if _largest(stride) > 1)
     # a fixed number of keys: at one size of image that may be the number of tokens
     adaptive = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
     named = module.named_children()
-    return next((f"{name} = {child}" for name, child in named if isinstance(child, adaptive)), None)
+    pools = (f"{name} = {child}" for name, child in named if isinstance(child, adaptive))
+    reduction = next(itertools.chain(found, pools), None)
+    if reduction is None:
+        return None
+    return (
+        f"{type(module).__name__} has {reduction}: its queries or keys are fewer than its tokens, "
+        "so its map is not square"
+    )
+
+
+def _largest(stride: Any) -> int:
+    sizes = stride if isinstance(stride, (tuple, list)) else (stride,)
+    return max((size for size in sizes if isinstance(size, int)), default=1)
 
 
 def computes_softmax(module: nn.Module) -> bool:
@@ -170,21 +183,24 @@ def _has_softmax(cls: type[nn.Module]) -> bool:
         if any(_calls_attention(method) for method in methods.values()):
             return True
         # a method that calls super() runs the one that it overrides, too
-        overridden |= {name for name, m in methods.items() if "super" not in _names(m, set(), 0)}
+        overridden |= {n for n, m in methods.items() if "super" not in names_in_code(m, depth=0)}
     return False
 
 
 def _calls_attention(function: Any) -> bool:
-    return not _ATTENTION_CALLS.isdisjoint(_names(function, set()))
+    return not _ATTENTION_CALLS.isdisjoint(names_in_code(function))
 
 
-def _names(function: Any, seen: set[CodeType], depth: int = 3) -> Iterator[str]:
+def names_in_code(
+    function: Any, depth: int = 3, seen: set[CodeType] | None = None
+) -> Iterator[str]:
     """The names of a function, in its code, and in that of the functions that it calls by name."""
+    seen = set() if seen is None else seen
     function = inspect.unwrap(getattr(function, "__func__", function))
     yield str(getattr(function, "__name__", ""))
     if isinstance(function, type) and issubclass(function, torch.autograd.Function):
         for method in vars(function).values():
-            yield from _names(method, seen, depth)
+            yield from names_in_code(method, depth, seen)
     if not isinstance(function, FunctionType) or function.__module__.startswith("torch."):
         return
     pending: list[CodeType] = [function.__code__]
@@ -199,4 +215,4 @@ def _names(function: Any, seen: set[CodeType], depth: int = 3) -> Iterator[str]:
         cells = [c.cell_contents for c in function.__closure__ or () if c != CellType()]
         for called in (*map(function.__globals__.get, code.co_names), *cells):
             if depth and callable(called):
-                yield from _names(called, seen, depth - 1)
+                yield from names_in_code(called, depth - 1, seen)

@@ -7,6 +7,8 @@ torch's own attention or flex_attention.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -41,24 +43,19 @@ class TraceError(RuntimeError):
     """A traced module's forward is not the self-attention that a filter needs."""
 
 
+@dataclass(eq=False)
 class Step:
     """One tensor that was computed from a map, and how; the first is the result of a softmax."""
 
-    def __init__(
-        self,
-        tensor: Tensor,
-        parent: Step | None = None,
-        func: Any = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        self.tensor = tensor
-        self.parent = parent
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs or {}
+    tensor: Tensor
+    parent: Step | None = None
+    func: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         # a sum or a mean of the map has another size: it is no map any more
-        self.is_map = parent is None or tensor.numel() == parent.tensor.numel()
+        self.is_map = self.parent is None or self.tensor.numel() == self.parent.tensor.numel()
 
     def redo(self, other: Tensor) -> Tensor:
         """The operation again, with another tensor in place of the parent's."""

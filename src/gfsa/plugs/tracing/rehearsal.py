@@ -21,12 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa.plugs.checks.proof import (
-    Crossing,
     Evidence,
     are_same_tokens,
     noise_like,
-    value_of_one,
-    without_transforms,
 )
 from gfsa.plugs.running import copied, same_random_numbers
 from gfsa.plugs.tracing.capture import Step, TraceError, Watch, is_over_last
@@ -140,8 +137,6 @@ class Memory:
 
     inputs: tuple[str, ...] = ()
     """The names of the arguments of its forward."""
-    known: bool = False
-    """Whether tests have verified the module's class: heads are the third axis from the end."""
     verified: dict[Hashable, Verified] = field(default_factory=dict)
     """By the signature of the call."""
     for_any_batch: dict[Hashable, Verified] = field(default_factory=dict)
@@ -251,12 +246,11 @@ def prove(
     arguments that may hold tokens, by name.
     """
     found = _rehearse(module, inputs, {}, args, kwargs)
-    if not isinstance(found, Crossing):
+    if isinstance(found, Verified):
         return found
     # another input may hold the same tokens, as in attention(x, x.clone())
     equal: dict[str, str] = {}
-    names = [name for name in inputs if name in found.names]
-    for first, second in itertools.combinations(names, 2):
+    for first, second in itertools.combinations(inputs, 2):
         if first not in equal and are_same_tokens(inputs[first], inputs[second]):
             equal.setdefault(second, first)
     return _rehearse(module, inputs, equal, args, kwargs) if equal else found
@@ -272,7 +266,6 @@ def _rehearse(
     """The proof by one rehearsal, in which each of the ``equal`` inputs is the other one."""
     with ExitStack() as stack:
         stack.enter_context(same_random_numbers(inputs.values()))
-        stack.enter_context(without_transforms())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_uncompiled())
@@ -346,7 +339,7 @@ def _proof(
 
 def _leaf(x: Tensor) -> Tensor:
     """A leaf with the values of x, but without zeros and masks: they would stop gradients."""
-    x = value_of_one(x).detach()
+    x = x.detach()
     return torch.where((x != 0) & (x.abs() < _MASKED), x, noise_like(x)).requires_grad_()
 
 
@@ -354,7 +347,7 @@ def _argument(value: Any, leaves: Mapping[int, Tensor]) -> Any:
     """An argument of the forward for a rehearsal, which may write into it."""
     if isinstance(value, Tensor):
         leaf = leaves.get(id(value))
-        return value_of_one(value).clone() if leaf is None else leaf.clone()
+        return (value if leaf is None else leaf).clone()
     if type(value) in (list, tuple):
         return type(value)(_argument(x, leaves) for x in value)
     if value is None or callable(value) or isinstance(value, (bool, int, float, str, torch.dtype)):
@@ -385,9 +378,7 @@ def _replica(module: nn.Module) -> nn.Module:
         own.__dict__["_modules"] = {n: m and copies[m] for n, m in inner._modules.items()}
         own.__dict__["_parameters"] = {n: _weight(p) for n, p in inner._parameters.items()}
         buffers = inner._buffers.items()
-        own.__dict__["_buffers"] = {
-            n: b if b is None else value_of_one(b).clone() for n, b in buffers
-        }
+        own.__dict__["_buffers"] = {n: b if b is None else b.clone() for n, b in buffers}
         if isinstance(inner, nn.Linear) and type(inner).forward is not nn.Linear.forward:
             own.__dict__["forward"] = functools.partial(_project, inner.out_features)
     return copies[module]
@@ -400,7 +391,6 @@ def _project(features: int, x: Tensor) -> Tensor:
 def _weight(weight: Tensor | None) -> Tensor | None:
     if weight is None or not weight.is_floating_point() or weight.dim() < 2:
         return weight
-    weight = value_of_one(weight)
     if type(weight) not in (nn.Parameter, Tensor) or not weight.requires_grad or weight.is_meta:
         return weight
     zero = weight == 0

@@ -19,7 +19,8 @@ from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator
 from gfsa.operators.call import check_kinds, is_exporting
 from gfsa.plugs.adapter import NAME, Adapter, SwapClass
-from gfsa.plugs.checks.proof import REASON, Owners, crosses_by_design, require_same_tokens
+from gfsa.plugs.checks.proof import REASON, require_same_tokens
+from gfsa.plugs.tracing.candidates import Owners, crosses_by_design
 
 
 class FilteredMultiheadAttention(nn.MultiheadAttention):

@@ -40,10 +40,11 @@ from gfsa.lens.watch import (
 )
 from gfsa.operators import Operator
 from gfsa.operators.base import own_share, repeat_heads
-from gfsa.plugs.install import install, unchanged, uninstall
+from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import Unknown
 from gfsa.plugs.running import call
 from gfsa.plugs.sites import Layers, Site, accepting_sites, plugged_sites, select_layers, sites
+from gfsa.plugs.transaction import unchanged
 
 Forward = Callable[[nn.Module, Any], Any]
 """Calls a model on a batch."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 if TYPE_CHECKING:
-    from gfsa.plugs.checks.proof import Owners
+    from gfsa.plugs.tracing.candidates import Owners
 
 CHILD = "gfsa"
 """The name under which a filter becomes a child of its attention module."""

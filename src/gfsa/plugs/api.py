@@ -13,10 +13,9 @@ from torch import nn
 from gfsa.filters import GFSA, GraphFilter
 from gfsa.filters.gfsa import Power
 from gfsa.operators.call import DropoutPlace, check_dropout_place
-from gfsa.plugs.checks.proof import token_mixers
 from gfsa.plugs.checks.trial import UNREACHED, try_forward
 from gfsa.plugs.distributed import refuse_distributed
-from gfsa.plugs.install import CHANGING, install, stacks_of, uninstall
+from gfsa.plugs.install import install, stacks_of, uninstall
 from gfsa.plugs.registry import Unknown, example_inputs, is_traced_after_trial
 from gfsa.plugs.sites import (
     NOT_SELECTED,
@@ -34,6 +33,8 @@ from gfsa.plugs.sites import (
     select_layers,
     sites,
 )
+from gfsa.plugs.tracing.candidates import token_mixers
+from gfsa.plugs.transaction import CHANGING
 
 FilterFactory = Callable[[int], GraphFilter]
 Plan = list[tuple[Site, GraphFilter]]

@@ -17,16 +17,15 @@ from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.checks.called import watch_forwards
 from gfsa.plugs.distributed import refuse_distributed
 from gfsa.plugs.install import (
-    all_or_nothing,
     attach,
     detach,
     notify_adapters,
     refuse_changed_since,
-    unchanged,
 )
 from gfsa.plugs.optim import watch_optimizers
 from gfsa.plugs.running import call
 from gfsa.plugs.sites import Site, plugged_sites, refuse_sharded, refuse_wrapped
+from gfsa.plugs.transaction import all_or_nothing, unchanged
 
 
 @dataclass

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gfsa.filters import GFSA, GraphFilter
 from gfsa.operators.call import DropoutPlace
 from gfsa.plugs.distributed import refuse_distributed
-from gfsa.plugs.install import all_or_nothing, install
+from gfsa.plugs.install import install
 from gfsa.plugs.saving.identity import canonical_name, numbers_in, pattern_of, some_of
 from gfsa.plugs.sites import (
     PlugReport,
@@ -33,6 +33,7 @@ from gfsa.plugs.sites import (
     report_of,
     sites,
 )
+from gfsa.plugs.transaction import all_or_nothing
 
 # what the published code calls the learned number of a head, and where its attention dropout acts
 _PARAMETERS: dict[str, DropoutPlace] = {"lamb": "filter", "w_K": "attention", "beta": "filter"}

@@ -46,14 +46,14 @@ from gfsa.plugs.adapter import CHILD, HEADS, NAME, Adapter, heads_of
 from gfsa.plugs.checks.proof import (
     OTHER_SEQUENCE,
     REASON,
-    Owners,
-    crosses_by_design,
     name_of,
     require_same_tokens,
 )
 from gfsa.plugs.tracing.adapter import TracerAdapter
 from gfsa.plugs.tracing.candidates import (
+    Owners,
     computes_softmax,
+    crosses_by_design,
     looks_like_attention,
     refusal_of_pooling,
     refusal_of_reduction,

@@ -8,17 +8,13 @@ different orders, whatever operations the module uses.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gfsa.plugs.adapter import NAME, plain_class
-
-Owners = Sequence[tuple[nn.Module, str]]
-"""The modules that contain a module, innermost first, each with the attribute that leads to it."""
 
 REASON = "cross-attention has no powers: its queries and keys are different tokens"
 
@@ -30,47 +26,8 @@ OTHER_SEQUENCE = (
 )
 """Arguments in which the forwards of many libraries take the tokens of another sequence."""
 
-# attribute names of cross-attention: attn2 in diffusers, x_attn in Kosmos, text_cross_attn and
-# final_attn_token_to_image in the mask decoders of SAM
-_ATTRIBUTE = re.compile(
-    r"cross_?att(entio)?n|^(attn2|x_attn)$|^enc(oder|dec)?_?att(entio)?n(_text)?$"
-    r"|attn_(token_to_image|image_to_token)$"
-)
-
-_WRAPPING = {"self", "attention", "attn"}
-
 # set in the __dict__ of a module that was once called with equal tokens in two tensors
 _GIVEN_COPIES = "_gfsa_given_copies"
-
-# layers whose only attention attends to another sequence
-_CROSSING_LAYERS = {("ConformerDecoderLayer", "mha_layer")}
-
-
-def crosses_by_design(owners: Owners) -> bool:
-    """Whether a module's place in the model shows that it attends to another sequence.
-
-    Shapes are not enough to decide: a decoder and its memory may have equal lengths.
-    """
-    # there may be one wrapper in between, or some that only hold this module; names further out say
-    # nothing about it
-    for place, (owner, attribute) in enumerate(owners):
-        if place > 1 and not all(name in _WRAPPING for _, name in owners[:place]):
-            break
-        if _ATTRIBUTE.search(attribute.lower()):
-            return True
-        if "crossattention" in type(owner).__name__.lower():
-            return True
-        # torch's and SpeechBrain's decoder layers; the name alone is not enough, because many
-        # models use it for their only attention
-        if attribute == "multihead_attn" and hasattr(owner, "self_attn"):
-            return True
-        if (type(owner).__name__, attribute) in _CROSSING_LAYERS:
-            return True
-    if not owners:
-        return False
-    # a pooling head attends to the tokens with a learned query, or with their mean (Molmo 2)
-    owner, attribute = owners[0]
-    return "pool" in type(owner).__name__.lower() or "pooling" in attribute.lower()
 
 
 def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
@@ -449,43 +406,3 @@ def leaves_of(x: Tensor) -> set[int]:
             found.add(id(leaf))
         nodes += [following for following, _ in node.next_functions]
     return found
-
-
-# class names of token mixers without an attention map, and what they compute
-_MIXERS = {
-    r"mamba\d*(mixer|block)?$|^mamba\d*$|ssm(layer|block)?$|bambamixer|falconh1mixer": (
-        "a state-space layer"
-    ),
-    r"deltanet|deltaattention|deltarule": "a delta-rule recurrence (linear attention)",
-    r"rwkv\w*(attention|time_?mix)|^time_?mix": "a linear recurrence",
-    r"lineara(ttention|ttn)$|lightninga(ttention|ttn)$|gated_?linear": "linear attention",
-    r"retention$": "a retention layer",
-    r"recurrentblock$|rglru|[msx]lstm(layer|cell|block)?$": "a recurrent layer",
-    r"shortconv|hyena": "a convolution over tokens",
-    r"fouriertransform$|globalfilter$": "a Fourier transform over tokens",
-    r"poolformerpooling$|repmixer$": "a fixed or convolutional mix of neighbouring tokens",
-}
-
-
-def token_mixers(model: nn.Module, found: Collection[str]) -> dict[str, str]:
-    """The token mixers of a model that are not softmax attention, by name, with the reason.
-
-    Hybrids have them beside attention layers. Of nested ones the outermost is named. Modules that
-    contain a site of ``found``, or are part of one, have a line of their own in the report.
-    """
-    mixers: dict[str, str] = {}
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        what = next((what for k, what in _MIXERS.items() if re.search(k, kind.lower())), None)
-        if what is None or any(_is_inside(name, other) for other in (*found, *mixers)):
-            continue
-        if not any(_is_inside(site, name) for site in found):
-            mixers[name] = (
-                f"{kind} is {what}, not softmax attention: it has no attention map that a filter "
-                "could take powers of"
-            )
-    return mixers
-
-
-def _is_inside(name: str, other: str) -> bool:
-    return not other or f"{name}.".startswith(f"{other}.")

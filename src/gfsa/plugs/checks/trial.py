@@ -23,10 +23,11 @@ from gfsa.operators import LinearOperator
 from gfsa.operators.call import AttentionCall
 from gfsa.plugs.checks.called import FilterNotCalledError, checks_of
 from gfsa.plugs.checks.proof import REASON, are_same_tokens, leaves_of
-from gfsa.plugs.install import install, unchanged, uninstall
+from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import is_registered
 from gfsa.plugs.running import call, same_random_numbers
 from gfsa.plugs.sites import Site, plugged_sites
+from gfsa.plugs.transaction import unchanged
 
 BYPASSED = "in the trial forward it, or the block around it, ran without calling its filter"
 UNREACHED = "not reached by the trial forward"

@@ -15,7 +15,7 @@ from gfsa.filters import GraphFilter, spec
 from gfsa.filters.spec import MOST_DEGREE, numbers_of
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.distributed import gathered, refuse_distributed
-from gfsa.plugs.install import all_or_nothing, device_of, dtype_for, install, notify_adapters
+from gfsa.plugs.install import device_of, dtype_for, install, notify_adapters
 from gfsa.plugs.saving import files, identity
 from gfsa.plugs.saving.identity import canonical_name, fingerprint_of, some_of
 from gfsa.plugs.sites import (
@@ -29,6 +29,7 @@ from gfsa.plugs.sites import (
     sites,
 )
 from gfsa.plugs.tracing.adapter import TracerAdapter
+from gfsa.plugs.transaction import all_or_nothing
 
 FORMAT = 1
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from gfsa.filters.spec import EXTRA, MOST_DEGREE
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.install import all_or_nothing
 from gfsa.plugs.saving import files
 from gfsa.plugs.saving.checkpoint import load, restore, saved_among
 from gfsa.plugs.saving.files import FILE, HUB_ARGUMENTS, filter_tensors, other_loader
 from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.sites import check_model, filters_of, plugged_sites, sites
+from gfsa.plugs.transaction import all_or_nothing
 
 if TYPE_CHECKING:
     from peft import PeftModel

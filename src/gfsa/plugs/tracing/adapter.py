@@ -23,13 +23,16 @@ from gfsa.plugs.adapter import (
 from gfsa.plugs.checks.proof import (
     OTHER_SEQUENCE,
     REASON,
-    Owners,
-    crosses_by_design,
     has_no_values,
     is_transformed,
     require_same_tokens,
 )
-from gfsa.plugs.tracing.candidates import refusal_by_class_name, refusal_by_code
+from gfsa.plugs.tracing.candidates import (
+    Owners,
+    crosses_by_design,
+    refusal_by_class_name,
+    refusal_by_code,
+)
 from gfsa.plugs.tracing.product import Trace
 from gfsa.plugs.tracing.rehearsal import Memory, Verified, prove
 

@@ -1,11 +1,11 @@
-"""Which modules seem to be attention, and which of them cannot be traced, by their code alone."""
+"""Which modules seem to be attention, and which of them cannot be filtered, by code and names."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
@@ -14,6 +14,9 @@ from torch import nn
 
 from gfsa.plugs.adapter import heads_of
 from gfsa.plugs.checks.proof import REASON
+
+Owners = Sequence[tuple[nn.Module, str]]
+"""The modules that contain a module, innermost first, each with the attribute that leads to it."""
 
 _NAMED = re.compile(r"att(entio)?n|mha\b|[ms]h?sa\b|gpsa\b|xca\b", re.IGNORECASE)
 _PROJECTIONS = {
@@ -216,3 +219,83 @@ def names_in_code(
         for called in (*map(function.__globals__.get, code.co_names), *cells):
             if depth and callable(called):
                 yield from names_in_code(called, depth - 1, seen)
+
+
+# attribute names of cross-attention: attn2 in diffusers, x_attn in Kosmos, text_cross_attn and
+# final_attn_token_to_image in the mask decoders of SAM
+_ATTRIBUTE = re.compile(
+    r"cross_?att(entio)?n|^(attn2|x_attn)$|^enc(oder|dec)?_?att(entio)?n(_text)?$"
+    r"|attn_(token_to_image|image_to_token)$"
+)
+
+_WRAPPING = {"self", "attention", "attn"}
+
+# layers whose only attention attends to another sequence
+_CROSSING_LAYERS = {("ConformerDecoderLayer", "mha_layer")}
+
+
+def crosses_by_design(owners: Owners) -> bool:
+    """Whether a module's place in the model shows that it attends to another sequence.
+
+    Shapes are not enough to decide: a decoder and its memory may have equal lengths.
+    """
+    # there may be one wrapper in between, or some that only hold this module; names further out say
+    # nothing about it
+    for place, (owner, attribute) in enumerate(owners):
+        if place > 1 and not all(name in _WRAPPING for _, name in owners[:place]):
+            break
+        if _ATTRIBUTE.search(attribute.lower()):
+            return True
+        if "crossattention" in type(owner).__name__.lower():
+            return True
+        # torch's and SpeechBrain's decoder layers; the name alone is not enough, because many
+        # models use it for their only attention
+        if attribute == "multihead_attn" and hasattr(owner, "self_attn"):
+            return True
+        if (type(owner).__name__, attribute) in _CROSSING_LAYERS:
+            return True
+    if not owners:
+        return False
+    # a pooling head attends to the tokens with a learned query, or with their mean (Molmo 2)
+    owner, attribute = owners[0]
+    return "pool" in type(owner).__name__.lower() or "pooling" in attribute.lower()
+
+
+# class names of token mixers without an attention map, and what they compute
+_MIXERS = {
+    r"mamba\d*(mixer|block)?$|^mamba\d*$|ssm(layer|block)?$|bambamixer|falconh1mixer": (
+        "a state-space layer"
+    ),
+    r"deltanet|deltaattention|deltarule": "a delta-rule recurrence (linear attention)",
+    r"rwkv\w*(attention|time_?mix)|^time_?mix": "a linear recurrence",
+    r"lineara(ttention|ttn)$|lightninga(ttention|ttn)$|gated_?linear": "linear attention",
+    r"retention$": "a retention layer",
+    r"recurrentblock$|rglru|[msx]lstm(layer|cell|block)?$": "a recurrent layer",
+    r"shortconv|hyena": "a convolution over tokens",
+    r"fouriertransform$|globalfilter$": "a Fourier transform over tokens",
+    r"poolformerpooling$|repmixer$": "a fixed or convolutional mix of neighbouring tokens",
+}
+
+
+def token_mixers(model: nn.Module, found: Collection[str]) -> dict[str, str]:
+    """The token mixers of a model that are not softmax attention, by name, with the reason.
+
+    Hybrids have them beside attention layers. Of nested ones the outermost is named. Modules that
+    contain a site of ``found``, or are part of one, have a line of their own in the report.
+    """
+    mixers: dict[str, str] = {}
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        what = next((what for k, what in _MIXERS.items() if re.search(k, kind.lower())), None)
+        if what is None or any(_is_inside(name, other) for other in (*found, *mixers)):
+            continue
+        if not any(_is_inside(site, name) for site in found):
+            mixers[name] = (
+                f"{kind} is {what}, not softmax attention: it has no attention map that a filter "
+                "could take powers of"
+            )
+    return mixers
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return not other or f"{name}.".startswith(f"{other}.")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa.filters.partial import PartialPolynomial
+from support.plugging import randomise
 
 VOCABULARY = 96
 NEW_TOKENS = 40
@@ -208,7 +209,7 @@ def make(recipe: str, folder: Path) -> None:
     model.save_pretrained(folder / "plain")
     plug(model)
     assert gfsa.filters_of(model)
-    _randomise_filters(model)
+    randomise(model)
     model.save_pretrained(folder / "plugged")
     texts: list[list[Text]] = [[], []]
     if recipe not in NOT_SERVED:
@@ -222,15 +223,6 @@ def make(recipe: str, folder: Path) -> None:
         assert len(gfsa.filters_of(plugged)) == len(gfsa.filters_of(model))
         texts = [_texts(plugged, prompts_of()), _texts(load(folder / "plain"), prompts_of()[:4])]
     (folder / "texts").write_text(json.dumps([[asdict(text) for text in part] for part in texts]))
-
-
-def _randomise_filters(model: nn.Module) -> None:
-    """Give every head numbers of its own, far from those of ordinary attention."""
-    generator = torch.Generator().manual_seed(1)
-    for filter in gfsa.filters_of(model).values():
-        if filter.theta is not None:
-            with torch.no_grad():
-                filter.theta.copy_(0.3 * torch.randn(filter.theta.shape, generator=generator))
 
 
 def _texts(model: Any, prompts: list[list[int]]) -> list[Text]:

@@ -18,10 +18,10 @@ from sentence_transformers import (
 )
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
 import gfsa
+from engines.shared import word_tokenizer
 
 WORDS = 64
 HEADS = 4
@@ -39,12 +39,9 @@ def texts(count: int = 6) -> list[str]:
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small BERT with its tokenizer."""
     folder = tmp_path_factory.mktemp("encoder")
-    vocabulary = {"[PAD]": 0, "[UNK]": 1} | {f"w{n}": n for n in range(2, WORDS)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", model_max_length=256
-    ).save_pretrained(folder)
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "model_max_length": 256}
+    words = word_tokenizer(WORDS, "[PAD]", "[UNK]", unknown="[UNK]", **names)
+    words.save_pretrained(folder)
     torch.manual_seed(0)
     bert(hidden=32, positions=32).save_pretrained(folder)
     return folder

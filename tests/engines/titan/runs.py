@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from engines.shared import TESTS, torchrun
 
 HERE = Path(__file__).parent
 
@@ -41,29 +41,19 @@ class Run:
 def train(folder: Path, config: str, *arguments: str, processes: int = 1, steps: int = 3) -> Run:
     """Train a configuration of ``tiny.py`` with torchrun; ``folder`` gets its checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
-    source = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+    output = torchrun(
+        processes,
         *(str(HERE / "cpu.py"), "--module", "tiny", "--config", config),
         *("--dump_folder", str(folder), "--training.steps", str(steps), *arguments),
-    ]
-    environment = os.environ | {
-        "PYTHONPATH": source,
-        "LOSSES": str(folder / "losses"),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        PYTHONPATH=os.pathsep.join([str(HERE), str(TESTS), os.environ.get("PYTHONPATH", "")]),
+        LOSSES=str(folder / "losses"),
     )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-6000:]}")
     ranks = [json.loads((folder / f"losses-{rank}.json").read_text()) for rank in range(processes)]
     # of the stages of a pipeline the last one has the loss
     last = ranks[-1]
     return Run(
         folder,
-        done.stdout,
+        output,
         [step["loss"] for step in last["steps"]],
         [step["norm"] for step in last["steps"]],
         [group for rank in ranks for group in rank["groups"]],

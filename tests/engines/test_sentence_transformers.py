@@ -18,10 +18,11 @@ from sentence_transformers import (
 )
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
-from torch import Tensor, nn
+from torch import Tensor
 
 import gfsa
 from engines.shared import word_tokenizer
+from support.plugging import randomise
 
 WORDS = 64
 HEADS = 4
@@ -68,9 +69,7 @@ def embedder(encoder: Path, noise: float = 0.0) -> SentenceTransformer:
     modules = [Transformer(str(encoder)), Pooling(32), Dense(32, 8)]
     model = SentenceTransformer(modules=modules, device="cpu")
     gfsa.plug(model, K=3)
-    for filter in gfsa.filters_of(model).values():
-        nn.init.normal_(filter.theta, std=noise)
-    return model
+    return randomise(model, noise)
 
 
 def load(folder: str | Path) -> SentenceTransformer:
@@ -140,8 +139,7 @@ def test_a_cross_encoder(encoder: Path, tmp_path: Path) -> None:
     before = model.predict(pairs)
     gfsa.plug(model, K=3)
     assert (model.predict(pairs) == before).all()
-    for filter in gfsa.filters_of(model).values():
-        nn.init.normal_(filter.theta, std=0.3)
+    randomise(model)
     scores = model.predict(pairs)
     assert (scores != before).any()
     model.save_pretrained(str(tmp_path / "model"))

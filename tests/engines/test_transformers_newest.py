@@ -12,7 +12,7 @@ import transformers as hf
 from torch import Tensor
 
 import gfsa
-from support.zoo import VOCABULARY, ZOO
+from support.zoo import VOCABULARY, ZOO, randomise
 
 hf.logging.set_verbosity_error()
 
@@ -43,10 +43,8 @@ _VISION = {
 def plugged(model: Any) -> Any:
     model = model.float().eval()
     gfsa.plug(model, K=3)
-    generator = torch.Generator().manual_seed(7)
+    randomise(model)
     with torch.no_grad():
-        for filter in gfsa.filters_of(model).values():
-            filter.theta.copy_(torch.randn(filter.theta.shape, generator=generator) * 0.3)
         # the largest logits of a random model are closer to one another than rounding should decide
         model.get_output_embeddings().weight.mul_(20)
     return model

@@ -26,11 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -221,43 +217,39 @@ def shared_folder() -> Path:
     return Path(folder[0])
 
 
-PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+def plan(attention: str, columns: str, rows: str) -> dict[str, Any]:
+    """Layers that are split by outputs and by inputs, and the filter of ``attention``."""
+    return {
+        f"{attention}.gfsa": ShardHeads(),
+        **{name: ColwiseParallel() for name in columns.split()},
+        **{name: RowwiseParallel() for name in rows.split()},
+    }
+
+
+PLANS = {
     "BERT": (
         "bert.encoder.layer",
-        {
-            "attention.self.query": ColwiseParallel(),
-            "attention.self.key": ColwiseParallel(),
-            "attention.self.value": ColwiseParallel(),
-            "attention.self.gfsa": ShardHeads(),
-            "attention.output.dense": RowwiseParallel(),
-            "intermediate.dense": ColwiseParallel(),
-            "output.dense": RowwiseParallel(),
-        },
+        plan(
+            "attention.self",
+            "attention.self.query attention.self.key attention.self.value intermediate.dense",
+            "attention.output.dense output.dense",
+        ),
     ),
     "ViT": (
         "layers",
-        {
-            "attention.q_proj": ColwiseParallel(),
-            "attention.k_proj": ColwiseParallel(),
-            "attention.v_proj": ColwiseParallel(),
-            "attention.gfsa": ShardHeads(),
-            "attention.o_proj": RowwiseParallel(),
-            "mlp.fc1": ColwiseParallel(),
-            "mlp.fc2": RowwiseParallel(),
-        },
+        plan(
+            "attention",
+            "attention.q_proj attention.k_proj attention.v_proj mlp.fc1",
+            "attention.o_proj mlp.fc2",
+        ),
     ),
     "Llama": (
         "model.layers",
-        {
-            "self_attn.q_proj": ColwiseParallel(),
-            "self_attn.k_proj": ColwiseParallel(),
-            "self_attn.v_proj": ColwiseParallel(),
-            "self_attn.gfsa": ShardHeads(),
-            "self_attn.o_proj": RowwiseParallel(),
-            "mlp.gate_proj": ColwiseParallel(),
-            "mlp.up_proj": ColwiseParallel(),
-            "mlp.down_proj": RowwiseParallel(),
-        },
+        plan(
+            "self_attn",
+            "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj",
+            "self_attn.o_proj mlp.down_proj",
+        ),
     ),
 }
 

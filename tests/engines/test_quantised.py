@@ -146,7 +146,7 @@ def test_what_it_costs(
         "memory", f"{sizes[0] / sizes[1]:.2g}× a token (half as many key heads)"
     )
     of = "`generate` (int8 weights, 3 layers of 128 features, 4 × 64 tokens)"
-    costs(lambda: generate(filtered), lambda: generate(unfiltered), of, rounds=7)
+    costs(generate, filtered, unfiltered, of, rounds=7)
 
 
 def size_of_cache(cache: Any) -> int:

@@ -77,13 +77,8 @@ def test_what_it_costs(costs: Any) -> None:
     filtered, plain = decoder("llama"), decoder("llama")
     gfsa.unplug(plain)
     inputs = prompts(*LENGTHS)
-    costs(
-        lambda: by_batching(filtered, inputs),
-        lambda: by_batching(plain, inputs),
-        rounds=7,
-        most=2,
-        of="a batch of 5 requests, 40 tokens each (degree 1)",
-    )
+    of = "a batch of 5 requests, 40 tokens each (degree 1)"
+    costs(lambda model: by_batching(model, inputs), filtered, plain, of, rounds=7, most=2)
 
 
 NEW = 40

@@ -13,11 +13,11 @@ from engines.shared import TESTS, torchrun
 HERE = Path(__file__).parent
 
 
-def overrides(rate: float = 0.05) -> tuple[str, ...]:
+def overrides(rate: float = 0.05, K: int = 3) -> tuple[str, ...]:
     """The arguments that put filters into a model, trained with a rate of their own."""
     return (
         "--override.imports",
-        'gfsa.titan.filters={"K": 3}',
+        f'gfsa.titan.filters={{"K": {K}}}',
         f'gfsa.titan.optimizer={{"lr": {rate}}}',
         "gfsa.titan.checkpoint",
     )
@@ -38,13 +38,34 @@ class Run:
         return self.folder / "checkpoint" / f"step-{step}"
 
 
-def train(folder: Path, config: str, *arguments: str, processes: int = 1, steps: int = 3) -> Run:
-    """Train a configuration of ``tiny.py`` with torchrun; ``folder`` gets its checkpoints."""
+def train(
+    folder: Path,
+    config: str,
+    assets: Path,
+    *arguments: str,
+    filters: tuple[str, ...] = overrides(),
+    checkpoint: tuple[str, ...] = (),
+    load: Path | None = None,
+    processes: int = 1,
+    steps: int = 3,
+) -> Run:
+    """Train a configuration of ``tiny.py`` with torchrun; ``folder`` gets its checkpoints.
+
+    Args:
+        arguments: they come last: some are subcommands.
+        checkpoint: switches among torchtitan's settings of checkpoints.
+        load: the checkpoint that it begins with.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     output = torchrun(
         processes,
         *(str(HERE / "cpu.py"), "--module", "tiny", "--config", config),
-        *("--dump_folder", str(folder), "--training.steps", str(steps), *arguments),
+        *("--dump_folder", str(folder), "--training.steps", str(steps)),
+        *filters,
+        *("--hf_assets_path", str(assets), "--checkpoint.enable"),
+        *(f"--checkpoint.{switch}" for switch in checkpoint),
+        *(("--checkpoint.initial_load_path", str(load)) if load else ()),
+        *arguments,
         PYTHONPATH=os.pathsep.join([str(HERE), str(TESTS), os.environ.get("PYTHONPATH", "")]),
         LOSSES=str(folder / "losses"),
     )
@@ -62,14 +83,7 @@ def train(folder: Path, config: str, *arguments: str, processes: int = 1, steps:
 
 def seed(folder: Path, assets: Path, config: str = "llama") -> Path:
     """A DCP checkpoint of a few steps, after which no filter is the identity."""
-    run = train(
-        folder,
-        config,
-        *("--hf_assets_path", str(assets), "--checkpoint.enable"),
-        *overrides(),
-        steps=4,
-    )
-    return run.checkpoint(4)
+    return train(folder, config, assets, steps=4).checkpoint(4)
 
 
 def export(folder: Path, assets: Path, checkpoint: Path, processes: int = 1) -> Path:
@@ -77,10 +91,11 @@ def export(folder: Path, assets: Path, checkpoint: Path, processes: int = 1) -> 
     run = train(
         folder,
         "llama_at_rest",
-        *("--hf_assets_path", str(assets), "--checkpoint.enable", "--checkpoint.last_save_in_hf"),
-        *("--checkpoint.initial_load_path", str(checkpoint)),
+        assets,
         *("--training.local_batch_size", str(4 // processes)),
-        *overrides(rate=0.0),
+        filters=overrides(rate=0.0),
+        checkpoint=("last_save_in_hf",),
+        load=checkpoint,
         steps=1,
         processes=processes,
     )

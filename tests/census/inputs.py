@@ -162,10 +162,6 @@ def _features(config: Any, samples: int, length: int, generator: torch.Generator
     return torch.randn(samples, bins, frames, generator=generator)
 
 
-def _sound(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(samples, 400 * length, generator=generator)
-
-
 def _past(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
     window = lookup(config, "context_length", default=length)
     if getattr(config, "model_type", "").startswith("patchts"):
@@ -188,8 +184,13 @@ def _series(known: Any, config: Any, samples: int, generator: torch.Generator) -
     return {name: value for name, value in whole.items() if name in known}
 
 
-def _perceiver(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(samples, length, lookup(config, "d_model", default=32), generator=generator)
+def _states(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    width = lookup(config, "state_dim", "d_model", default=32)
+    return torch.randn(samples, length, width, generator=generator)
+
+
+def _sound(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(samples, 400 * length, generator=generator)
 
 
 def _patches(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
@@ -202,10 +203,6 @@ def _patches(config: Any, samples: int, length: int, generator: torch.Generator)
 def _patch_rows(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
     patch = lookup(config, "patch_size", default=8)
     return torch.randn(samples, 16, 3 * patch * patch, generator=generator)
-
-
-def _states(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(samples, length, config.state_dim, generator=generator)
 
 
 def _spectrogram(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
@@ -234,7 +231,7 @@ _SOURCE: dict[str, Callable[..., Tensor]] = {
     "inputs ids": _ids,
     "input_values mono": lambda *about: _sound(*about)[:, None],
     "input_values mel": _spectrogram,
-    "hidden_states": _perceiver,
+    "hidden_states": _states,
     "states": _states,
     "input_ids": _ids,
     "pixel_values": _pixels,
@@ -242,7 +239,7 @@ _SOURCE: dict[str, Callable[..., Tensor]] = {
     "input_features": _features,
     "input_values": _sound,
     "audio_values": _sound,
-    "inputs": _perceiver,
+    "inputs": _states,
     "past_values": _past,
     "flattened_patches": _patches,
 }

@@ -20,19 +20,23 @@ from support.subjects import first
 from support.zoo import ZOO
 
 HIGH = {0: [1, 2], 1: []}
-"""Layer → heads that keep their second pass by default."""
+"""Layer → heads that keep their second pass in :func:`trained`."""
 
 
-def plugged(name: str, implementation: str = "sdpa", high: dict[int, list[int]] = HIGH) -> Any:
+def trained(model: Any, high: dict[int, list[int]] = HIGH, small: float = 1e-4) -> Any:
     """Coefficients as training leaves them: most of c₂ small, that of some heads not."""
-    model = ZOO[name].model(implementation)
-    gfsa.plug(model, K=3)
     for layer, filter in enumerate(gfsa.filters_of(model).values()):
         with torch.no_grad():
             filter.theta.normal_(std=0.2)
-            filter.theta[:, 2] = 1e-4
+            filter.theta[:, 2] = small
             filter.theta[high.get(layer, []), 2] = 0.4
     return model
+
+
+def plugged(name: str, implementation: str = "sdpa") -> Any:
+    model = ZOO[name].model(implementation)
+    gfsa.plug(model, K=3)
+    return trained(model)
 
 
 class HeadPasses:
@@ -136,7 +140,8 @@ def test_the_change_of_a_head_is_bounded() -> None:
 
 @torch.no_grad()
 def test_undo() -> None:
-    model, inputs = plugged("gpt2", high={0: [1], 1: [0, 1, 2, 3]}), ZOO["gpt2"].batch()
+    model, inputs = plugged("gpt2"), ZOO["gpt2"].batch()
+    trained(model, {0: [1], 1: [0, 1, 2, 3]})
     before, keys = first(model(**inputs)), list(model.state_dict())
     for tolerance in (1e-3, 10.0):
         report = gfsa.prune(model, tolerance)
@@ -147,7 +152,8 @@ def test_undo() -> None:
 
 
 def test_undo_does_not_overwrite_later_filters() -> None:
-    model = plugged("gpt2", high={0: [1], 1: [0, 1, 2, 3]})
+    model = plugged("gpt2")
+    trained(model, {0: [1], 1: [0, 1, 2, 3]})
     report = gfsa.prune(model, 1e-3)
     gfsa.unplug(model)
     with pytest.raises(ValueError, match="changed since"):
@@ -160,7 +166,8 @@ def test_undo_does_not_overwrite_later_filters() -> None:
 
 
 def test_undo_follows_a_moved_model_and_keeps_what_was_trained() -> None:
-    model = plugged("gpt2", high={0: [1], 1: [0, 1, 2, 3]})
+    model = plugged("gpt2")
+    trained(model, {0: [1], 1: [0, 1, 2, 3]})
     report = gfsa.prune(model, 1e-3)
     model.double()
     report.undo()
@@ -175,7 +182,8 @@ def test_undo_follows_a_moved_model_and_keeps_what_was_trained() -> None:
 
 @torch.no_grad()
 def test_saved_and_loaded(tmp_path: Path) -> None:
-    model, inputs = plugged("gpt2", high={0: [0, 3]}), ZOO["gpt2"].batch()
+    model, inputs = plugged("gpt2"), ZOO["gpt2"].batch()
+    trained(model, {0: [0, 3], 1: []})
     gfsa.prune(model, 1e-3)
     expected = first(model(**inputs))
     gfsa.save(model, tmp_path / "filters")

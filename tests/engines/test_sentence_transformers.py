@@ -21,7 +21,7 @@ from torch import Tensor
 
 import gfsa
 from engines.shared import word_tokenizer
-from support.plugging import randomise
+from support.plugging import filtered_softmax, randomise
 
 WORDS = 64
 HEADS = 4
@@ -96,29 +96,11 @@ def test_embeddings_are_those_of_the_dense_formula(encoder: Path) -> None:
     worst = 0.0
     for text, embedding in zip(texts(), together, strict=True):
         ids = model.tokenizer(text, return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            hidden = dense_forward(plain, ids, filters)
+        with torch.no_grad(), filtered_softmax(plain, filters):
+            hidden = plain(ids).last_hidden_state
             expected = model[2]({"sentence_embedding": hidden.mean(1)})["sentence_embedding"][0]
         worst = max(worst, (embedding - expected).abs().max().item())
     assert worst < 2e-6
-
-
-def dense_forward(model: transformers.BertModel, ids: Tensor, filters: list[Tensor]) -> Tensor:
-    """BERT layer by layer, with H = c0·I + c1·A + c2·A² written out."""
-    hidden = model.embeddings(input_ids=ids)
-    for layer, c in zip(model.encoder.layer, filters, strict=True):
-        own = layer.attention.self
-        q, k, v = (
-            project(hidden).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for project in (own.query, own.key, own.value)
-        )
-        a = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-        c0, c1, c2 = (x.view(HEADS, 1, 1) for x in c.unbind(1))
-        h = c0 * torch.eye(a.shape[-1]) + c1 * a + c2 * (a @ a)
-        mixed = (h @ v).transpose(1, 2).flatten(2)
-        attended = layer.attention.output(mixed, hidden)
-        hidden = layer.output(layer.intermediate(attended), attended)
-    return hidden
 
 
 def test_a_folder_brings_its_filters_by_the_recipe(encoder: Path, tmp_path: Path) -> None:

@@ -17,12 +17,15 @@ from support.zoo import VOCABULARY, ZOO, randomise
 hf.logging.set_verbosity_error()
 
 IMAGE = VOCABULARY - 1
-_TEXT = {
-    "vocab_size": VOCABULARY,
+_SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+}
+_TEXT = {
+    **_SIZES,
+    "vocab_size": VOCABULARY,
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 64,
@@ -30,14 +33,7 @@ _TEXT = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 28,
-    "patch_size": 14,
-}
+_VISION = {**_SIZES, "image_size": 28, "patch_size": 14}
 
 
 def plugged(model: Any) -> Any:

@@ -17,7 +17,7 @@ typecheck: .venv/.dev
 	$(BIN)/mypy
 
 pytest: .venv/.dev
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 # what `pytest` leaves out: training runs and whatever else takes minutes
 slow: .venv/.dev

@@ -19,10 +19,18 @@ from census import properties
 from census.catalogue import Entry
 from census.differences import WrongError, agree, difference
 from census.inputs import Batch
-from census.modes import Mode, adapters, how_of, plan_of
-from census.plugged import Check
+from census.plugged import (
+    AnotherShapeError,
+    CacheRefusalError,
+    Check,
+    LateRefusalError,
+    Mode,
+    adapters,
+    how_of,
+    is_refusal,
+    plan_of,
+)
 from census.reference import DenseReference, NoReferenceError, NotReachedError, NotSquareError
-from census.refusals import AnotherShapeError, CacheRefusalError, LateRefusalError, is_refusal
 from census.subject import SHAPES, NotRunnableError, Subject, run
 from census.verdict import Finding, Verdict, one_line
 

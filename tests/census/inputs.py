@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -156,25 +156,10 @@ def _video(config: Any, samples: int, length: int, generator: torch.Generator) -
 
 
 def _features(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
-    bins = lookup(
-        config,
-        "num_mel_bins",
-        "feature_size",
-        "n_mels",
-        "input_dim",
-        "input_feat_per_channel",
-        default=80,
-    )
+    names = ("num_mel_bins", "feature_size", "n_mels", "input_dim", "input_feat_per_channel")
+    bins = lookup(config, *names, default=80)
     frames = 2 * lookup(config, "max_source_positions", default=2 * length)
     return torch.randn(samples, bins, frames, generator=generator)
-
-
-def _features_last(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
-    return _features(config, samples, length, generator).transpose(1, 2).contiguous()
-
-
-def _sound(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(samples, 400 * length, generator=generator)
 
 
 def _past(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
@@ -199,8 +184,13 @@ def _series(known: Any, config: Any, samples: int, generator: torch.Generator) -
     return {name: value for name, value in whole.items() if name in known}
 
 
-def _perceiver(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(samples, length, lookup(config, "d_model", default=32), generator=generator)
+def _states(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    width = lookup(config, "state_dim", "d_model", default=32)
+    return torch.randn(samples, length, width, generator=generator)
+
+
+def _sound(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(samples, 400 * length, generator=generator)
 
 
 def _patches(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
@@ -210,21 +200,9 @@ def _patches(config: Any, samples: int, length: int, generator: torch.Generator)
     return patches
 
 
-def _long_video(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
-    return _video(config, samples, length, generator)
-
-
 def _patch_rows(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
     patch = lookup(config, "patch_size", default=8)
     return torch.randn(samples, 16, 3 * patch * patch, generator=generator)
-
-
-def _states(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(samples, length, config.state_dim, generator=generator)
-
-
-def _mono(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
-    return _sound(config, samples, length, generator)[:, None]
 
 
 def _spectrogram(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
@@ -246,14 +224,14 @@ def _grid(config: Any, samples: int, generator: torch.Generator, name: str) -> B
     }
 
 
-_SOURCE = {
-    "pixel_values video": _long_video,
+_SOURCE: dict[str, Callable[..., Tensor]] = {
+    "pixel_values video": _video,
     "pixel_values patches": _patch_rows,
-    "input_features last": _features_last,
+    "input_features last": lambda *about: _features(*about).transpose(1, 2).contiguous(),
     "inputs ids": _ids,
-    "input_values mono": _mono,
+    "input_values mono": lambda *about: _sound(*about)[:, None],
     "input_values mel": _spectrogram,
-    "hidden_states": _perceiver,
+    "hidden_states": _states,
     "states": _states,
     "input_ids": _ids,
     "pixel_values": _pixels,
@@ -261,7 +239,7 @@ _SOURCE = {
     "input_features": _features,
     "input_values": _sound,
     "audio_values": _sound,
-    "inputs": _perceiver,
+    "inputs": _states,
     "past_values": _past,
     "flattened_patches": _patches,
 }

@@ -48,7 +48,7 @@ def _row(verdict: Verdict) -> str:
         verdict.model,
         _cell(default),
         "as by default" if traced is None else _cell(traced),
-        _decoding(default),
+        _short(default.generation),
     )
     return "| " + " | ".join(cells) + " |"
 
@@ -61,10 +61,6 @@ def _cell(finding: Finding) -> str:
     if finding.status == "refused":
         return f"refused: {_short(finding.reason)}"
     return f"**{finding.status}**: {_short(finding.reason)}"
-
-
-def _decoding(finding: Finding) -> str:
-    return _short(finding.generation)
 
 
 def _short(text: str) -> str:

@@ -1,9 +1,12 @@
-"""A model of the census while it is plugged: its filters, its forwards and its refusals."""
+"""A model of the census while it is plugged, in both ways: its filters, forwards and refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +14,84 @@ from torch import Tensor, nn
 import gfsa
 from census.differences import WrongError
 from census.inputs import Batch
-from census.modes import Mode, unknown
 from census.reference import Layout, NoReferenceError, layout_of
-from census.refusals import AnotherShapeError, CacheRefusalError, LateRefusalError, is_refusal
 from census.subject import OBSERVED, SHAPES, Subject, run
 from census.tokens import TokenProbe
 from census.verdict import one_line
+from gfsa.plugs import registry
 from gfsa.plugs.sites import sites
+from gfsa.plugs.tracing.adapter import TRACER, TracerAdapter
+from gfsa.plugs.tracing.capture import TraceError
 
 # classes with as many windows as heads in some layer, read in their code
 READ_LAYOUTS = {"LocallyGroupedAttn": Layout(-3), "MaskUnitAttention": Layout(-4)}
+Mode = Literal["default", "traced"]
+"""Plugged by default, or with every module traced that can be."""
+
+
+def plan_of(subject: Subject, mode: Mode) -> dict[str, str]:
+    with adapters(subject.model, mode):
+        try:
+            return gfsa.plug(subject.model, dry_run=True, unknown=unknown(mode)).how
+        except ValueError:
+            return {}
+
+
+def unknown(mode: Mode) -> Any:
+    return "trace" if mode == "traced" else "refuse"
+
+
+@contextlib.contextmanager
+def adapters(model: nn.Module, mode: Mode) -> Iterator[None]:
+    """In the mode "traced", also modules that an adapter knows are traced."""
+    before = dict(registry._registered)
+    if mode == "traced":
+        for name, module in model.named_modules():
+            adapter = registry.find_adapter(module)
+            if adapter is None or isinstance(adapter, TracerAdapter):
+                continue
+            with contextlib.suppress(Exception):
+                if adapter.refusal(name, module) is None and TRACER.refusal(name, module) is None:
+                    gfsa.register_adapter(type(module), TRACER)
+    try:
+        yield
+    finally:
+        registry._registered.clear()
+        registry._registered.update(before)
+
+
+def how_of(report: Any) -> str:
+    return "; ".join(dict.fromkeys(report.how.values()))
+
+
+class CacheRefusalError(Exception):
+    """gfsa asks for a forward without a cache."""
+
+
+class AnotherShapeError(Exception):
+    """gfsa asks for another number of samples or tokens in the first forward of a module."""
+
+    def __init__(self, reason: str, site: str) -> None:
+        super().__init__(reason)
+        self.site = site
+
+
+class LateRefusalError(Exception):
+    """A module that has a filter refuses its first forward."""
+
+    def __init__(self, modules: dict[str, str], reason: str) -> None:
+        super().__init__(reason)
+        self.modules = modules
+        self.reason = reason
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether gfsa itself raised the error, with words of its own."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    ours = os.path.dirname(os.path.abspath(gfsa.__file__))
+    return os.path.abspath(last).startswith(ours) and isinstance(
+        error, ValueError | TypeError | NotImplementedError | TraceError
+    )
 
 
 class Check:

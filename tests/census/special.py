@@ -162,47 +162,32 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
+_SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+
+
 def _bert(**changes: Any) -> Any:
     from transformers import BertConfig
 
-    return BertConfig(
-        vocab_size=99,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        **changes,
-    )
+    return BertConfig(**_SIZES, vocab_size=99, **changes)
 
 
 def _vit() -> Any:
     from transformers import ViTConfig
 
-    return ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        image_size=32,
-        patch_size=8,
-    )
+    return ViTConfig(**_SIZES, image_size=32, patch_size=8)
 
 
-def _encoder_decoder() -> Any:
-    from transformers import EncoderDecoderConfig
+def _with_decoder(kind: str, encoder: Callable[[], Any]) -> Any:
+    import transformers
 
     decoder = _bert(is_decoder=True, add_cross_attention=True)
-    return EncoderDecoderConfig.from_encoder_decoder_configs(
-        _bert(), decoder, decoder_start_token_id=1, pad_token_id=0
-    )
-
-
-def _vision_encoder_decoder() -> Any:
-    from transformers import VisionEncoderDecoderConfig
-
-    decoder = _bert(is_decoder=True, add_cross_attention=True)
-    return VisionEncoderDecoderConfig.from_encoder_decoder_configs(
-        _vit(), decoder, decoder_start_token_id=1, pad_token_id=0
+    return getattr(transformers, kind).from_encoder_decoder_configs(
+        encoder(), decoder, decoder_start_token_id=1, pad_token_id=0
     )
 
 
@@ -213,8 +198,8 @@ def _vision_text() -> Any:
 
 
 WHOLE: dict[str, Callable[[], Any]] = {
-    "encoder-decoder": _encoder_decoder,
-    "vision-encoder-decoder": _vision_encoder_decoder,
+    "encoder-decoder": lambda: _with_decoder("EncoderDecoderConfig", _bert),
+    "vision-encoder-decoder": lambda: _with_decoder("VisionEncoderDecoderConfig", _vit),
     "vision-text-dual-encoder": _vision_text,
 }
 """Types whose default config cannot be built: a function that returns a whole config."""

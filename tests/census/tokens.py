@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,12 +19,8 @@ from torch import Tensor, nn
 
 from census.reference import AttentionMode
 
-
-@dataclass
-class _Call:
-    """The tensors that one module was called with, each as a leaf of the graph."""
-
-    leaves: dict[str, Tensor] = field(default_factory=dict)
+Leaves = dict[str, Tensor]
+"""The tensors that one module was called with, by name, each as a leaf of the graph."""
 
 
 class TokenProbe(AttentionMode):
@@ -40,7 +35,7 @@ class TokenProbe(AttentionMode):
         super().__init__(model)
         self.model = model
         self.sites = sites
-        self.calls: dict[str, _Call] = {}
+        self.calls: dict[str, Leaves] = {}
         self.found: dict[str, str] = {}
 
     @contextlib.contextmanager
@@ -60,7 +55,7 @@ class TokenProbe(AttentionMode):
     def _arguments(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call = _Call()
+        leaves: Leaves = {}
         known: list[tuple[Tensor, Tensor]] = []
 
         def leaf(name: str, x: Any) -> Any:
@@ -72,12 +67,12 @@ class TokenProbe(AttentionMode):
                     return new.clone()
             new = x.detach().clone().requires_grad_()
             known.append((x, new))
-            call.leaves[name] = new
+            leaves[name] = new
             return new.clone()
 
         args = tuple(leaf(f"argument {place + 1}", x) for place, x in enumerate(args))
         kwargs = {name: leaf(name, x) for name, x in kwargs.items()}
-        self.calls[self.names[id(module)]] = call
+        self.calls[self.names[id(module)]] = leaves
         return args, kwargs
 
     def call(self, function: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,8 +85,7 @@ class TokenProbe(AttentionMode):
 
     def replace(self, matrix: Tensor, query: Tensor | None, key: Tensor | None) -> Tensor:
         name = next((name for name in reversed(self.stack) if name in self.sites), "")
-        call = self.calls.get(name)
-        if not (call and call.leaves and matrix.requires_grad and matrix.shape[-1] >= 4):
+        if not (self.calls.get(name) and matrix.requires_grad and matrix.shape[-1] >= 4):
             return matrix
         if query is not None and key is not None:
             self._compare(name, query, key)
@@ -101,13 +95,13 @@ class TokenProbe(AttentionMode):
         return matrix
 
     def _compare(self, name: str, query: Tensor, key: Tensor) -> None:
-        call = self.calls.get(name)
-        if call is None or len(call.leaves) < 2 or not (query.requires_grad and key.requires_grad):
+        leaves = self.calls.get(name, {})
+        if len(leaves) < 2 or not (query.requires_grad and key.requires_grad):
             return
         of_query, of_key = (
             {
                 name
-                for name, gradient in zip(call.leaves, self._gradients(x.sum(), call), strict=True)
+                for name, gradient in zip(leaves, self._gradients(x.sum(), leaves), strict=True)
                 if gradient is not None and bool(gradient.any())
             }
             for x in (query, key)
@@ -116,13 +110,13 @@ class TokenProbe(AttentionMode):
 
     def _look_at_a_row(self, name: str, matrix: Tensor) -> None:
         """One row of A depends on one query and on all keys."""
-        call = self.calls.get(name)
-        if call is None or len(call.leaves) < 2:
+        leaves = self.calls.get(name, {})
+        if len(leaves) < 2:
             return
         weights = torch.linspace(-1, 1, matrix.shape[-1], dtype=matrix.dtype)
-        gradients = self._gradients((matrix[..., 0, :] * weights).sum(), call)
+        gradients = self._gradients((matrix[..., 0, :] * weights).sum(), leaves)
         of_query, of_key = set(), set()
-        for leaf, gradient in zip(call.leaves, gradients, strict=True):
+        for leaf, gradient in zip(leaves, gradients, strict=True):
             touched = _tokens_in(gradient, matrix.shape[-1])
             if touched is None:
                 continue
@@ -133,7 +127,7 @@ class TokenProbe(AttentionMode):
         self._judge(name, of_query, of_key)
 
     def _look_at_the_order(self, name: str, matrix: Tensor) -> None:
-        call = self.calls[name]
+        leaves = self.calls[name]
         length = matrix.shape[-1]
         first = matrix[(0,) * (matrix.dim() - 2)]
         for row in (length - 1, length // 2):
@@ -141,7 +135,7 @@ class TokenProbe(AttentionMode):
             if len(columns) < 2:
                 continue
             a, b = columns
-            gradients = self._gradients(first[row, a].log() - first[row, b].log(), call)
+            gradients = self._gradients(first[row, a].log() - first[row, b].log(), leaves)
             touched = set[int]().union(*(_tokens_in(g, length) or () for g in gradients))
             # more tokens: projections that look at neighbours, or maps that are mixed afterwards
             if len(touched) > 3:
@@ -152,11 +146,11 @@ class TokenProbe(AttentionMode):
                     f"({row}, {b}) of its map depend on tokens {sorted(touched)}"
                 )
 
-    def _gradients(self, y: Tensor, call: _Call) -> tuple[Tensor | None, ...]:
+    def _gradients(self, y: Tensor, leaves: Leaves) -> tuple[Tensor | None, ...]:
         self.paused = True
         try:
             return torch.autograd.grad(
-                y, list(call.leaves.values()), retain_graph=True, allow_unused=True
+                y, list(leaves.values()), retain_graph=True, allow_unused=True
             )
         finally:
             self.paused = False

@@ -73,18 +73,6 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 NAMES = [name for name in gfsa.__all__ if ">>>" in (getattr(gfsa, name).__doc__ or "")]
-# where a reader begins; FilterRate has its example in docs/reference/plugs.md
-MAIN = {
-    "GFSA",
-    "Polynomial",
-    "diagnose",
-    "graph_filter_attention",
-    "load",
-    "parameter_groups",
-    "plug",
-    "save",
-    "unplug",
-}
 
 
 def names_for_examples() -> dict[str, Any]:
@@ -97,10 +85,6 @@ def run(name: str, docstring: str) -> doctest.TestResults:
     """Run the examples of one docstring; failures are printed."""
     test = doctest.DocTestParser().get_doctest(docstring, names_for_examples(), name, None, None)
     return doctest.DocTestRunner().run(test)
-
-
-def test_the_main_names_have_an_example() -> None:
-    assert set(NAMES) >= MAIN
 
 
 @pytest.mark.parametrize("name", NAMES)

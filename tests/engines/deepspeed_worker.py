@@ -17,26 +17,13 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 import torch
 import torch.distributed as dist
-import transformers
 
 import gfsa
+from engines.shared import tiny_llama
 from support.measuring import time_ratio
 
 STEPS, BATCH, LENGTH = 4, 4, 16
 RATES = {"lr": 1e-3, "filter_lr": 1e-1}
-
-
-def fresh(wide: bool = False) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=128 if wide else 32,
-        intermediate_size=384 if wide else 64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 def tokens(step: int) -> torch.Tensor:
@@ -44,7 +31,7 @@ def tokens(step: int) -> torch.Tensor:
 
 
 def plugged() -> tuple[Any, torch.optim.Optimizer]:
-    model = fresh()
+    model = tiny_llama()
     gfsa.plug(model)
     groups = gfsa.parameter_groups(model, **RATES, weight_decay=0.1)
     # a large eps: Adam's first steps would else be the signs of gradients, even of rounding errors
@@ -115,7 +102,7 @@ def sharded(stage: int, folder: Path) -> None:
 
 
 def cost(stage: int, folder: Path) -> None:
-    filtered, plain = fresh(wide=True), fresh(wide=True)
+    filtered, plain = tiny_llama(wide=True), tiny_llama(wide=True)
     gfsa.plug(filtered, K=3)
     engines = [engine_of(m, torch.optim.AdamW(m.parameters()), stage) for m in (filtered, plain)]
     ids = torch.randint(64, (2, 256), generator=torch.Generator().manual_seed(0))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 
 import gfsa
 from engines import deepspeed_worker as worker
+from engines.shared import tiny_llama, torchrun
 from scale.workers.filter_rate import (
     FILTER_LR,
     MODEL_LR,
@@ -31,7 +29,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
 
 
 def filters_in(folder: Path) -> dict[str, torch.Tensor]:
-    model = worker.fresh()
+    model = tiny_llama()
     gfsa.load(model, folder)
     return {name: filter.theta.detach() for name, filter in gfsa.filters_of(model).items()}
 
@@ -68,21 +66,8 @@ def test_zero_trains_the_filters(
 
 
 def run(stage: int, folder: Path, *what: str) -> list[dict[str, Any]]:
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
-        *("-m", "engines.deepspeed_worker", str(stage), str(folder), *what),
-    ]
-    tests = str(Path(__file__).parents[1])
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    arguments = ("-m", "engines.deepspeed_worker", str(stage), str(folder), *what)
+    torchrun(2, *arguments, CUDA_VISIBLE_DEVICES="")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

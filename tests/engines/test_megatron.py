@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engines import megatron_worker as worker
+from engines.shared import torchrun
 from gfsa.engines.megatron import with_filters
 
 
@@ -29,21 +27,8 @@ def process() -> Any:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """What the processes saw, by how many there were."""
     folder = tmp_path_factory.mktemp("megatron")
-    tests, path = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")
     for processes in (1, 2):
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
-            *("-m", "engines.megatron_worker", str(folder)),
-        ]
-        done = subprocess.run(
-            command,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([tests, path])},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        assert done.returncode == 0, done.stdout[-6000:]
+        torchrun(processes, "-m", "engines.megatron_worker", str(folder))
     return {
         world: [torch.load(folder / f"{world}-{rank}.pt") for rank in range(world)]
         for world in (1, 2)
@@ -166,8 +151,4 @@ def test_what_a_step_costs(process: Any, costs: Any) -> None:
         model(*inputs).logsumexp(-1).mean().backward()
         model.zero_grad()
 
-    costs(
-        lambda: step(filtered),
-        lambda: step(plain),
-        of="a step (2 layers of 128 features, 2 × 256 tokens)",
-    )
+    costs(step, filtered, plain)

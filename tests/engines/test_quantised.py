@@ -13,24 +13,13 @@ import transformers
 from torch import Tensor
 
 import gfsa
-
-VOCABULARY = 128
+from engines.shared import tiny_llama
+from support.plugging import randomise
 
 
 @pytest.fixture(scope="module")
 def plain() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.1,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    return tiny_llama(wide=True, num_hidden_layers=3, initializer_range=0.1).eval()
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +27,14 @@ def filters(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with filters that are far from plain attention, different in every head."""
     model = copy.deepcopy(plain)
     gfsa.plug(model, K=3)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for found in gfsa.filters_of(model).values():
-            found.theta.normal_(std=0.3)
     folder = tmp_path_factory.mktemp("filters")
-    gfsa.save(model, folder)
+    gfsa.save(randomise(model), folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def tokens() -> Tensor:
-    return torch.randint(0, VOCABULARY, (4, 48), generator=torch.Generator().manual_seed(2))
+    return torch.randint(0, 64, (4, 48), generator=torch.Generator().manual_seed(2))
 
 
 def by_torchao(model: Any) -> Any:
@@ -161,7 +146,7 @@ def test_what_it_costs(
         "memory", f"{sizes[0] / sizes[1]:.2g}× a token (half as many key heads)"
     )
     of = "`generate` (int8 weights, 3 layers of 128 features, 4 × 64 tokens)"
-    costs(lambda: generate(filtered), lambda: generate(unfiltered), of, rounds=7)
+    costs(generate, filtered, unfiltered, of, rounds=7)
 
 
 def size_of_cache(cache: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ from sentence_transformers import (
 )
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
-from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor, nn
+from torch import Tensor
 
 import gfsa
+from engines.shared import word_tokenizer
+from support.plugging import filtered_softmax, randomise
 
 WORDS = 64
 HEADS = 4
@@ -39,12 +39,9 @@ def texts(count: int = 6) -> list[str]:
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small BERT with its tokenizer."""
     folder = tmp_path_factory.mktemp("encoder")
-    vocabulary = {"[PAD]": 0, "[UNK]": 1} | {f"w{n}": n for n in range(2, WORDS)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", model_max_length=256
-    ).save_pretrained(folder)
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "model_max_length": 256}
+    words = word_tokenizer(WORDS, "[PAD]", "[UNK]", unknown="[UNK]", **names)
+    words.save_pretrained(folder)
     torch.manual_seed(0)
     bert(hidden=32, positions=32).save_pretrained(folder)
     return folder
@@ -71,9 +68,7 @@ def embedder(encoder: Path, noise: float = 0.0) -> SentenceTransformer:
     modules = [Transformer(str(encoder)), Pooling(32), Dense(32, 8)]
     model = SentenceTransformer(modules=modules, device="cpu")
     gfsa.plug(model, K=3)
-    for filter in gfsa.filters_of(model).values():
-        nn.init.normal_(filter.theta, std=noise)
-    return model
+    return randomise(model, noise)
 
 
 def load(folder: str | Path) -> SentenceTransformer:
@@ -101,29 +96,11 @@ def test_embeddings_are_those_of_the_dense_formula(encoder: Path) -> None:
     worst = 0.0
     for text, embedding in zip(texts(), together, strict=True):
         ids = model.tokenizer(text, return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            hidden = dense_forward(plain, ids, filters)
+        with torch.no_grad(), filtered_softmax(plain, filters):
+            hidden = plain(ids).last_hidden_state
             expected = model[2]({"sentence_embedding": hidden.mean(1)})["sentence_embedding"][0]
         worst = max(worst, (embedding - expected).abs().max().item())
     assert worst < 2e-6
-
-
-def dense_forward(model: transformers.BertModel, ids: Tensor, filters: list[Tensor]) -> Tensor:
-    """BERT layer by layer, with H = c0·I + c1·A + c2·A² written out."""
-    hidden = model.embeddings(input_ids=ids)
-    for layer, c in zip(model.encoder.layer, filters, strict=True):
-        own = layer.attention.self
-        q, k, v = (
-            project(hidden).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for project in (own.query, own.key, own.value)
-        )
-        a = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-        c0, c1, c2 = (x.view(HEADS, 1, 1) for x in c.unbind(1))
-        h = c0 * torch.eye(a.shape[-1]) + c1 * a + c2 * (a @ a)
-        mixed = (h @ v).transpose(1, 2).flatten(2)
-        attended = layer.attention.output(mixed, hidden)
-        hidden = layer.output(layer.intermediate(attended), attended)
-    return hidden
 
 
 def test_a_folder_brings_its_filters_by_the_recipe(encoder: Path, tmp_path: Path) -> None:
@@ -143,8 +120,7 @@ def test_a_cross_encoder(encoder: Path, tmp_path: Path) -> None:
     before = model.predict(pairs)
     gfsa.plug(model, K=3)
     assert (model.predict(pairs) == before).all()
-    for filter in gfsa.filters_of(model).values():
-        nn.init.normal_(filter.theta, std=0.3)
+    randomise(model)
     scores = model.predict(pairs)
     assert (scores != before).any()
     model.save_pretrained(str(tmp_path / "model"))
@@ -237,11 +213,8 @@ def test_what_a_step_costs(encoder: Path, tmp_path: Path, costs: Any) -> None:
     )
     gfsa.plug(filtered, K=3)
 
-    def step(model: SentenceTransformer) -> Callable[[], None]:
-        def call() -> None:
-            features = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            model(features)["sentence_embedding"].square().sum().backward()
+    def step(model: SentenceTransformer) -> None:
+        features = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        model(features)["sentence_embedding"].square().sum().backward()
 
-        return call
-
-    costs(step(filtered), step(plain), of="a step (2 layers of 128 features, 2 × 256 tokens)")
+    costs(step, filtered, plain)

@@ -16,12 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-import torch
 import transformers as hf
 
 import gfsa
-from support.batching import DECODERS, SECTORS, by_batching, by_generate, decoder, prompts
+from engines.shared import tiny_llama, word_tokenizer
+from support.batching import (
+    DECODERS,
+    SECTORS,
+    VOCABULARY,
+    by_batching,
+    by_generate,
+    decoder,
+    prompts,
+)
+from support.plugging import randomise
 
 hf.logging.set_verbosity_error()
 logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
@@ -69,16 +77,10 @@ def test_what_it_costs(costs: Any) -> None:
     filtered, plain = decoder("llama"), decoder("llama")
     gfsa.unplug(plain)
     inputs = prompts(*LENGTHS)
-    costs(
-        lambda: by_batching(filtered, inputs),
-        lambda: by_batching(plain, inputs),
-        rounds=7,
-        most=2,
-        of="a batch of 5 requests, 40 tokens each (degree 1)",
-    )
+    of = "a batch of 5 requests, 40 tokens each (degree 1)"
+    costs(lambda model: by_batching(model, inputs), filtered, plain, of, rounds=7, most=2)
 
 
-WORDS = [f"w{i}" for i in range(58)]
 NEW = 40
 
 
@@ -86,31 +88,13 @@ NEW = 40
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with random filters and a tokenizer of whole words, as they were saved."""
     path = tmp_path_factory.mktemp("served") / "plugged"
-    torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    model = hf.LlamaForCausalLM(config).eval()
+    none = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+    model = tiny_llama(vocab_size=VOCABULARY, initializer_range=0.2, **none).eval()
     gfsa.plug(model, K=3)
-    for layer in gfsa.filters_of(model).values():
-        layer.theta.data.normal_(std=0.5)
-    model.save_pretrained(path)
-    words = {word: i for i, word in enumerate(["<pad>", "<unk>", "<eos>", *WORDS])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    hf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
-    ).save_pretrained(path)
+    randomise(model, scale=0.5).save_pretrained(path)
+    names = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<eos>"}
+    words = word_tokenizer(VOCABULARY, *names.values(), unknown="<unk>", **names)
+    words.save_pretrained(path)
     return path
 
 

@@ -12,17 +12,20 @@ import transformers as hf
 from torch import Tensor
 
 import gfsa
-from support.zoo import VOCABULARY, ZOO
+from support.zoo import VOCABULARY, ZOO, randomise
 
 hf.logging.set_verbosity_error()
 
 IMAGE = VOCABULARY - 1
-_TEXT = {
-    "vocab_size": VOCABULARY,
+_SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+}
+_TEXT = {
+    **_SIZES,
+    "vocab_size": VOCABULARY,
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 64,
@@ -30,23 +33,14 @@ _TEXT = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 28,
-    "patch_size": 14,
-}
+_VISION = {**_SIZES, "image_size": 28, "patch_size": 14}
 
 
 def plugged(model: Any) -> Any:
     model = model.float().eval()
     gfsa.plug(model, K=3)
-    generator = torch.Generator().manual_seed(7)
+    randomise(model)
     with torch.no_grad():
-        for filter in gfsa.filters_of(model).values():
-            filter.theta.copy_(torch.randn(filter.theta.shape, generator=generator) * 0.3)
         # the largest logits of a random model are closer to one another than rounding should decide
         model.get_output_embeddings().weight.mul_(20)
     return model

@@ -4,72 +4,42 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import gfsa
+from engines.shared import tiny_llama, word_tokenizer
+from support.plugging import randomise
 
 VOCABULARY = 64
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LENGTHS = (5, 9, 3, 12, 7, 16, 4, 10)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, VOCABULARY)}
-    words_only = Tokenizer(models.WordLevel(words, unk_token="<s>"))
-    words_only.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words_only,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<s>",
-    )
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"}
+    return word_tokenizer(VOCABULARY, "<pad>", "<s>", "</s>", unknown="<s>", **names)
 
 
-def documents() -> list[list[int]]:
+def documents(lengths: Iterable[int] = LENGTHS) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
+    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
 
 
-def llama(wide: bool = False) -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128 if wide else 32,
-        intermediate_size=384 if wide else 64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return LlamaForCausalLM(config)
-
-
-def plugged(noise: float = 0.3) -> Any:
-    model = llama()
+def plugged() -> Any:
+    model = tiny_llama(**TOKENS)
     gfsa.plug(model, K=3)
-    for filter in gfsa.filters_of(model).values():
-        nn.init.normal_(filter.theta, std=noise)
-    return model
+    return randomise(model)
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -112,8 +82,9 @@ def test_every_document_is_answered_as_alone(
         processing_class=tokenizer,
         optimizers=with_rate(model),
     )
-    seen, losses, worst = 0, [], 0.0
+    seen, worst = 0, 0.0
     for batch in trainer.get_train_dataloader():
+        losses = []
         with torch.no_grad():
             together = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
             for tokens, logits in documents_in(batch, together):
@@ -121,16 +92,22 @@ def test_every_document_is_answered_as_alone(
                 worst = max(worst, (logits - alone).abs().max().item())
                 losses.append(F.cross_entropy(alone[:-1], tokens[1:], reduction="none"))
                 seen += 1
-        expected = torch.cat(losses[-seen_in(batch) :]).mean()
+        expected = torch.cat(losses).mean()
         torch.testing.assert_close(trainer.compute_loss(model, batch), expected)
     assert seen == len(LENGTHS)
     assert worst < 2e-6
 
-    before = [filter.theta.detach().clone() for filter in gfsa.filters_of(model).values()]
+    # three steps at the weights' rate are 3e-3 at most
+    assert_trains_filters(trainer, 1e-1)
+
+
+def assert_trains_filters(trainer: Any, least: float) -> None:
+    """A number of each filter is moved by more than ``least``."""
+    filters = gfsa.filters_of(trainer.model).values()
+    before = [filter.theta.detach().clone() for filter in filters]
     trainer.train()
-    for old, filter in zip(before, gfsa.filters_of(model).values(), strict=True):
-        # three steps at the weights' rate are 3e-3 at most
-        assert (filter.theta - old).abs().max() > 1e-1
+    for old, filter in zip(before, filters, strict=True):
+        assert (filter.theta - old).abs().max() > least
 
 
 def documents_in(batch: dict[str, Tensor], logits: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -145,10 +122,6 @@ def documents_in(batch: dict[str, Tensor], logits: Tensor) -> list[tuple[Tensor,
             kept = tokens[start:end] != 0
             found.append((tokens[start:end][kept], logits[row, start:end][kept]))
     return found
-
-
-def seen_in(batch: dict[str, Tensor]) -> int:
-    return len(documents_in(batch, batch["input_ids"]))
 
 
 def test_dpo_with_a_reference_that_has_the_filters(
@@ -167,14 +140,11 @@ def test_dpo_with_a_reference_that_has_the_filters(
         processing_class=tokenizer,
         optimizers=with_rate(model),
     )
-    before = [filter.theta.detach().clone() for filter in gfsa.filters_of(model).values()]
-    trainer.train()
+    assert_trains_filters(trainer, 1e-2)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     # policy and reference are the same at first, filters too
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
     assert losses[-1] != pytest.approx(math.log(2), abs=1e-3)
-    for old, filter in zip(before, gfsa.filters_of(model).values(), strict=True):
-        assert (filter.theta - old).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(("K", "disable_dropout"), [(None, False), (3, True)])
@@ -188,9 +158,7 @@ def test_grpo_generates_with_a_model_that_has_attention_dropout(
         n_layer=1,
         n_head=4,
         n_positions=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
+        **TOKENS,
     )
     assert config.attn_pdrop > 0
     model = GPT2LMHeadModel(config)
@@ -214,35 +182,23 @@ def test_grpo_generates_with_a_model_that_has_attention_dropout(
 
 
 def test_what_a_step_costs(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, costs: Any) -> None:
-    generator = torch.Generator().manual_seed(1)
-    texts = [
-        torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()
-        for n in torch.randint(32, 128, (24,), generator=generator).tolist()
-    ]
+    texts = documents(range(32, 128, 4))
     filtered, plain = (
         SFTTrainer(
             model=model,
-            args=SFTConfig(
-                max_length=256, packing=True, packing_strategy="bfd", **settings(tmp_path)
-            ),
+            args=SFTConfig(max_length=256, **PACKINGS["packed, best fit"], **settings(tmp_path)),
             train_dataset=Dataset.from_dict({"input_ids": texts}),
             processing_class=tokenizer,
         )
-        for model in (llama(wide=True), llama(wide=True))
+        for model in (tiny_llama(wide=True, **TOKENS) for _ in range(2))
     )
     gfsa.plug(filtered.model, K=3)
 
-    def step(trainer: SFTTrainer) -> Callable[[], None]:
-        batch = next(iter(trainer.get_train_dataloader()))
+    batch = next(iter(plain.get_train_dataloader()))
 
-        def forward_and_backward() -> None:
-            trainer.compute_loss(trainer.model, batch).backward()
-            trainer.model.zero_grad()
+    def step(trainer: SFTTrainer) -> None:
+        trainer.compute_loss(trainer.model, batch).backward()
+        trainer.model.zero_grad()
 
-        return forward_and_backward
-
-    costs(
-        step(filtered),
-        step(plain),
-        of="a step of SFT (2 layers of 128 features, 2 × 256 packed tokens)",
-    )
+    of = "a step of SFT (2 layers of 128 features, 2 × 256 packed tokens)"
+    costs(step, filtered, plain, of)

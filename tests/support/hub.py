@@ -31,21 +31,14 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> list[
     """``load`` in the place of ``load_dataset``; gives a list of what it will be asked for."""
     asked: list[tuple[str, ...]] = []
 
-    def load_dataset(*which: str, split: str) -> Any:
-        asked.append((*which, split))
-        return load(*which, split)
+    def load_dataset(*which: str, split: str | None = None) -> Any:
+        asked.append(which if split is None else (*which, split))
+        return load(*asked[-1])
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     return asked
 
 
-def fake_parts(monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any]) -> list[tuple[str, ...]]:
-    """All parts of a data set at once, as ``load_dataset`` gives them; what it is asked for."""
-    asked: list[tuple[str, ...]] = []
-
-    def load_dataset(*which: str) -> dict[str, Any]:
-        asked.append(which)
-        return parts
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    return asked
+def fake_parts(monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any]) -> None:
+    """All parts of a data set at once, as ``load_dataset`` gives them without ``split``."""
+    fake_hub(monkeypatch, lambda *which: parts)

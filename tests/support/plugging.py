@@ -52,6 +52,17 @@ def check_backbone(
     return report
 
 
+def randomise(model: nn.Module, scale: float = 0.3) -> Any:
+    """Give every filter in ``model`` that learns a random θ, the same each time; the model."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, gfsa.GraphFilter) and module.theta is not None:
+                theta = torch.randn(module.theta.shape, generator=generator)
+                module.theta.copy_(theta * scale)
+    return model
+
+
 def disturb(model: nn.Module) -> list[Tensor]:
     """Give every filter random numbers; returns the coefficients in the model's order."""
     coefficients = []
@@ -183,7 +194,10 @@ def filtered_softmax(model: nn.Module, coefficients: Sequence[Tensor]) -> Iterat
         # float32 is asked for by some models even in float64
         return matrix_polynomial(remaining.pop(0), softmax(scores, dim).nan_to_num())
 
-    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):  # type: ignore[no-untyped-def]
+    def attention(  # type: ignore[no-untyped-def]
+        q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):
+        assert not enable_gqa, "this reference has no groups of heads"
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         scores = q @ k.transpose(-2, -1) * scale
         if attn_mask is not None and attn_mask.dtype == torch.bool:

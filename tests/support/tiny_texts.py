@@ -8,22 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import (
-    AlbertConfig,
-    AlbertForMaskedLM,
-    BertConfig,
-    BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PLBartConfig,
-    PLBartModel,
-    PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaModel,
-    T5Config,
-    T5Model,
-)
 
 WORDS = (
     *("a", "man", "is", "playing", "the", "flute", "dog", "runs", "in", "park", "not"),
@@ -58,7 +44,7 @@ def save_tokenizer(folder: Path, pair_types: bool = True) -> int:
         special_tokens=[("<s>", 0), ("</s>", 2)],
     )
     names = ["input_ids", "attention_mask"] + (["token_type_ids"] if pair_types else [])
-    PreTrainedTokenizerFast(
+    transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner,
         bos_token="<s>",
         pad_token="<pad>",
@@ -69,55 +55,38 @@ def save_tokenizer(folder: Path, pair_types: bool = True) -> int:
     return len(words)
 
 
+_ENCODER = {
+    "pad_token_id": 1,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 40,
+}
+_BART = {"d_model": 16, "max_position_embeddings": 40, "eos_token_id": 2, "bos_token_id": 0} | {
+    f"{part}_{what}": size
+    for part in ("encoder", "decoder")
+    for what, size in {"layers": 2, "attention_heads": 2, "ffn_dim": 32}.items()
+}
+_T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "eos_token_id": 2}
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertModel", _ENCODER),
+    "albert": ("AlbertForMaskedLM", {**_ENCODER, "embedding_size": 8}),
+    "roberta": ("RobertaModel", {**_ENCODER, "type_vocab_size": 1}),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}),
+    "plbart": ("PLBartModel", {**_BART, "pad_token_id": 1}),
+    "t5": ("T5Model", {**_T5, "pad_token_id": 1, "decoder_start_token_id": 1}),
+}
+
+
 def save_model(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Path:
     """A random model of ``kind`` with a tokenizer."""
     size = save_tokenizer(folder, pair_types=kind in ("bert", "albert"))
     torch.manual_seed(7)
-    model: Any
-    common: dict[str, Any] = {"vocab_size": size, "pad_token_id": 1}
-    encoder = common | {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "max_position_embeddings": 40,
-    }
-    if kind == "bert":
-        model = BertModel(BertConfig(**encoder))
-    elif kind == "albert":
-        model = AlbertForMaskedLM(AlbertConfig(**encoder, embedding_size=8))
-    elif kind == "roberta":
-        model = RobertaModel(RobertaConfig(**encoder, type_vocab_size=1), add_pooling_layer=False)
-    elif kind == "gpt2":
-        sizes = GPT2Config(vocab_size=size, n_embd=16, n_layer=2, n_head=2, n_positions=32)
-        model = GPT2LMHeadModel(sizes)
-    elif kind == "plbart":
-        sizes = PLBartConfig(
-            **common,
-            d_model=16,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
-            max_position_embeddings=40,
-            eos_token_id=2,
-            bos_token_id=0,
-        )
-        model = PLBartModel(sizes)
-    else:
-        sizes = T5Config(
-            **common,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=2,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-        )
-        model = T5Model(sizes)
+    name, settings = _MODELS[kind]
+    model_class: Any = getattr(transformers, name)
+    options = {"add_pooling_layer": False} if kind == "roberta" else {}
+    model = model_class(model_class.config_class(vocab_size=size, **settings), **options)
     model.to(dtype).save_pretrained(folder)
     return folder
 

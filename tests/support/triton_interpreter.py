@@ -23,3 +23,27 @@ def _patch(tensor: Any, scope: Any) -> None:
 
 
 interpreter._patch_lang_tensor = _patch
+_patch_lang = interpreter._patch_lang
+_patched: set[int] = set()
+"""The modules of Triton's language that the launch which is running has replaced functions in."""
+
+
+def _patch_once(function: Any) -> Any:
+    # triton does it again for every call of a function by a kernel: a third of the time
+    language = (interpreter.tl, interpreter.tl.core)
+    seen = {id(x) for x in function.__globals__.values() if any(x is each for each in language)}
+    if seen and seen <= _patched:
+        return interpreter._LangPatchScope()
+    scope = _patch_lang(function)
+    restore = scope.restore
+
+    def restore_all() -> None:
+        restore()
+        _patched.clear()
+
+    scope.restore = restore_all
+    _patched.update(seen)
+    return scope
+
+
+interpreter._patch_lang = _patch_once

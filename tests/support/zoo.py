@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import gfsa
 from census.catalogue import build_transformers
+from support.plugging import randomise
 
 VOCABULARY = 61
 LENGTH = 10
@@ -136,16 +137,6 @@ ZOO: dict[str, Case] = {
         dtype=torch.float32,
     ),
 }
-
-
-def randomise(model: nn.Module, scale: float = 0.3) -> None:
-    """Give every filter in ``model`` that learns a random θ."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, gfsa.GraphFilter) and module.theta is not None:
-                theta = torch.randn(module.theta.shape, generator=generator)
-                module.theta.copy_(theta * scale)
 
 
 transformers.logging.set_verbosity_error()

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.shared import TESTS, torchrun
+
 HERE = Path(__file__).parent
 
 
-def overrides(rate: float = 0.05) -> tuple[str, ...]:
+def overrides(rate: float = 0.05, K: int = 3) -> tuple[str, ...]:
     """The arguments that put filters into a model, trained with a rate of their own."""
     return (
         "--override.imports",
-        'gfsa.titan.filters={"K": 3}',
+        f'gfsa.titan.filters={{"K": {K}}}',
         f'gfsa.titan.optimizer={{"lr": {rate}}}',
         "gfsa.titan.checkpoint",
     )
@@ -38,32 +38,43 @@ class Run:
         return self.folder / "checkpoint" / f"step-{step}"
 
 
-def train(folder: Path, config: str, *arguments: str, processes: int = 1, steps: int = 3) -> Run:
-    """Train a configuration of ``tiny.py`` with torchrun; ``folder`` gets its checkpoints."""
+def train(
+    folder: Path,
+    config: str,
+    assets: Path,
+    *arguments: str,
+    filters: tuple[str, ...] = overrides(),
+    checkpoint: tuple[str, ...] = (),
+    load: Path | None = None,
+    processes: int = 1,
+    steps: int = 3,
+) -> Run:
+    """Train a configuration of ``tiny.py`` with torchrun; ``folder`` gets its checkpoints.
+
+    Args:
+        arguments: they come last: some are subcommands.
+        checkpoint: switches among torchtitan's settings of checkpoints.
+        load: the checkpoint that it begins with.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    source = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+    output = torchrun(
+        processes,
         *(str(HERE / "cpu.py"), "--module", "tiny", "--config", config),
-        *("--dump_folder", str(folder), "--training.steps", str(steps), *arguments),
-    ]
-    environment = os.environ | {
-        "PYTHONPATH": source,
-        "LOSSES": str(folder / "losses"),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        *("--dump_folder", str(folder), "--training.steps", str(steps)),
+        *filters,
+        *("--hf_assets_path", str(assets), "--checkpoint.enable"),
+        *(f"--checkpoint.{switch}" for switch in checkpoint),
+        *(("--checkpoint.initial_load_path", str(load)) if load else ()),
+        *arguments,
+        PYTHONPATH=os.pathsep.join([str(HERE), str(TESTS), os.environ.get("PYTHONPATH", "")]),
+        LOSSES=str(folder / "losses"),
     )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-6000:]}")
     ranks = [json.loads((folder / f"losses-{rank}.json").read_text()) for rank in range(processes)]
     # of the stages of a pipeline the last one has the loss
     last = ranks[-1]
     return Run(
         folder,
-        done.stdout,
+        output,
         [step["loss"] for step in last["steps"]],
         [step["norm"] for step in last["steps"]],
         [group for rank in ranks for group in rank["groups"]],
@@ -72,14 +83,7 @@ def train(folder: Path, config: str, *arguments: str, processes: int = 1, steps:
 
 def seed(folder: Path, assets: Path, config: str = "llama") -> Path:
     """A DCP checkpoint of a few steps, after which no filter is the identity."""
-    run = train(
-        folder,
-        config,
-        *("--hf_assets_path", str(assets), "--checkpoint.enable"),
-        *overrides(),
-        steps=4,
-    )
-    return run.checkpoint(4)
+    return train(folder, config, assets, steps=4).checkpoint(4)
 
 
 def export(folder: Path, assets: Path, checkpoint: Path, processes: int = 1) -> Path:
@@ -87,10 +91,11 @@ def export(folder: Path, assets: Path, checkpoint: Path, processes: int = 1) -> 
     run = train(
         folder,
         "llama_at_rest",
-        *("--hf_assets_path", str(assets), "--checkpoint.enable", "--checkpoint.last_save_in_hf"),
-        *("--checkpoint.initial_load_path", str(checkpoint)),
+        assets,
         *("--training.local_batch_size", str(4 // processes)),
-        *overrides(rate=0.0),
+        filters=overrides(rate=0.0),
+        checkpoint=("last_save_in_hf",),
+        load=checkpoint,
         steps=1,
         processes=processes,
     )

@@ -85,7 +85,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Study]:
         (assets := folder / "assets").mkdir()
         tiny.write_assets(assets, config)
         seed = runs.seed(folder / "seed", assets, config)
-        alone = from_seed(folder / "one", assets, seed, config=config)
+        alone = runs.train(folder / "one", config, assets, load=seed, checkpoint=("load_only",))
         return Study(config, assets, seed, alone)
 
     return made
@@ -101,27 +101,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory, study: Callable[[str], St
     """The seed as a transformers folder, written by two processes that shard it."""
     of = study("llama")
     return runs.export(tmp_path_factory.mktemp("exported"), of.assets, of.seed, processes=2)
-
-
-def from_seed(
-    folder: Path,
-    assets: Path,
-    seed: Path,
-    *arguments: str,
-    config: str = "llama",
-    processes: int = 1,
-    steps: int = 3,
-) -> runs.Run:
-    return runs.train(
-        folder,
-        config,
-        *runs.overrides(),
-        *("--hf_assets_path", str(assets), "--checkpoint.enable", "--checkpoint.load_only"),
-        # last: some are subcommands
-        *("--checkpoint.initial_load_path", str(seed), *arguments),
-        processes=processes,
-        steps=steps,
-    )
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen"])
@@ -291,7 +270,8 @@ def test_losses_do_not_depend_on_the_layout(
     config: str, layout: str, tmp_path: Path, study: Callable[[str], Study]
 ) -> None:
     of, (processes, arguments) = study(config), LAYOUTS[layout]
-    run = from_seed(tmp_path, of.assets, of.seed, *arguments, config=config, processes=processes)
+    begin = {"load": of.seed, "checkpoint": ("load_only",)}
+    run = runs.train(tmp_path, config, of.assets, *arguments, **begin, processes=processes)
     check_agreement(run, of.one_process)
 
 
@@ -318,11 +298,7 @@ def test_an_export_is_the_checkpoint(
 def test_training_goes_on_from_an_export(tmp_path: Path, exported: Path, llama: Study) -> None:
     # torchtitan loads from hf_assets_path, whose index names filters too
     run = runs.train(
-        tmp_path,
-        "llama",
-        *runs.overrides(),
-        *("--hf_assets_path", str(exported), "--checkpoint.enable"),
-        *("--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf"),
+        tmp_path, "llama", exported, checkpoint=("initial_load_in_hf", "last_save_in_hf")
     )
     check_agreement(run, llama.one_process)
     again, before = load(run.checkpoint(3)), load(exported)
@@ -339,15 +315,9 @@ def test_training_goes_on_from_an_export(tmp_path: Path, exported: Path, llama: 
 def test_an_export_of_other_filters_is_refused(
     tmp_path: Path, llama: Study, exported: Path
 ) -> None:
-    arguments = [argument.replace('"K": 3', '"K": 4') for argument in runs.overrides()]
+    begin = {"load": exported, "checkpoint": ("initial_load_in_hf",)}
     with pytest.raises(RuntimeError, match=r"'K': 3.* the model's is GFSA .*'K': 4"):
-        runs.train(
-            tmp_path,
-            "llama",
-            *("--hf_assets_path", str(llama.assets), "--checkpoint.enable"),
-            *("--checkpoint.initial_load_path", str(exported), "--checkpoint.initial_load_in_hf"),
-            *arguments,
-        )
+        runs.train(tmp_path, "llama", llama.assets, filters=runs.overrides(K=4), **begin)
 
 
 def test_a_transformers_folder_without_filters_is_a_start(
@@ -356,19 +326,14 @@ def test_a_transformers_folder_without_filters_is_a_start(
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(exported).save_pretrained(tmp_path / "plain")
-    run = from_seed(
-        tmp_path / "run",
-        llama.assets,
-        tmp_path / "plain",
-        "--checkpoint.initial_load_in_hf",
-        steps=1,
-    )
+    begin = {"load": tmp_path / "plain", "checkpoint": ("load_only", "initial_load_in_hf")}
+    run = runs.train(tmp_path / "run", "llama", llama.assets, **begin, steps=1)
     assert "has no graph filters: they start as configured" in run.output
     assert run.losses != pytest.approx(llama.one_process.losses[:1], abs=1e-3)
 
 
 def test_a_configuration_of_ones_own(tmp_path: Path, llama: Study) -> None:
-    run = runs.train(tmp_path, "upper_llama", "--hf_assets_path", str(llama.assets), steps=2)
+    run = runs.train(tmp_path, "upper_llama", llama.assets, filters=(), steps=2)
     assert run.losses[1] != run.losses[0]
     assert [name for group in run.groups for name in group["names"] if "gfsa" in name] == [
         "layers.2.attention.gfsa.theta",
@@ -377,18 +342,8 @@ def test_a_configuration_of_ones_own(tmp_path: Path, llama: Study) -> None:
 
 
 def test_torchtitans_checkpoint_manager_is_warned_of(tmp_path: Path, llama: Study) -> None:
-    run = runs.train(
-        tmp_path,
-        "llama",
-        *(
-            "--hf_assets_path",
-            str(llama.assets),
-            "--checkpoint.enable",
-            "--checkpoint.last_save_in_hf",
-        ),
-        *runs.overrides()[:2],
-        steps=1,
-    )
+    options = {"filters": runs.overrides()[:2], "checkpoint": ("last_save_in_hf",)}
+    run = runs.train(tmp_path, "llama", llama.assets, **options, steps=1)
     assert run.output.count("Add gfsa.titan.checkpoint to --override.imports") == 1
 
 
@@ -431,4 +386,4 @@ def test_cost(rows: tuple[Tensor, Tensor], costs: Any) -> None:
         model(*rows, model.get_attention_masks(rows[1])).logsumexp(-1).mean().backward()
 
     of = "a forward and backward (256 tokens, SDPA with a mask in place of flex attention)"
-    costs(lambda: step(filtered), lambda: step(plain), of)
+    costs(step, filtered, plain, of)

@@ -53,8 +53,10 @@ def test_a_trained_model_is_served(
     run = runs.train(
         tmp_path / "run",
         name,
-        *("--hf_assets_path", str(assets), "--checkpoint.enable", "--checkpoint.last_save_in_hf"),
-        *("--training.local_batch_size", str(tiny.BATCH // 2), *runs.overrides(rate=0.3)),
+        assets,
+        *("--training.local_batch_size", str(tiny.BATCH // 2)),
+        filters=runs.overrides(rate=0.3),
+        checkpoint=("last_save_in_hf",),
         processes=2,
         steps=steps,
     )

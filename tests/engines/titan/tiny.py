@@ -24,6 +24,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 import gfsa.titan
+from engines.shared import word_tokenizer
 
 VOCABULARY = 96
 LENGTH = 256  # context parallelism shards whole blocks of 128 tokens
@@ -192,16 +193,10 @@ def transformers_config(name: str) -> Any:
 
 def write_assets(folder: Path, name: str) -> None:
     """``config.json`` and a tokenizer, as ``hf_assets_path`` of torchtitan has them."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<s>": 0, "</s>": 1} | {f"w{number}": number for number in range(2, VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<s>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     transformers_config(name).save_pretrained(folder)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<s>"
-    ).save_pretrained(folder)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"}
+    tokenizer = word_tokenizer(VOCABULARY, "<s>", "</s>", unknown="<s>", **names)
+    tokenizer.save_pretrained(folder)
 
 
 def write_index(folder: Path, name: str) -> None:

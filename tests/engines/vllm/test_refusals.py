@@ -43,17 +43,6 @@ def test_a_plugged_checkpoint_names_its_class_and_its_filters(checkpoints: Any) 
     assert config.gfsa["filters"][layers[0]]["kind"] == "GFSA"
 
 
-def test_checkpoints_in_shards_are_read(checkpoints: Any, tmp_path: Path) -> None:
-    tensors = load_file(checkpoints("Llama").folder / "model.safetensors")
-    parts = {"a.safetensors": sorted(tensors)[::2], "b.safetensors": sorted(tensors)[1::2]}
-    for file, names in parts.items():
-        save_file({name: tensors[name] for name in names}, tmp_path / file)
-    weight_map = {name: file for file, names in parts.items() for name in names}
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    assert len(descriptions_in(tmp_path)) == 3
-
-
 def test_folders_without_safetensors_have_no_filters(tmp_path: Path) -> None:
     assert descriptions_in(tmp_path) == {}
 
@@ -76,9 +65,17 @@ def test_names_of_the_hub_are_looked_up_in_its_cache(checkpoints: Any, tmp_path:
     assert done.stdout.splitlines()[-1].split() == ["3", "0", "0"]
 
 
-def test_an_encoder_is_refused(checkpoints: Any) -> None:
-    with pytest.raises(ValueError, match=r"BertForMaskedLM.*causal language models of text"):
-        parse(checkpoints("encoder").folder)
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("encoder", r"BertForMaskedLM.*causal language models of text"),
+        ("own class", r"OwnFilter.*polynomials of the attention map"),
+        ("depth", r"depth term.*from_pretrained"),
+    ],
+)
+def test_models_and_filters_that_are_refused(recipe: str, message: str, checkpoints: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(checkpoints(recipe).folder)
 
 
 def test_a_config_without_architectures_is_refused(checkpoints: Any, tmp_path: Path) -> None:
@@ -88,16 +85,6 @@ def test_a_config_without_architectures_is_refused(checkpoints: Any, tmp_path: P
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"no architectures.*this llama is.*ForCausalLM"):
         parse(folder)
-
-
-def test_a_filter_of_an_unknown_class_is_refused(checkpoints: Any) -> None:
-    with pytest.raises(ValueError, match=r"OwnFilter.*polynomials of the attention map"):
-        parse(checkpoints("own class").folder)
-
-
-def test_a_depth_term_is_refused(checkpoints: Any) -> None:
-    with pytest.raises(ValueError, match=r"depth term.*from_pretrained"):
-        parse(checkpoints("depth").folder)
 
 
 def change(checkpoint: Checkpoint, folder: Path, edit: Any) -> Path:

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from tiny_models import VOCABULARY, Checkpoint
 
+from engines.shared import word_tokenizer
+
 PAGE = Path(__file__).parents[3] / "docs" / "vllm.md"
 # `vllm serve`; its command asks for the version of a distribution vllm, which that for CPUs is not
 _COMMAND = """
@@ -32,17 +34,6 @@ if __name__ == "__main__":
     main()
 """
 OPTIONS = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
-
-
-def add_tokenizer(folder: Path) -> None:
-    """A tokenizer of whole words: w0, w1, …"""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
-    tokenizer = Tokenizer(words)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 def free_port() -> int:
@@ -92,7 +83,7 @@ def request_of_the_page() -> list[str]:
 
 def test_curl(checkpoints: Any, tmp_path: Path) -> None:
     checkpoint: Checkpoint = checkpoints("Llama")
-    add_tokenizer(checkpoint.folder)
+    word_tokenizer(VOCABULARY, unknown="w0").save_pretrained(checkpoint.folder)
     address, *arguments = request_of_the_page()
     place = arguments.index("-d") + 1
     body = json.loads(arguments[place])

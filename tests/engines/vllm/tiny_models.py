@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa.filters.partial import PartialPolynomial
+from support.plugging import randomise
 
 VOCABULARY = 96
 NEW_TOKENS = 40
@@ -30,74 +31,48 @@ LENGTHS = (3, 7, 12, 17, 21, 26, 33, 38, 47, 52, 61, 64, 70, 83, 97, 130)
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
-    "intermediate_size": 192,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    # vLLM's attention on CPUs has kernels for 32 and more
-    "head_dim": 32,
     "max_position_embeddings": 512,
     "initializer_range": 0.1,
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,
+}
+_GROUPED: dict[str, Any] = {
+    **_SIZES,
+    "intermediate_size": 192,
+    "num_key_value_heads": 2,
+    # vLLM's attention on CPUs has kernels for 32 and more
+    "head_dim": 32,
     "pad_token_id": None,
 }
-_WINDOW = {"sliding_window": 24}
+_WINDOW = {**_GROUPED, "sliding_window": 24}
 _GEMMA = {
     **_WINDOW,
     "query_pre_attn_scalar": 32,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+_EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 
-
-def _gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=128,
-        n_layer=3,
-        n_head=4,
-        n_positions=512,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def _experts() -> nn.Module:
-    sizes = {**_SIZES, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES)),
-    "Qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_SIZES)),
-    "Mistral": lambda: transformers.MistralForCausalLM(
-        transformers.MistralConfig(**_SIZES, **_WINDOW)
-    ),
+# the class of transformers, and its config
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", _GROUPED),
+    "Qwen3": ("Qwen3ForCausalLM", _GROUPED),
+    "Mistral": ("MistralForCausalLM", _WINDOW),
     # its attention scores are capped
-    "Gemma 2": lambda: transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**_SIZES, **_GEMMA)
-    ),
-    "Gemma 3": lambda: transformers.Gemma3ForCausalLM(
-        transformers.Gemma3TextConfig(**_SIZES, **_GEMMA)
-    ),
-    "GPT-2": _gpt2,
-    "Qwen3 MoE": _experts,
+    "Gemma 2": ("Gemma2ForCausalLM", _GEMMA),
+    "Gemma 3": ("Gemma3ForCausalLM", _GEMMA),
+    "GPT-2": ("GPT2LMHeadModel", _SIZES),
+    "Qwen3 MoE": ("Qwen3MoeForCausalLM", {**_GROUPED, **_EXPERTS}),
+    "Bert": ("BertForMaskedLM", _SIZES),
 }
 
 
-def _bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-    )
-    return transformers.BertForMaskedLM(config)
+def build(name: str) -> Any:
+    kind, settings = MODELS[name]
+    model_class = getattr(transformers, kind)
+    return model_class(model_class.config_class(**settings))
 
 
 def _plug_layers(model: Any, kinds: list[Callable[[int], gfsa.GraphFilter] | None]) -> None:
@@ -129,7 +104,6 @@ EXCLUSIVE = [
 FIXED = [gfsa.Twicing, gfsa.Laplacian, lambda heads: gfsa.PageRank(heads, alpha=0.2, hops=3)]
 
 ARCHITECTURES = ("Llama", "Qwen3", "Mistral", "Gemma 3", "GPT-2")
-MODELS["Bert"] = _bert
 
 
 class OwnFilter(gfsa.Polynomial):
@@ -204,11 +178,11 @@ def make(recipe: str, folder: Path) -> None:
     # a forked process has none of the threads of its parent's pool
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = MODELS[architecture]().eval()
+    model = build(architecture).eval()
     model.save_pretrained(folder / "plain")
     plug(model)
     assert gfsa.filters_of(model)
-    _randomise_filters(model)
+    randomise(model)
     model.save_pretrained(folder / "plugged")
     texts: list[list[Text]] = [[], []]
     if recipe not in NOT_SERVED:
@@ -222,15 +196,6 @@ def make(recipe: str, folder: Path) -> None:
         assert len(gfsa.filters_of(plugged)) == len(gfsa.filters_of(model))
         texts = [_texts(plugged, prompts_of()), _texts(load(folder / "plain"), prompts_of()[:4])]
     (folder / "texts").write_text(json.dumps([[asdict(text) for text in part] for part in texts]))
-
-
-def _randomise_filters(model: nn.Module) -> None:
-    """Give every head numbers of its own, far from those of ordinary attention."""
-    generator = torch.Generator().manual_seed(1)
-    for filter in gfsa.filters_of(model).values():
-        if filter.theta is not None:
-            with torch.no_grad():
-                filter.theta.copy_(0.3 * torch.randn(filter.theta.shape, generator=generator))
 
 
 def _texts(model: Any, prompts: list[list[int]]) -> list[Text]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gfsa.plugs.adapter import CHILD, plain_class
 from gfsa.plugs.distributed import is_partitioned
@@ -83,6 +83,9 @@ def weights_of(module: nn.Module) -> list[float] | None:
 def _entries_of_matrices(module: nn.Module) -> list[list[float]] | None:
     own = _own_parameters(module)
     if any(is_partitioned(p) or p.is_meta or not p.is_floating_point() for p in own.values()):
+        return None
+    # torchao's quantised tensors call themselves floating-point, and cannot be reshaped
+    if any(type(p.detach()) is not Tensor for p in own.values()):
         return None
     picked = [
         p.detach().reshape(-1)[:: max(1, p.numel() // _PICKED)][:_PICKED].float().cpu().tolist()

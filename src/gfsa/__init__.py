@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gfsa.filters import Twicing as Twicing
     from gfsa.functional import graph_filter_attention as graph_filter_attention
     from gfsa.functional import linear_graph_filter_attention as linear_graph_filter_attention
+    from gfsa.functional import which_backend as which_backend
     from gfsa.lens import diagnose as diagnose
     from gfsa.plugs import FilterRate as FilterRate
     from gfsa.plugs import filters_of as filters_of
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 # import and `gfsa --help` does not need it
 _PUBLIC = {
     "gfsa.filters": "GFSA Exclusive GraphFilter Laplacian PageRank Polynomial Twicing",
-    "gfsa.functional": "graph_filter_attention linear_graph_filter_attention",
+    "gfsa.functional": "graph_filter_attention linear_graph_filter_attention which_backend",
     "gfsa.lens": "diagnose",
     "gfsa.plugs": "FilterRate filters_of parameter_groups plug register_adapter unplug",
     "gfsa.plugs.saving.pretrained": "from_pretrained load_peft",

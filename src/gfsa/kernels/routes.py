@@ -4,7 +4,7 @@ A call is reduced to a :class:`Situation`, plain values that can be hashed. :dat
 ways to compute a filter, the fastest first. :func:`decide` returns the first route that takes the
 situation, the kernels of its gradient, and why the routes before it do not serve. Everything asks
 here: the façade (``operators/attention.py``), the torch operators of the kernels, decoding,
-:func:`gfsa.functional.which_backend`, ``gfsa info``, and the table in docs/kernels.md
+:func:`gfsa.which_backend`, ``gfsa info``, and the table in docs/kernels.md
 (:func:`as_markdown`).
 
 Limits are those of measurements on an H200 (results/kernels.md) or of a kernel's code. Importing

@@ -323,6 +323,18 @@ class TestDepthTerm:
         with ThreadPoolExecutor(len(inputs)) as pool:
             assert all(map(torch.equal, pool.map(model, inputs), expected))
 
+    def test_a_container_with_a_forward_of_its_own(self) -> None:
+        class Body(nn.ModuleList):
+            def forward(self, x: Tensor) -> Tensor:
+                for layer in self:
+                    x = layer(x)
+                return x
+
+        model, x = Body(stack().layers), tokens()
+        before = model(x)
+        gfsa.plug(model, depth=True)
+        assert torch.equal(model(x), before)
+
     def test_a_dropped_first_layer_leaves_no_values_of_an_earlier_forward(self) -> None:
         model, x = with_depth(stack()), tokens()
         layers = model.layers
@@ -548,6 +560,9 @@ class TestEverywhere:
         assert all(0 < weight < 1 for layer in readings for weight in layer.own.weight)
         spectrum = readings[0].spectrum
         assert spectrum.map_response != spectrum.filter_response
+        # the coefficients are fixed: what moved is r
+        (advice,) = gfsa.diagnose(model, x).headline.advises
+        assert "the filters moved" in advice
 
     def test_a_filter_that_is_no_polynomial_takes_no_term(self) -> None:
         class Other(gfsa.GraphFilter):

@@ -82,8 +82,9 @@ class FirstValues:
         if first is None:
             raise ValueError(
                 "the depth term needs the values of the first filtered layer, which has not run in "
-                "this forward and thread: call the model itself, not its layers, and without "
-                "LayerDrop, pipeline stages or checkpointing around compiled layers, or plug "
+                "this forward and thread: call the model itself, not its layers; for another entry "
+                "point (forward_intermediates, encode) plug a wrapper whose forward calls it. "
+                "LayerDrop, pipeline stages and checkpointing around compiled layers need plug "
                 "without depth=True"
             )
         if first.shape != v.shape:

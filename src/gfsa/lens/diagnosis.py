@@ -536,6 +536,10 @@ class _LayerRecord:
         if "own_part" in means:
             weight = means.get("own_weight", missing)
             own = OwnValue(means["own_part"], weight, means["own_cosine"])
+        r, share, start = filter.depth(), filter.share(), filter.base_share
+        terms = [] if r is None else r.tolist()
+        if share is not None and start is not None and filter.learns_share:
+            terms += (share - start).tolist()
         return AttentionReading(
             depth=self.depth,
             name=name,
@@ -544,6 +548,7 @@ class _LayerRecord:
             verdict=measure.verdicts(coefficients),
             spectrum=spectrum,
             own=own,
+            terms=terms,
             **{what: means.get(what, missing) for what in scalars},
         )
 

@@ -74,6 +74,8 @@ class AttentionReading:
     """Dirichlet energy of the filter's output y."""
     spectrum: Spectrum | None = None
     own: OwnValue | None = None
+    terms: Numbers = field(default_factory=list)
+    """How far each learned number of the exclusive and the depth term is from its start."""
 
     def __post_init__(self) -> None:
         heads = len(self.coefficients)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from statistics import fmean
 from typing import NamedTuple
 
@@ -194,10 +195,12 @@ def _filtered(model: ModelReading) -> list[AttentionReading]:
 def _largest_move(model: ModelReading) -> tuple[float, int]:
     """How far the filters are from ordinary attention at most, and in which layer."""
     moves = (
-        (abs(c - (power == 1)), layer.depth)
+        (abs(move), layer.depth)
         for layer in _filtered(model)
-        for row in layer.coefficients
-        for power, c in enumerate(row)
+        for move in chain(
+            (c - (power == 1) for row in layer.coefficients for power, c in enumerate(row)),
+            layer.terms,
+        )
     )
     return max(moves, default=(0.0, 0))
 
@@ -278,7 +281,8 @@ def _advice_on(model: ModelReading, as_alike: bool) -> str:
     # the first that holds
     advice = {
         f"tokens are alike from layer {alike} on; plug filters there, "
-        f"gfsa.plug(model, layers=range({alike}, …)), train, and compare.": is_plain and alike,
+        f"gfsa.plug(model, layers=range({alike}, {len(model.attention) + 1})), train, and "
+        "compare.": is_plain and alike,
         "no sign of over-smoothing, which is then no reason to plug filters.": is_plain
         and model.features,
         "": is_plain,

@@ -119,7 +119,9 @@ def modules_around(model: nn.Module, names: Sequence[str]) -> Iterator[nn.Module
         path = path.rpartition(".")[0]
         module = model.get_submodule(path)
         contains = not path or all(name.startswith(f"{path}.") for name in names)
-        if contains and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        # an nn.ModuleList is not called, a subclass of it may be
+        has_forward = "forward" in vars(module) or type(module).forward is not nn.Module.forward
+        if contains and has_forward:
             yield module
 
 

@@ -253,6 +253,26 @@ def test_a_state_dict_goes_into_the_same_kind_of_filter_only() -> None:
     assert all(f.dropout_after == "filter" for f in gfsa.filters_of(other).values())
 
 
+def test_a_filter_of_ones_own_is_the_same_in_a_script_and_in_what_imports_it() -> None:
+    names = ("__main__", "trained")
+    base = torch.tensor([0.0, 1.0])
+    body = {
+        "__init__": lambda self, heads: gfsa.GraphFilter.__init__(self, heads, base, torch.eye(2))
+    }
+    kinds = [type("Own", (gfsa.GraphFilter,), {**body, "__module__": name}) for name in names]
+    model, other = model_of(), model_of()
+    gfsa.plug(model, filter=kinds[0])
+    gfsa.plug(other, filter=kinds[1])
+    other.load_state_dict(randomised(model).state_dict())
+    assert torch.equal(output(other), output(model))
+    # a filter under the name of one of ours is still another one
+    gfsa.unplug(other)
+    gfsa.plug(other, filter=type("GFSA", (gfsa.GraphFilter,), {**body, "__module__": "trained"}))
+    with pytest.raises(ValueError, match="plug the model as it was plugged"):
+        other.load_state_dict(model.state_dict())
+    assert "GFSA" not in {f.describe()["kind"] for f in gfsa.filters_of(other).values()}
+
+
 def test_a_model_built_without_memory_is_given_its_numbers() -> None:
     model = model_of()
     gfsa.plug(model, K=3)

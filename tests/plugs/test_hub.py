@@ -438,3 +438,9 @@ def test_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_an_unplugged_model() -> None:
     with pytest.raises(ValueError, match="has no filters to upload"):
         gfsa.push_to_hub(encoder(), "user/filters")
+
+
+@pytest.mark.parametrize("results", [["accuracy"], {"accuracy": [1]}, {1: 2}])
+def test_results_that_a_card_cannot_show(results: Any) -> None:
+    with pytest.raises(TypeError, match="results must be a dict"):
+        gfsa.push_to_hub(plugged(encoder()), "user/filters", results=results)

@@ -256,6 +256,19 @@ class TestRefused:
         self.refuse(torch.nn.ModuleDict({"text": tower, "image": copy.deepcopy(tower)}), tmp_path)
         assert load(torch.nn.ModuleDict({"text": tower}), tmp_path)
 
+    def test_a_part_of_a_whole_model_does_not_take_the_filters_of_another(
+        self, tmp_path: Path
+    ) -> None:
+        config = hf.T5Config(
+            vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2,
+            tie_word_embeddings=False,
+        )  # fmt: skip
+        model = hf.T5ForConditionalGeneration(config)
+        gfsa.plug(model, layers="decoder.*")
+        model.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"layer 'decoder\.block\.0.* does not have"):
+            gfsa.from_pretrained(hf.T5EncoderModel, tmp_path)
+
     def test_two_filters_for_one_layer(self, tmp_path: Path) -> None:
         folder = other_folder("dinov2", tmp_path)
         layer = "encoder.layer.0.more"

@@ -315,6 +315,15 @@ def test_a_forward_that_a_class_cannot_replace_is_refused() -> None:
     assert not gfsa.filters_of(model)
 
 
+def test_a_block_that_is_offloaded_as_a_whole_is_refused() -> None:
+    model = bert()
+    accelerate.cpu_offload(model, preload_module_classes=["BertLayer"])
+    with pytest.raises(ValueError, match=r"offloads the block around .*layer\.0.*as a whole"):
+        gfsa.plug(model)
+    assert not gfsa.filters_of(model)
+    output(model)
+
+
 def test_a_filter_that_a_wrapper_still_calls_is_not_removed() -> None:
     model = TinyEncoder().eval()
     x = torch.randn(2, 5, 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -44,10 +45,14 @@ def test_followed(way, tmp_path):
     assert report.how == {"attn": "tracer"}
 
 
-def test_mixed_heads_are_followed():
+def test_mixed_heads_are_followed_and_their_rows_reported():
     model = Block("mixed_heads").double().eval()
     gfsa.plug(model, unknown="trace", filter=gfsa.Twicing)
-    got = model(X.double())
+    with pytest.warns(UserWarning, match="rows of the attention map of attn do not sum to one"):
+        got = model(X.double())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(model(X.double()), got), "said once"
     # by definition: 2A − A² of the mixed map
     attn = model.attn
     q, k, v = attn.qkv(X.double()).reshape(B, N, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)

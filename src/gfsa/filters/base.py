@@ -25,6 +25,7 @@ from gfsa.filters.spec import (
     check_multiplier,
     check_order,
     check_shapes,
+    is_ours,
     is_same_filter,
     kind_of,
     per_head,
@@ -127,7 +128,7 @@ class GraphFilter(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # an engine's subclass may go under the name of one of ours
-        if kind_of(cls) == cls.__name__:
+        if is_ours(cls):
             KINDS.setdefault(cls.__name__, cls)
 
     def coefficients(self) -> Tensor:

@@ -40,8 +40,15 @@ _ROUNDING = 0.05
 
 def kind_of(cls: type) -> str:
     """The name of a filter class in files; a user's class never has the name of one of ours."""
-    ours = cls.__module__.startswith("gfsa.filters.")
-    return cls.__name__ if ours else f"{cls.__module__}.{cls.__qualname__}"
+    if is_ours(cls) or cls.__name__ not in KINDS:
+        # without its module: a script and what imports it read the same checkpoints
+        return cls.__name__
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def is_ours(cls: type) -> bool:
+    """Whether a filter class can be built from its description."""
+    return cls.__module__.startswith("gfsa.filters.")
 
 
 def kind_named(name: str) -> type[GraphFilter]:

@@ -77,6 +77,15 @@ def push_to_hub(
     """
     check_model(model)
     _refuse(model, repository, weights, base_model)
+    if results is not None and not (
+        isinstance(results, Mapping)
+        and all(isinstance(name, str) for name in results)
+        and all(isinstance(value, (int, float, str)) for value in results.values())
+    ):
+        raise TypeError(
+            "results must be a dict of metric → number or text, such as {'CoLA, Matthews': 0.61}; "
+            f"got {results!r:.120}"
+        )
     hub = hub_library("gfsa.push_to_hub")
     backbone = base_model or base_model_of(model)
     place = json.dumps(repository)

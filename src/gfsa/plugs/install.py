@@ -30,6 +30,7 @@ def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> No
 
     If anything raises, Ctrl-C included, the model is as it was.
     """
+    _refuse_offloaded_whole(model, [site for site, _ in planned])
     with all_or_nothing(model):
         for site, filter in planned:
             if ADAPTER in site.module.__dict__:
@@ -202,6 +203,23 @@ def device_of(module: nn.Module) -> torch.device | None:
                 return torch.device(execution_device)
     tensor = next((x for x in (*module.parameters(), *module.buffers())), None)
     return None if tensor is None else tensor.device
+
+
+def _refuse_offloaded_whole(model: nn.Module, planned: Iterable[Site]) -> None:
+    """Raise if accelerate offloads a block as a whole, by a list of weights that it made before."""
+    offloaded = [
+        f"{name}." if name else ""
+        for name, module in model.named_modules()
+        for hook in _accelerate_hooks(getattr(module, "_hf_hook", None))
+        if getattr(hook, "offload", False) and getattr(hook, "place_submodules", False)
+    ]
+    for site in planned:
+        if f"{site.name}.".startswith(tuple(offloaded)):
+            raise ValueError(
+                f"accelerate offloads the block around {site.name} as a whole "
+                "(preload_module_classes) and would not find the weights of the filter: plug "
+                "first, then offload"
+            )
 
 
 def _accelerate_hooks(hook: Any) -> Iterator[Any]:

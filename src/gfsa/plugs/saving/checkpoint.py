@@ -219,6 +219,8 @@ class Saved(NamedTuple):
     """What :func:`describe` returns."""
     tensors: Mapping[str, Tensor]
     """The numbers, by the name of the layer and of the filter's parameter."""
+    weights_of: Callable[[str], list[float] | None] = lambda layer: None
+    """Some weights of a layer in the file of a whole model, where they are not described."""
 
 
 def saved_among(tensors: Mapping[str, Tensor], name_of: Callable[[str], str], source: str) -> Saved:
@@ -296,7 +298,10 @@ def _plan(model: nn.Module, saved: Saved, other_versions: bool, max_degree: int)
     # attention comes first where several modules share a name without prefixes
     for name in dict.fromkeys((*tracing, *dict(model.named_modules()))):
         layers.setdefault(canonical_name(model, name), []).append(name)
-    renamed = identity.renamed_layers(model, refusing, tracing, entries) if other_versions else {}
+    renamed: dict[str, str] = {}
+    if other_versions:
+        given = (refusing, tracing, entries, saved.weights_of)
+        renamed = identity.renamed_layers(model, *given)
     planned: _Plan = []
     others = []
     for layer, entry in entries.items():

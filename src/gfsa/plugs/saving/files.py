@@ -172,6 +172,20 @@ def filter_tensors(files: Iterable[str | Path], source: str) -> dict[str, Tensor
     return found
 
 
+def matrices_of(files: Iterable[str | Path], layer: str) -> dict[str, Tensor]:
+    """The matrices of a layer in the safetensors of a whole model, without those of its filter."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in files:
+        with safe_open(file, framework="pt") as checkpoint:
+            for key in checkpoint.keys():  # noqa: SIM118  (not a dict)
+                is_own = key.startswith(f"{layer}.") and f".{CHILD}." not in key
+                if is_own and len(checkpoint.get_slice(key).get_shape()) > 1:
+                    found[key] = checkpoint.get_tensor(key)
+    return found
+
+
 HUB_ARGUMENTS = (
     *("cache_dir", "force_download", "local_files_only"),
     *("revision", "subfolder", "token"),

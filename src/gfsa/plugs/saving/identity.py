@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +82,11 @@ def weights_of(module: nn.Module) -> list[float] | None:
 
 def _entries_of_matrices(module: nn.Module) -> list[list[float]] | None:
     own = _own_parameters(module)
-    if any(is_partitioned(p) or p.is_meta or not p.is_floating_point() for p in own.values()):
+    return None if any(map(is_partitioned, own.values())) else _entries_of(own)
+
+
+def _entries_of(own: Mapping[str, Tensor]) -> list[list[float]] | None:
+    if any(p.is_meta or not p.is_floating_point() for p in own.values()):
         return None
     # torchao's quantised tensors call themselves floating-point, and cannot be reshaped
     if any(type(p.detach()) is not Tensor for p in own.values()):
@@ -95,6 +99,12 @@ def _entries_of_matrices(module: nn.Module) -> list[list[float]] | None:
     if not all(map(math.isfinite, chain.from_iterable(picked))):
         return None
     return [[float(f"{value:.6g}") for value in entries] for entries in picked]
+
+
+def weights_among(tensors: Mapping[str, Tensor]) -> list[float] | None:
+    """The same of all matrices of a layer, from the file of a whole model."""
+    picked = _entries_of(tensors) or ()
+    return [*chain.from_iterable(entries for entries in picked if len(entries) == _PICKED)]
 
 
 def has_weights(module: nn.Module, saved: Any) -> bool:
@@ -130,13 +140,13 @@ def renamed_layers(
     refusing: Mapping[str, Site],
     tracing: Mapping[str, Site],
     entries: Mapping[str, Mapping[str, Any]],
+    weights_in_file: Callable[[str], list[float] | None],
 ) -> dict[str, str]:
     """The layers that another version of the model's library named, or built, in another way.
 
     A saved layer without a layer of its name, class and shapes is the one layer with the same
-    numbers in its name and with some of the same weights. The file of a whole model does not
-    describe weights: the model was loaded from the same file, so the numbers and the last part of
-    the name (``attention``, ``self_attn`` …) decide there.
+    numbers in its name and with some of the same weights. The file of a whole model has the weights
+    themselves: ``weights_in_file`` reads those of a layer.
 
     Returns:
         The name in the file → the name in the model, of those that are certain.
@@ -151,17 +161,13 @@ def renamed_layers(
             return saved in traceable
         return saved in known and entry["backbone"] == fingerprint_of(known[saved].module)
 
-    def is_renamed(site: Site, saved: str, entry: Mapping[str, Any]) -> bool:
-        if "backbone" not in entry:
-            return site.name.rpartition(".")[2] == saved.rpartition(".")[2]
-        return _shares_weights(site.module, entry.get("weights"))
-
     misfits = {saved: entry for saved, entry in entries.items() if not fits(saved, entry)}
     free = {name: site for name, site in known.items() if name in misfits or name not in entries}
     chosen: dict[str, str] = {}
     for saved, entry in misfits.items():
         named = (site for name, site in free.items() if numbers_in(name) == numbers_in(saved))
-        may_be = [site.name for site in named if is_renamed(site, saved, entry)]
+        weights = entry.get("weights") if "backbone" in entry else weights_in_file(saved)
+        may_be = [site.name for site in named if _shares_weights(site.module, weights)]
         if len(may_be) == 1:
             chosen[saved] = may_be[0]
     return chosen if len(set(chosen.values())) == len(chosen) else {}

@@ -23,7 +23,7 @@ from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.saving import files
 from gfsa.plugs.saving.checkpoint import load, restore, saved_among
 from gfsa.plugs.saving.files import FILE, HUB_ARGUMENTS, filter_tensors, other_loader
-from gfsa.plugs.saving.identity import canonical_name
+from gfsa.plugs.saving.identity import canonical_name, weights_among
 from gfsa.plugs.sites import check_model, filters_of, plugged_sites, sites
 from gfsa.plugs.transaction import all_or_nothing
 
@@ -158,7 +158,8 @@ def restore_filters(
     Returns:
         Whether the checkpoint has filters.
     """
-    found = filter_tensors(files_of(path, hub, variant), str(path))
+    checkpoint = files_of(path, hub, variant)
+    found = filter_tensors(checkpoint, str(path))
     if not found:
         return False
     layers = _layers_on_disk(model)
@@ -166,7 +167,14 @@ def restore_filters(
     def name_of(layer: str) -> str:
         return layers.get(canonical_name(model, layer), layer)
 
-    saved = saved_among(found, name_of, str(path))
+    on_disk = {
+        name_of(layer): layer for layer in (key.rpartition(f".{CHILD}.")[0] for key in found)
+    }
+
+    def weights_of(layer: str) -> list[float] | None:
+        return weights_among(files.matrices_of(checkpoint, on_disk[layer]))
+
+    saved = saved_among(found, name_of, str(path))._replace(weights_of=weights_of)
     restore(model, saved, other_versions=True, max_degree=max_degree)
     # it is true of the files, and would be saved again after gfsa.unplug
     vars(model.config).pop(CONFIG_ENTRY, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.operators.base import FunctionOperator
 from gfsa.plugs.checks.called import checks_of
+from gfsa.plugs.checks.proof import has_no_values
 from gfsa.plugs.tracing.capture import Step, Watch
-from gfsa.plugs.tracing.rehearsal import NOT_SQUARE, HeadLayout, Verified, no_heads
+from gfsa.plugs.tracing.rehearsal import NOT_SQUARE, HeadLayout, Memory, Verified, no_heads
 
 NO_PRODUCT = (
     "its forward has no product of a softmax with values that torch dispatches (a softmax written "
@@ -40,12 +42,14 @@ class Trace(Watch):
     ) -> None:
         super().__init__(module, name)
         self.filter: GraphFilter = module.gfsa
+        self.memory: Memory = module.__dict__["_gfsa_memory"]
         self.verified = verified
         self.wants_maps = wants_maps
         self.compiling = torch.compiler.is_compiling()
         # how many products the forward has had so far
         self.count = 0
         self.dropout_p = 0.0
+        self.is_dropped = False
         self.layout = HeadLayout(0, -3)
         self.late_refusal: str | None = None
         # the map that multiplied the values, with its heads apart, its shape there, the values
@@ -74,6 +78,7 @@ class Trace(Watch):
     def take_dropout(self, p: float) -> bool:
         # entries of H are dropped instead, if the filter's dropout comes after it
         if self.filter.dropout_after != "filter":
+            self.is_dropped = True
             return False
         self.dropout_p = p
         return True
@@ -112,12 +117,31 @@ class Trace(Watch):
     def of_map(self, step: Step, matrix: Tensor, values: Tensor) -> Tensor:
         layout = self._verify(matrix.shape)
         heads, shape = self.filter.num_heads, values.shape
+        self._check_rows(matrix)
         split = layout.split(matrix, heads)
         operator = DenseOperator(split, self.dropout_p, self.filter.dropout_after)
         values = self.filter.mixed(operator, layout.split(values, heads))
         if self.wants_maps:
             self.filtered = step, split, matrix.shape, values
         return layout.join(self._filter(operator, values), heads, shape)
+
+    def _check_rows(self, matrix: Tensor) -> None:
+        """Warn once if the map takes no averages: its powers may then grow or vanish."""
+        # entries that were dropped are missing in their row
+        if self.memory.rows_checked or self.is_dropped or self.compiling:
+            return
+        if matrix.is_meta or has_no_values(matrix):
+            return
+        self.memory.rows_checked = True
+        sums = matrix.detach().sum(-1, dtype=torch.float32)
+        # a fully masked row may be zeros
+        off = torch.where(sums == 0, 0.0, (sums - 1).abs())
+        if bool((off > 1e-2).any()):
+            warnings.warn(
+                f"the rows of the attention map of {self.name} do not sum to one (by up to "
+                f"{off.max().item():.3g}); the filter uses the map as it is",
+                stacklevel=2,
+            )
 
     def _filter(self, operator: Operator, values: Tensor) -> Tensor:
         y: Tensor = self.filter(operator, values)

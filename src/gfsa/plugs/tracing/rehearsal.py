@@ -141,6 +141,8 @@ class Memory:
     """By the signature of the call."""
     for_any_batch: dict[Hashable, Verified] = field(default_factory=dict)
     """By the kind of the call, without sizes: for graphs that are compiled."""
+    rows_checked: bool = False
+    """Whether the sums of the map's rows have been looked at."""
 
     def keep(self, signature: Hashable, kind: Hashable, proven: Verified) -> None:
         """Remember what was proven of a call, and for any batch of its kind if that is known."""

@@ -35,7 +35,7 @@ NAMES = {
     "w0": "identity term",
 }
 """How tables and figures name the lines of families; any other line goes by its own name."""
-_FROM_SCRATCH = ("pretrain", "image", "graph", "speech", "lra", "stdlib", "digits")
+_FROM_SCRATCH = ("pretrain", "image", "graph", "speech", "lra", "stdlib")
 # settings and options that are tuned; any other makes another arm
 _TUNED = {"lr", "filter_lr", "gain_lr", "warmup", "batch_size", "init_std", "dropout", "strength"}
 _TUNED |= {"qk_norm"}
@@ -392,7 +392,7 @@ def overall(tables: Sequence[ResultTable]) -> list[str]:
 def _learns_c0(row: Any) -> bool:
     """Whether the run has filters whose weight of the identity is learned."""
     learned = [word for word in row.options.split() if word.startswith("learn=")]
-    named = row.method in ("gfsa", "gfsa-even", "degree1", "polynomial")
+    named = row.method in ("gfsa", "gfsa-even", "degree1")
     return bool(row.coefficients) and named and all("w0" in word for word in learned)
 
 

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from census import page
 from census.verdict import GOOD, Finding, Verdict
 
-TIME_LIMIT = 120
+TIME_LIMIT = 300
 """Seconds for one entry; the parent waits half a minute longer, then ends the worker."""
 MEMORY_LIMIT = 8 << 30
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 import gfsa
 from gfsa.functional import which_backend
 from gfsa.operators import AttentionOperator, call
+from gfsa.plugs import optim
 from support.subjects import SUBJECTS, first
 
 THREADS, CALLS = 6, 5
@@ -161,3 +163,35 @@ def test_it_is_noticed_by_whoever_imports_gfsa_afterwards(elsewhere: list[int]) 
     with mock.patch.dict(sys.modules, {spec.name: again}):
         spec.loader.exec_module(again)
     assert "replaced" in again.AttentionCall(Q, K).reason_for_torch_alone()
+
+
+def test_a_model_can_be_plugged_while_another_one_is_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps of every optimizer look at all plugged models."""
+    models = [nn.Identity() for _ in range(300)]
+    # those that need no further look
+    done = WeakKeyDictionary(dict.fromkeys(models, (optim._STEPS, 0)))
+    monkeypatch.setattr(optim, "_WATCHED", done)
+    stop, errors = threading.Event(), []
+
+    def train() -> None:
+        while not (stop.is_set() or errors):
+            try:
+                optim._look_at(torch.optim.SGD([torch.zeros(1)]), (), {})
+            except RuntimeError as error:
+                errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        for _ in range(2000):
+            models.append(nn.Identity())
+            done[models[-1]] = (optim._STEPS, 0)
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert not errors

@@ -273,6 +273,12 @@ def _listen() -> None:
     register_optimizer_step_pre_hook(_look_at)
 
 
+def _watched() -> list[nn.Module]:
+    # keyrefs is one operation: meanwhile another thread may plug a model
+    models = [reference() for reference in _WATCHED.keyrefs()]
+    return [model for model in models if model is not None]
+
+
 def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
@@ -281,7 +287,7 @@ def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
         _MUONS.add(optimizer)
         # some implementations have groups for AdamW, too
         matrices = _held_by(g for g in optimizer.param_groups if g.get("use_muon", True))
-        learned = [pair for model in _WATCHED for pair in _learned_by_filters(model).items()]
+        learned = [pair for model in _watched() for pair in _learned_by_filters(model).items()]
         names = [name.rpartition(".")[0] for name, p in learned if id(p) in matrices]
         if names:
             warnings.warn(
@@ -290,7 +296,8 @@ def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
                 "and the filters to AdamW (gfsa.parameter_groups(model, ...) has a group of each)",
                 stacklevel=3,
             )
-    for model, (steps, before) in [*_WATCHED.items()]:
+    for model in _watched():
+        steps, before = _WATCHED[model]
         if steps == _STEPS:
             continue
         held = _held_by(optimizer.param_groups)

@@ -202,8 +202,9 @@ class TracerAdapter(Adapter):
         if refusal is None and not counts and heads_of(module) is None:
             return (
                 f"{type(module).__name__} has no attribute with its number of heads "
-                f"({', '.join(HEADS)}); set module.num_heads = <its number of heads>, or "
-                "gfsa.register_adapter a TracerAdapter whose num_heads returns it"
+                f"({', '.join(HEADS)}); set module.num_heads = <its number of heads> and plug(..., "
+                "unknown='trace'), or gfsa.register_adapter a TracerAdapter whose num_heads "
+                "returns it"
             )
         return refusal or (None if self.known else refusal_by_code(module))
 

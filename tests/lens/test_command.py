@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from gfsa.lens import LensReport
 from gfsa.lens.command import diagnose
 from gfsa.lens.sources import load_batches, load_source, read_data
 from support.lens import SMALL, example_trajectory, only
+from support.tiny import UnknownAttention
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "dogs"]
 
@@ -228,6 +231,17 @@ def test_timm_on_a_folder_of_images(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_done_is_said_in_a_line(arguments: list[str], said: str) -> None:
     assert said in refused(*arguments)
+
+
+def test_attention_that_no_adapter_knows_names_the_flag(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = ModuleType("own_module")
+    own.build = lambda: torch.nn.Sequential(UnknownAttention())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_module", own)
+    file = tmp_path / "inputs.safetensors"
+    save_file({"input": torch.randn(3, 5, 8)}, file)
+    assert "with --trace gfsa follows" in refused("--model", "own_module:build", "--data", file)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,10 @@ def diagnose(
                 letters = (letter if letter.isalnum() else "-" for letter in name)
                 figure.savefig(figures / f"{''.join(letters).strip('-')}.pdf")
     except (ValueError, ImportError, OSError) as error:
-        typer.echo(f"gfsa diagnose: {error}", err=True)
+        # what is an argument of gfsa.diagnose is a flag here
+        said = str(error).replace("plug(..., unknown='trace')", "--trace")
+        said = said.replace("unknown='trace'", "--trace")
+        typer.echo(f"gfsa diagnose: {said}", err=True)
         raise typer.Exit(1) from error
     written = [str(path) for path in (html, json, figures) if path is not None]
     if written:

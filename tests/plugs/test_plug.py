@@ -364,6 +364,9 @@ def test_parameter_groups() -> None:
     assert set(grouped) == {id(p) for p in model.parameters() if p.requires_grad}
     assert sum(p.numel() for p in groups["filters"]["params"]) == 24
     torch.optim.AdamW(list(groups.values()))
+    # without one of its own, the optimizer's is not lost
+    optimizer = torch.optim.AdamW(gfsa.parameter_groups(model, 1e-4), weight_decay=0.3)
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("filter", "rate"), [(gfsa.Exclusive, 0.1), (gfsa.GFSA, 0.01)])

@@ -29,7 +29,7 @@ def parameter_groups(
     model: nn.Module,
     lr: float,
     filter_lr: float | None = None,
-    weight_decay: float = 0.0,
+    weight_decay: float | None = None,
     *,
     gain_lr: float | None = None,
 ) -> list[dict[str, Any]]:
@@ -45,7 +45,8 @@ def parameter_groups(
         lr: for all parameters but the filters'.
         filter_lr: for the filters; default: 0.01 (0.1 where they learn depth terms alone), or
             ``lr`` if that is higher or the filters were plugged with an ``lr_multiplier``.
-        weight_decay: for weights of two or more dimensions; biases, norms and filters get none.
+        weight_decay: for weights of two or more dimensions; default: the optimizer's own. Biases,
+            norms and filters get none.
         gain_lr: for what is not decayed, filters excepted: biases, gains of norms, temperatures;
             default: as ``lr``.
 
@@ -81,7 +82,8 @@ def parameter_groups(
     weights = [p for p in rest if p.dim() > 1]
     biases = [p for p in rest if p.dim() <= 1]
     groups: list[dict[str, Any]] = [
-        {"name": "weights", "params": weights, "lr": lr, "weight_decay": weight_decay},
+        {"name": "weights", "params": weights, "lr": lr}
+        | ({} if weight_decay is None else {"weight_decay": weight_decay}),
         {"name": "biases", "params": biases, "lr": lr if gain_lr is None else gain_lr}
         | {"weight_decay": 0.0},
         filter_group(of_filters, _default_rate(model, lr) if filter_lr is None else filter_lr),

@@ -309,7 +309,7 @@ def answers(tables: Sequence[ResultTable], reference: str = PLAIN) -> list[str]:
             if found.test.low is None:
                 verdict = f"differs from {reference}; one seed cannot say more"
                 if not any(found.test.values):
-                    verdict = f"ends exactly where {reference} does: did the filters move?"
+                    verdict = f"ends exactly where {reference} does"
             seeds = len(found.test.seeds)
             more = "" if seeds > 4 else "; five seeds or more make the interval narrower"
             said.append(

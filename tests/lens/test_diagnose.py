@@ -286,3 +286,20 @@ def test_other_precisions(dtype: torch.dtype) -> None:
         assert layer.entropy_share == pytest.approx(same.entropy_share, abs=0.05)
         for row, again in zip(layer.spectrum.map_response, same.spectrum.map_response, strict=True):
             assert row == pytest.approx(again, abs=0.05)
+
+
+def test_attention_whose_forward_is_called_by_itself() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.MultiheadAttention(16, 4, batch_first=True)
+            self.b = nn.MultiheadAttention(16, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.a(x, x, x, need_weights=False)[0]
+            return x + self.b.forward(x, x, x, need_weights=False)[0]
+
+    with pytest.warns(UserWarning, match="b: tokens were not measured"):
+        reading = only(diagnose(Pair().eval(), torch.randn(2, 5, 16)))
+    assert [(layer.name, layer.depth) for layer in reading.attention] == [("a", 1), ("b", 2)]
+    assert list(reading.skipped) == ["b"]

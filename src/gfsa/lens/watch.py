@@ -195,8 +195,13 @@ class Watch:
     def _filtered(self, name: str, filter: GraphFilter, args: Any, output: Any) -> None:
         """The hook on a filter, whose arguments show the tokens and the masks of the layer."""
         outer, layer = self._outer, self._layer
-        if outer is None or layer is None or args[1].is_nested:
+        if outer is None or args[1].is_nested:
             return
+        # an attention whose forward is called by itself has no hooks, and may be in no block
+        is_alone = layer is None or layer.name != name
+        if layer is None or is_alone:
+            self._depth += 1
+            layer = Layer(name, self._depth, name, None)
         operator, v = args[0].whole(), args[1].detach()
         layer.attended = attended_by_values(self.attention[name], v)
         layer.masks = masks_of_filter(self._mask_of(name), operator, v, self._valid)
@@ -205,6 +210,8 @@ class Watch:
             self._outer = None
             self.on_filter(layer, filter, operator, v, output)
             self._outer = outer
+        if is_alone:
+            self.on_layer(layer)
 
     def _mask_of(self, layer: str) -> Tensor | None:
         """The padding mask that was handed down to a layer that runs now, True where one counts.

@@ -331,7 +331,8 @@ def test_the_exclusive_term(problem: Problem, compiled: bool) -> None:
     def filtered(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, share: Tensor) -> Tensor:
         return graph_filter_attention(q, k, v, coeffs, mask, exclusive=share, **options)
 
-    # one mask for all calls
+    # one mask for all calls; the compiler counts how often it compiled this function, also before
+    torch._dynamo.reset()
     work = torch.compile(filtered, fullgraph=True, dynamic=False) if compiled else filtered
     check_degree_one(problem, mask, work, True, 0.5)
 

@@ -393,6 +393,21 @@ def test_a_graph_is_not_compiled_again_at_each_kernels_limit(
     assert len(graphs) == 1
 
 
+def test_causality_may_be_the_compilers_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = routes.Hardware((9, 0), (3, 6), None)
+    monkeypatch.setattr(routes, "hardware_of", lambda q: gpu)
+
+    def work(q: torch.Tensor) -> torch.Tensor:
+        found = routes.situation_of_kernels(q, None, 1.0, q.shape[2] > 700, 0.0, False, 1)
+        return q + len(routes.operation_of(found))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(work, fullgraph=True, backend="eager", dynamic=True)
+    for length in (600, 800):
+        q = torch.zeros(1, 4, length, 128, dtype=torch.bfloat16)
+        assert torch.equal(compiled(q), work(q))
+
+
 CAUSAL: dict[str, Any] = {"is_causal": True}
 DROPOUT: dict[str, Any] = {"dropout_p": 0.1}
 NEGATIVE: dict[str, Any] = {"scale": -0.1}

@@ -149,3 +149,17 @@ def test_a_bool_mask_as_numbers_to_add(dtype: torch.dtype) -> None:
     assert (additive[~mask] == -torch.inf).all()
     y = SDPAOperator(AttentionCall(q, k, additive)).apply(v)
     torch.testing.assert_close(y, SDPAOperator(AttentionCall(q, k, mask)).apply(v))
+
+
+def test_causality_may_be_a_comparison_of_sizes() -> None:
+    """Under the compiler it is then a symbol, which torch's attention refuses."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return graph_filter_attention(q, k, v, c, is_causal=q.shape[2] > 1)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
+    coeffs = torch.tensor([0.3, 1.0])
+    for n in (6, 9, 1):
+        given = *(tokens(1, 2, n, 8) for _ in range(3)), coeffs
+        torch.testing.assert_close(compiled(*given), attend(*given))

@@ -479,7 +479,7 @@ class Route(NamedTuple):
 
 def _refusal(route: Route, s: Situation) -> str | None:
     """Why a route does not take a call that the fused kernels take, or None if it does."""
-    if s.causal < route.causal:
+    if route.causal and not s.causal:
         return "it takes causal calls only"
     if s.mask not in route.masks:
         return f"it takes masks of the kinds {', '.join(route.masks)}, this one is of {s.mask}"

@@ -62,8 +62,12 @@ class AttentionOperator(Operator):
         if dropout_after != "attention":
             check_dropout_place(dropout_after)
         q, k, attn_mask = autocast(q, k, attn_mask)
+        # the compiler's symbol for a comparison of lengths becomes a bool: torch takes no symbol
+        causal = False
+        if is_causal:
+            causal = True
         self.call = AttentionCall(
-            q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa, dropout_after, visible
+            q, k, attn_mask, dropout_p, causal, scale, enable_gqa, dropout_after, visible
         )
         self.backend = backend
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -257,7 +258,9 @@ def check_degree_one(
     dense = DenseOperator.from_qk(*exact[:2], mask, problem.is_causal, problem.scale)
     expected = outcome(lambda q, k, v, c, *a: dense.polynomial(c, v, *a), exact, g.double())
     floor *= torch.finfo(problem.dtype).eps
-    allowed = [*(2 * each + floor for each in attention_errors(problem)), 5e-3, 5e-3]
+    # of other sizes: cuDNN's gradient, as torch 2.11 caches it, forgets how g is laid out
+    like = replace(problem, length=problem.length + 8)
+    allowed = [*(2 * each + floor for each in attention_errors(like)), 5e-3, 5e-3]
     got = outcome(work, inputs, g)
     for name, x, y, most in zip((*NAMES, "da"), got, expected, allowed, strict=False):
         assert torch.isfinite(x).all(), name

@@ -176,6 +176,33 @@ MARK = "<!-- gfsa results --show tables -->"
 END = "<!-- end -->"
 
 
+def test_the_speed_of_a_suite_is_its_latest_measurement_on_a_gpu(folder):
+    lines = [
+        "date,commit,cuda,suite,timing,shape,variant,fwd_ms,fwd_bwd_ms,fwd_ratio,fwd_bwd_ratio",
+        "2026-01-01,a1,13.0,ops,graph,1x2x3x4,plain,1.0,2.0,1,1",
+        "2026-01-01,a1,13.0,ops,graph,1x2x3x4,gfsa degree 1,1.0,2.0,1.1,1.2",
+        "2026-01-01,a1,13.0,ops,graph,1x2x3x4,gfsa,1.0,2.0,1.7,1.8",
+        "2026-01-02,b2,13.0,ops,graph,1x2x3x4,plain,1.0,2.5,1,1",
+        "2026-01-02,b2,13.0,ops,graph,1x2x3x4,gfsa,1.0,2.0,1.5,1.6",
+        "2026-01-03,c3,,ops,graph,1x2x3x4,plain,9.0,9.0,1,1",
+        "2026-01-03,c3,,ops,graph,1x2x3x4,gfsa,9.0,9.0,9.9,9.9",
+        "2026-01-01,a1,13.0,decode,eager,5x6x7x8,plain,4.0,,1,",
+        "2026-01-01,a1,13.0,decode,eager,5x6x7x8,gfsa kernel,4.0,,1.05,",
+    ]
+    (folder / "bench.csv").write_text("\n".join(lines) + "\n")
+    text = text_of(folder, "--show", "speed")
+    found = ["1x2x3x4", "2.5", "1.20× \\| 1.10×", "1.60× \\| 1.50×", "a1, b2"]
+    assert f"| {' | '.join(found)} |" in text
+    assert cells(text, "5x6x7x8") == ["5x6x7x8", "4", "1.05×", "a1"]
+    assert "### decode, eager" in text
+    one = text_of(folder, "--show", "speed", "--recipe", "decode", "--task", "eager")
+    assert one.startswith("| shape |")
+    assert "1x2x3x4" not in one
+    done = run(folder, "--show", "speed", "--recipe", "prefill")
+    assert done.exit_code == 1
+    assert "it has decode eager, ops graph" in done.stderr
+
+
 def test_write_begins_a_page_and_keeps_what_is_written_around(folder):
     page = folder / "README.md"
     assert run(folder, "--write").exit_code == 0

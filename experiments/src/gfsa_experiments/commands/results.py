@@ -15,7 +15,11 @@ def results(
         "results"
     ),
     show: Annotated[
-        str, typer.Option(help="Only verdicts, tables, overall, tuning, forest or scores.")
+        str,
+        typer.Option(
+            help="Only verdicts, tables, overall, tuning, forest, scores; or speed: of the suite "
+            "--recipe, timed as --task says."
+        ),
     ] = "",
     recipe: Annotated[str, typer.Option(help="Only this recipe: glue, image …")] = "",
     task: Annotated[str, typer.Option(help="Only tasks whose name has this in it.")] = "",

@@ -18,7 +18,7 @@ from gfsa_experiments.results.families import (
 )
 from gfsa_experiments.results.tables import PLAIN, ResultTable, make_tables, read_folder
 
-PARTS = ("verdicts", "tables", "overall", "tuning", "forest", "scores")
+PARTS = ("verdicts", "tables", "overall", "tuning", "forest", "scores", "speed")
 FOREST = "forest.svg"
 # a generated part of a page: the command whose output stands between two marks
 _PART = re.compile(r"<!-- gfsa results(?P<words>[^>]*?) -->(?P<old>.*?)<!-- end -->", re.DOTALL)
@@ -126,6 +126,8 @@ def blocks_of(found: Folder, asked: Asked) -> list[str]:
         rows = found.tuning[~found.tuning.replaced]
         rows = rows[rows.task.str.contains(asked.task, regex=False)]
         return report.tuning_blocks(rows[rows.recipe == asked.recipe] if asked.recipe else rows)
+    if asked.show == "speed":
+        return report.speed_blocks(found.path / "bench.csv", asked.recipe, asked.task)
     if asked.show == "forest":
         return [f"![Relative error reduction with 95 % intervals]({FOREST})"]
     shown = found.chosen(asked)

@@ -451,6 +451,59 @@ def _best_choices(rows: pd.DataFrame) -> dict[str, tuple[str, float, int]]:
     return best
 
 
+# how tables name the variants of gfsa bench; a kernel of its own for a decoded token is part of it
+_VARIANTS = {"gfsa degree 1": "degree 1", "gfsa": "GFSA", "exclusive": "exclusive"}
+
+
+def speed_blocks(path: Path, suite: str = "", timing: str = "") -> list[str]:
+    """What ``gfsa bench`` measured on GPUs: a table for each suite and way of timing.
+
+    A cell is the latest measurement of a shape and a variant, in times of plain in the same run:
+    forward and backward, then forward alone.
+    """
+    rows = pd.read_csv(path)
+    rows = rows[rows.cuda.notna()]
+    rows = rows.assign(variant=rows.variant.str.removesuffix(" kernel").replace(_VARIANTS))
+    there = {f"{name} {how}" for name, how in zip(rows.suite, rows.timing, strict=True)}
+    if suite:
+        rows = rows[rows.suite == suite]
+    if timing:
+        rows = rows[rows.timing == timing]
+    if rows.empty:
+        raise ValueError(
+            f"{path} has no times of the suite {suite or '(any)'} timed as {timing or '(any)'} on "
+            f"a GPU; it has {', '.join(sorted(there)) or 'none'}"
+        )
+    blocks = []
+    for (name, how), measured in rows.groupby(["suite", "timing"], sort=False):
+        columns = [v for v in _VARIANTS.values() if v in set(measured.variant)]
+        measured = measured[measured.variant.isin([PLAIN, *columns])]
+        latest = measured.sort_values("date").groupby(["shape", "variant"]).tail(1)
+        cells = [
+            _speed_cells(shape, found.set_index("variant"), columns)
+            for shape, found in latest.groupby("shape", sort=False)
+            if PLAIN in set(found.variant) and len(found) > 1
+        ]
+        if cells and not (suite and timing):
+            blocks.append(f"### {name}, {how}")
+        blocks += grid(cells, words=("shape", "commit"))
+    return blocks
+
+
+def _speed_cells(shape: str, found: pd.DataFrame, columns: Sequence[str]) -> dict[str, str]:
+    plain = found.loc[PLAIN]
+    cells = {
+        "shape": shape,
+        "plain ms": f"{plain.fwd_ms if pd.isna(plain.fwd_bwd_ms) else plain.fwd_bwd_ms:.3g}",
+    }
+    for name in columns:
+        times = (
+            found.loc[name, ["fwd_bwd_ratio", "fwd_ratio"]].dropna() if name in found.index else []
+        )
+        cells[name] = " | ".join(f"{x:.2f}×" for x in times) or NONE
+    return cells | {"commit": ", ".join(found.drop(PLAIN).commit.unique())}
+
+
 class Mark(NamedTuple):
     """One interval of the plot."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -148,6 +149,7 @@ def test_long_maps_are_not_built_nor_features_that_are_not_asked_for() -> None:
     assert reading.features == []
     found = reading.attention[0].spectrum
     assert found.map_values == []
+    assert all(math.isnan(entropy) for entropy in reading.attention[0].entropy)
     assert "more than 16 tokens" in reading.skipped[reading.attention[0].name]
     assert len(found.map_response[0]) == 11
 
@@ -271,6 +273,14 @@ def test_linear_attention() -> None:
     alone = [only(diagnose(model, ids[mask][None])) for ids, mask in zip(IDS, MASK, strict=True)]
     parts = torch.tensor([reading_alone.attention[-1].entropy for reading_alone in alone]).mean(0)
     torch.testing.assert_close(torch.tensor(reading.attention[-1].entropy), parts)
+    maps: list[Tensor] = []
+    gfsa.plug(model)
+    for graph_filter in gfsa.filters_of(model).values():
+        graph_filter.register_forward_hook(lambda _, args, y: maps.append(args[0].dense()))
+    model.eval()(IDS[:1])
+    for layer, matrix in zip(alone[0].attention, maps, strict=True):
+        nats = torch.special.entr(matrix).sum(-1).mean((0, 2))
+        torch.testing.assert_close(torch.tensor(layer.entropy), nats)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

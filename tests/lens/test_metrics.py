@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gfsa.lens import measure
-from gfsa.lens.measure import attention_entropy
 from gfsa.operators import (
     AttentionCall,
     AttentionOperator,
@@ -207,6 +206,12 @@ def entropy_by_definition(row: np.ndarray) -> float:
     return float(-(row * np.log(row)).sum())
 
 
+def entropy_of(operator: Operator, v: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    visible, length = operator.visibility(), v.shape[-2]
+    seen = None if visible is None else visible.rows(0, length, length, v.device)
+    return measure.attention_entropy(measure.dense_map(operator, v), seen, valid)
+
+
 @pytest.mark.parametrize("mask", ["none", "bool", "additive", "lowest"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", ["attention", "sdpa", "dense"])
@@ -230,7 +235,7 @@ def test_entropy_is_that_of_the_dense_rows(mask: str, causal: bool, kind: str) -
         operator = AttentionOperator(q, k, given, is_causal=causal)
     elif kind == "sdpa":
         operator = SDPAOperator(AttentionCall(q, k, given, is_causal=causal))
-    nats, share = attention_entropy(operator, v, counted)
+    nats, share = entropy_of(operator, v, counted)
     for sample in range(2):
         rows = range(length if counted is None else int(valid[sample].sum()))
         for head in range(4):
@@ -242,16 +247,15 @@ def test_entropy_is_that_of_the_dense_rows(mask: str, causal: bool, kind: str) -
 
 
 def test_entropy_of_closed_forms() -> None:
-    v = torch.zeros(1, 1, 8, 4, dtype=DOUBLE)
-    nats, share = attention_entropy(DenseOperator(uniform(8)), v)
+    nats, share = measure.attention_entropy(uniform(8))
     assert nats.item() == pytest.approx(math.log(8))
     assert share.item() == pytest.approx(1)
-    nats, share = attention_entropy(DenseOperator(torch.eye(8, dtype=DOUBLE)[None, None]), v)
+    nats, share = measure.attention_entropy(torch.eye(8, dtype=DOUBLE)[None, None])
     assert nats.item() == 0
     # a row that has one token only has no share
     assert share.isnan().all()
     # half of every row's weight: the entropy is that of the row made to sum to one
-    nats, _ = attention_entropy(DenseOperator(uniform(8) / 2), v)
+    nats, _ = measure.attention_entropy(uniform(8) / 2)
     assert nats.item() == pytest.approx(math.log(8))
 
 
@@ -273,13 +277,15 @@ def test_verdicts_agree_with_a_fine_grid(coefficients: list[float]) -> None:
         assert said == "mixed"
 
 
-def test_entropy_is_not_rounded_by_autocast() -> None:
+@pytest.mark.parametrize("kind", [AttentionOperator, SDPAOperator, LinearOperator])
+def test_entropy_is_not_rounded_by_autocast(kind: type[Operator]) -> None:
     q, k, v = (torch.randn(2, 3, 40, 8) * 3 for _ in range(3))
     # half precision as a model under autocast has it
-    operator = AttentionOperator(q.bfloat16(), k.bfloat16(), is_causal=True)
-    expected = attention_entropy(operator, v.bfloat16())
+    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    operator = SDPAOperator(AttentionCall(q, k)) if kind is SDPAOperator else kind(q, k)
+    expected = entropy_of(operator, v)
     with torch.autocast("cpu", torch.bfloat16):
-        found = attention_entropy(operator, v.bfloat16())
+        found = entropy_of(operator, v)
     for cast, exact in zip(found, expected, strict=True):
         assert cast.dtype == torch.float32
         torch.testing.assert_close(cast, exact)

@@ -108,7 +108,8 @@ def diagnose(
         max_batches: stop after this many batches.
         spectral_samples: samples that take part in the spectral measurements.
         most_frequencies: Fourier modes in a response, at most.
-        most_tokens: no n×n map is built beyond this length, so no singular values of maps.
+        most_tokens: no n×n map is built beyond this length: no entropy, no ``A_ii`` and no
+            singular values of maps.
         unknown: attention that no adapter knows is skipped (``"refuse"``) or traced
             (``"trace"``), as in :func:`gfsa.plug`.
         progress: whether to show a progress bar; default: in a terminal.
@@ -345,10 +346,10 @@ class _Recorder:
                 "its response is not"
             )
             return
-        if options.spectral and length > options.most_tokens:
+        if length > options.most_tokens and (options.attention or options.spectral):
             self.without_maps[name] = (
-                f"no singular values: maps of more than {options.most_tokens} tokens are not "
-                f"built, and these have {length} (most_tokens=)"
+                f"no entropy and no singular values: maps of more than {options.most_tokens} "
+                f"tokens are not built, and these have {length} (most_tokens=)"
             )
         # (..., heads, tokens, features)
         if y.dim() == 4:
@@ -424,31 +425,14 @@ def _unless_all(valid: Tensor | None) -> Tensor | None:
 _POINTS = 64
 
 
-class _Mean:
-    """A running mean over samples that ignores NaN, element by element."""
-
-    total = torch.zeros(())
-    count = torch.zeros(())
-
-    def add(self, values: Tensor) -> None:
-        """``values``: ``(samples, ...)``."""
-        values = values.detach().double().cpu()
-        self.total = self.total + values.nansum(0)
-        self.count = self.count + (~values.isnan()).sum(0)
-
-    def value(self) -> Any:
-        """A float, or nested lists of them; NaN where nothing was known."""
-        return (self.total / self.count).tolist()
-
-
 class _LayerRecord:
-    """The measurements of one layer so far, averaged over samples, by their names in readings."""
+    """The measurements of one layer so far, a row for each sample, by their names in readings."""
 
     def __init__(self, depth: int, options: _Options) -> None:
         self.depth = depth
         self.options = options
-        self.features: dict[str, _Mean] = defaultdict(_Mean)
-        self.heads: dict[str, _Mean] = defaultdict(_Mean)
+        self.features: dict[str, list[Tensor]] = defaultdict(list)
+        self.heads: dict[str, list[Tensor]] = defaultdict(list)
         self.frequencies: Tensor | None = None
         self.spectral_samples = 0
 
@@ -462,10 +446,10 @@ class _LayerRecord:
             "most_rank": most,
             "residual": measure.rank_one_residual(x, valid),
             "norm": measure.token_norm(x, valid),
-            "singular_values": _profile(self.features, "singular_values", values, most),
+            "singular_values": _profile(self.features["singular_values"], values, most),
         }
         for name, value in found.items():
-            self.features[name].add(value)
+            self.features[name].append(value.double().cpu())
 
     def add_attention(
         self, filter: GraphFilter, operator: Operator, v: Tensor, y: Tensor, valid: Tensor | None
@@ -478,19 +462,18 @@ class _LayerRecord:
         is_spectral = options.spectral and self.spectral_samples < options.spectral_samples
         if not options.attention and not is_spectral:
             return
-        is_short = v.shape[-2] <= options.most_tokens
+        length = v.shape[-2]
         of_heads = None if valid is None else valid[..., None, :]
         smoothed = operator.apply(v)
         spread = repeat_heads(v, smoothed)
-        matrix = None
-        if is_short and (is_spectral or share is not None):
-            matrix = measure.dense_map(operator, v)
+        matrix = measure.dense_map(operator, v) if length <= options.most_tokens else None
         if options.attention:
             found["energy_before"] = measure.dirichlet_energy(spread, smoothed, of_heads)
             found["energy_after"] = measure.dirichlet_energy(y, operator.apply(y), of_heads)
-            # a map that is known only by its products takes n/D products to build
-            if is_short or measure.has_rows(operator):
-                entropy = measure.attention_entropy(operator, v, valid)
+            if matrix is not None:
+                visible = operator.visibility()
+                seen = None if visible is None else visible.rows(0, length, length, v.device)
+                entropy = measure.attention_entropy(matrix, seen, valid)
                 found["entropy"], found["entropy_share"] = entropy
             if share is not None:
                 own = {
@@ -505,7 +488,7 @@ class _LayerRecord:
         if is_spectral:
             self.spectral_samples += v.shape[:-3].numel()
             if self.frequencies is None:
-                self.frequencies = measure.frequency_grid(v.shape[-2], options.most_frequencies)
+                self.frequencies = measure.frequency_grid(length, options.most_frequencies)
             taken = None if share is None else own_share(share.detach(), smoothed, spread)
             found["map_response"], found["filter_response"] = measure.frequency_response(
                 operator, v, filter.coefficients().detach(), valid, self.frequencies, taken
@@ -513,21 +496,21 @@ class _LayerRecord:
             if matrix is not None:
                 most = measure.token_count(matrix, of_heads)
                 values = measure.map_singular_values(matrix.double(), valid)
-                profile = _profile(self.heads, "map_values", values, most)
+                profile = _profile(self.heads["map_values"], values, most)
                 found["map_values"] = profile * values[..., :1]
-        lead = v.dim() - 3
         for name, value in found.items():
-            self.heads[name].add(value.flatten(0, lead - 1) if lead else value[None])
+            # of several axes of samples, or none, one
+            rows = value.reshape(v.shape[:-3].numel(), *value.shape[v.dim() - 3 :])
+            self.heads[name].append(rows.detach().double().cpu())
 
     def feature_reading(self, name: str) -> FeatureReading:
-        values = {what: mean.value() for what, mean in self.features.items()}
-        return FeatureReading(self.depth, name, **values)
+        return FeatureReading(self.depth, name, **_means(self.features))
 
     def attention_reading(self, name: str, filter: GraphFilter, bare: bool) -> AttentionReading:
         """The reading; ``bare``: the layer has no filter besides the one the lens plugged."""
         coefficients = filter.coefficients().detach().double().cpu()
         missing = [math.nan] * filter.num_heads
-        means = {what: mean.value() for what, mean in self.heads.items()}
+        means = _means(self.heads)
         scalars = ("entropy", "entropy_share", "energy_before", "energy_after")
         spectrum = own = None
         if self.frequencies is not None:
@@ -553,7 +536,12 @@ class _LayerRecord:
         )
 
 
-def _profile(means: dict[str, _Mean], name: str, values: Tensor, most: Tensor) -> Tensor:
+def _means(parts: dict[str, list[Tensor]]) -> dict[str, Any]:
+    """Means over samples, as floats or nested lists of them; NaN where nothing was known."""
+    return {name: torch.cat(rows).nanmean(0).tolist() for name, rows in parts.items() if rows}
+
+
+def _profile(before: list[Tensor], values: Tensor, most: Tensor) -> Tensor:
     """Singular values on the axis of the first batch: later ones may be longer or shorter."""
-    points = means[name].total.shape[-1] if name in means else min(values.shape[-1], _POINTS)
+    points = before[0].shape[-1] if before else min(values.shape[-1], _POINTS)
     return measure.singular_profile(values, most, points)

@@ -9,8 +9,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from operator import length_hint
 from typing import Any, NamedTuple
@@ -162,38 +161,52 @@ def diagnose(
 def _measure(
     name: str, model: nn.Module, batches: Iterable[Any], options: _Options
 ) -> ModelReading:
-    """The readings of one model."""
+    """The readings of one model, which runs with a filter in every attention module.
+
+    The added filters are ordinary attention, bit for bit, so the model computes what it did.
+    """
     # a compiled model would be compiled again for every hook; the module inside is not compiled
     model = getattr(model, "_orig_mod", model)
     parameters = sum(p.numel() for p in model.parameters())
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     start = time.perf_counter()
-    with torch.no_grad(), _plugged_everywhere(model, options.unknown) as (sites, bare, skipped):
-        recorder = _Recorder(model, sites, options)
+    found = sites(model, options.unknown)
+    skipped = {name: site.refusal for name, site in found.items() if site.refusal is not None}
+    accepting = accepting_sites(model, found)
+    bare = {name: site for name, site in accepting.items() if not site.is_plugged}
+    own = [site.filter for site in accepting.values() if site.is_plugged]
+    # also if Ctrl-C comes while the filters are removed
+    with torch.no_grad(), unchanged(model):
+        model.eval()
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                # it would pack padded batches into nested tensors, which have no axes
+                module.use_nested_tensor = False
+        # in one pass, with no parameters
+        install(model, [(s, GFSA(s.num_heads, K=None, learn=())) for s in bare.values()])
+        plugged = plugged_sites(model)
+        recorder = _Recorder(model, plugged, options)
         for batch in batches:
-            batch = _to_device(batch, device)
-            with recorder.listening(batch):
-                options.forward(model, batch)
-        if not recorder.layers:
-            raise ValueError("no attention layer ran: expected at least one batch in inputs")
-        if recorder.in_doubt:
-            warnings.warn(axes_in_doubt(recorder.in_doubt), stacklevel=3)
-        skipped |= recorder.without_maps | dict.fromkeys(recorder.in_doubt, AXES_IN_DOUBT)
-        own = [site.filter for name, site in sites.items() if name not in bare]
-        first = next(iter(recorder.layers.values()))
-        return ModelReading(
-            name=name,
-            kind=type(model).__name__,
-            parameters=parameters,
-            filter_parameters=sum(p.numel() for f in own for p in f.parameters()),
-            samples=recorder.samples,
-            tokens=recorder.tokens,
-            spectral_samples=first.spectral_samples,
-            seconds=time.perf_counter() - start,
-            features=recorder.features(),
-            attention=recorder.attention(bare),
-            skipped=skipped,
-        )
+            recorder.run(_to_device(batch, device))
+        layers = recorder.attention(bare)
+        uninstall(model, [plugged[name] for name in bare])
+    if recorder.in_doubt:
+        warnings.warn(axes_in_doubt(recorder.in_doubt), stacklevel=3)
+    if len(recorder.records) == 1:
+        raise ValueError("no attention layer ran: expected at least one batch in inputs")
+    return ModelReading(
+        name=name,
+        kind=type(model).__name__,
+        parameters=parameters,
+        filter_parameters=sum(p.numel() for filter in own for p in filter.parameters()),
+        samples=recorder.samples,
+        tokens=recorder.tokens,
+        spectral_samples=max(record.spectral_samples for record in recorder.records.values()),
+        seconds=time.perf_counter() - start,
+        features=recorder.features(),
+        attention=layers,
+        skipped=skipped | recorder.without_maps | dict.fromkeys(recorder.in_doubt, AXES_IN_DOUBT),
+    )
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -240,41 +253,6 @@ def _with_progress(batches: Iterable[Any], name: str, total: int | None) -> Iter
     return track(batches, f"measuring {name}", total, console=console, transient=True)
 
 
-@contextmanager
-def _plugged_everywhere(
-    model: nn.Module, unknown: Unknown
-) -> Iterator[tuple[dict[str, Site], set[str], dict[str, str]]]:
-    """Evaluation mode, with a filter in every attention module; afterwards all is as it was.
-
-    The added filters are ordinary attention, bit for bit, so the model computes what it did.
-
-    Yields:
-        The plugged sites, the names of those that were plugged here, and the refusals of the rest.
-    """
-    found = sites(model, unknown)
-    accepting = accepting_sites(model, found)
-    refusals = {name: site.refusal for name, site in found.items() if site.refusal is not None}
-    bare = {name: site for name, site in accepting.items() if not site.is_plugged}
-    # also if Ctrl-C comes while the filters are removed
-    with unchanged(model):
-        model.eval()
-        for module in model.modules():
-            if isinstance(module, nn.TransformerEncoder):
-                # it would pack padded batches into nested tensors, which have no axes
-                module.use_nested_tensor = False
-        # in one pass, with no parameters
-        ordinary = [(site, GFSA(site.num_heads, K=None, learn=())) for site in bare.values()]
-        install(model, ordinary)
-        plugged = plugged_sites(model)
-        yield plugged, set(bare), refusals
-        uninstall(model, [plugged[name] for name in bare])
-
-
-# a layer is an attention module and the number of its earlier runs in the same forward: models
-# such as ALBERT run one module at every depth
-_Key = tuple[str, int]
-
-
 class _Recorder:
     """Measures the layers of a model whose attention modules are all plugged (``sites``)."""
 
@@ -288,40 +266,41 @@ class _Recorder:
         """Layers (or the input) whose tokens were left out: axes could not be told apart."""
         self.without_maps: dict[str, str] = {}
         """Layers whose response or singular values were left out, with the reason."""
-        self.entry = _LayerRecord(0, options)
-        self.layers: dict[_Key, _LayerRecord] = {}
+        self.records = {0: _Record("input", 0, options)}
+        """By depth: models such as ALBERT run one module at every depth."""
         self.samples = 0
         self.tokens = 0
 
-    @contextmanager
-    def listening(self, batch: Any) -> Iterator[None]:
-        """Around one forward of the model on ``batch``."""
+    def run(self, batch: Any) -> None:
+        """Measure one forward of the model on ``batch``."""
         valid = self.options.valid
         self._valid = checked_mask(valid(batch) if callable(valid) else valid)
-        self._turns: dict[str, int] = defaultdict(int)
-        # the layer whose filter ran last, and its record
-        self._last: tuple[Layer, _LayerRecord] | None = None
+        # the layer whose filter ran last
+        self._last: Layer | None = None
         self.watch.start(self._valid, batch)
         try:
-            yield
+            self.options.forward(self.watch.model, batch)
         finally:
             self.watch.stop()
 
     def features(self) -> list[FeatureReading]:
-        records = {"input": self.entry} | {self._title(k): r for k, r in self.layers.items()}
-        return [r.feature_reading(title) for title, r in records.items() if r.features]
+        records = (record for _, record in sorted(self.records.items()) if record.features)
+        return [record.feature_reading(self._title(record)) for record in records]
 
-    def attention(self, bare: set[str]) -> list[AttentionReading]:
+    def attention(self, bare: Collection[str]) -> list[AttentionReading]:
         """One reading a layer; those whose name is in ``bare`` have no filter of their own."""
         return [
-            record.attention_reading(self._title(key), filter, bare=key[0] in bare)
-            for key, record in self.layers.items()
-            if key[0] in self.selected and (filter := self.sites[key[0]].filter).is_polynomial
+            record.attention_reading(self._title(record), filter, record.name in bare)
+            for _, record in sorted(self.records.items())
+            if record.name in self.selected
+            and (filter := self.sites[record.name].filter).is_polynomial
         ]
 
-    def _title(self, key: _Key) -> str:
-        name, turn = key
-        return f"{name} (run {turn + 1})" if (name, 1) in self.layers else name
+    def _title(self, record: _Record) -> str:
+        """The name of a layer, with a number if its module runs more than once."""
+        runs = [other for other in self.records.values() if other.name == record.name]
+        several = f"{record.name} (run {runs.index(record) + 1})"
+        return several if len(runs) > 1 else record.name
 
     def _on_filter(
         self, layer: Layer, filter: GraphFilter, operator: Operator, v: Tensor, y: Tensor
@@ -332,10 +311,8 @@ class _Recorder:
                 f"{name}: {y.shape[-2]} new tokens attend to {length}: the lens measures whole "
                 "sequences, not decoding steps; leave past_key_values out"
             )
-        key = name, self._turns[name]
-        self._turns[name] += 1
-        record = self.layers.setdefault(key, _LayerRecord(len(self.layers) + 1, options))
-        is_first, self._last = self._last is None, (layer, record)
+        record = self.records.setdefault(layer.depth, _Record(name, layer.depth, options))
+        is_first, self._last = self._last is None, layer
         if is_first and layer.entered is not None:
             self._begin(layer, layer.entered)
         if name not in self.selected:
@@ -361,18 +338,18 @@ class _Recorder:
         """Count samples and tokens, and measure the input of the first block."""
         attended = layer.attended
         assert attended is not None
-        sizes = (attended.batch, attended.length)
+        sizes, tokens = (attended.batch, attended.length), None
+        block = self.watch.model.get_submodule(layer.outermost)
         try:
             valid = layer.mask(sizes, entered.device)
-            block = self.watch.model.get_submodule(layer.outermost)
             tokens = tokens_of(entered, attended, block, valid=valid)
+        except AxesInDoubtError:
+            # how many there are is known
+            self._leave_out(layer.name, "the input of the first block")
+        else:
             if tokens is None:
                 return
             sizes = (tokens.shape[0], tokens.shape[1])
-        except AxesInDoubtError:
-            # how many there are is known
-            tokens = None
-            self._leave_out(layer.name, "the input of the first block")
         if self._valid is not None and self._valid.shape != sizes:
             raise ValueError(
                 f"valid must be a mask of the tokens that enter the first block, "
@@ -382,18 +359,20 @@ class _Recorder:
         self.samples += sizes[0]
         self.tokens += sizes[0] * sizes[1] if valid is None else int(valid.sum())
         if tokens is not None and self._wants_features(layer.name):
-            self.entry.add_features(tokens, self._mask(layer, tokens, "that enter the first block"))
+            self.records[0].add_features(
+                tokens, self._mask(layer, tokens, "that enter the first block")
+            )
 
     def _on_layer(self, layer: Layer) -> None:
         """Measure the output of the last block."""
-        if self._last is None or layer is not self._last[0]:
+        if layer is not self._last:
             return
         tokens, name = layer.tokens, layer.name
         if tokens is None:
             self._leave_out(name, name)
         elif self._wants_features(name):
             valid = self._mask(layer, tokens, f"that leave the block of {name}")
-            self._last[1].add_features(tokens, valid)
+            self.records[layer.depth].add_features(tokens, valid)
 
     def _mask(self, layer: Layer, tokens: Tensor, which: str) -> Tensor | None:
         """The mask of tokens ``(B, N, D)``; raises if one that counts is NaN or infinite."""
@@ -425,10 +404,11 @@ def _unless_all(valid: Tensor | None) -> Tensor | None:
 _POINTS = 64
 
 
-class _LayerRecord:
+class _Record:
     """The measurements of one layer so far, a row for each sample, by their names in readings."""
 
-    def __init__(self, depth: int, options: _Options) -> None:
+    def __init__(self, name: str, depth: int, options: _Options) -> None:
+        self.name = name
         self.depth = depth
         self.options = options
         self.features: dict[str, list[Tensor]] = defaultdict(list)

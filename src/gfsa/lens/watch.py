@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,12 +22,6 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: site.module for name, site in accepting_sites(model, sites(model)).items()}
 
 
-Masks = Sequence[Sequence[Tensor | None]]
-"""Masks of a layer's tokens in three groups: the user's own, those of the model's call and of the
-attention, and what an attention map shows. The first group that has masks of the tokens' shape
-decides; a token counts if all of these say so."""
-
-
 @dataclass
 class Layer:
     """One run of an attention module: models such as ALBERT run one module at every depth."""
@@ -41,8 +35,10 @@ class Layer:
     """What this block was called with."""
     attended: Attended | None = None
     """None if it cannot be told what the attention attends to."""
-    masks: Masks | None = None
-    """None until the filter runs, or the attention ends without one."""
+    masks: list[list[Tensor | None]] | None = None
+    """Masks in three groups: the user's own, those of the model's call and of the attention, and
+    what an attention map shows. The first group that has masks of the tokens' shape decides; a
+    token counts if all of these say so. None until the filter runs, or the attention ends."""
     tokens: Tensor | None = None
     """What leaves this block, ``(B, N, D)``; None if its axes are in doubt."""
 
@@ -186,10 +182,24 @@ class Watch:
         layer.masks = [[self._mask_of(layer.name)]]
         # keyword arguments need not come in the order of the parameters
         x = first_tensor(self._calls[block].given) if block in self._calls else None
-        given = [value for call in self._calls.values() for value in call.given.values()]
-        matrices = {tuple(v.shape) for v in given if isinstance(v, Tensor) and v.dim() == 2}
         x = entered if x is None else x
-        layer.attended = attended_by_input(self.attention[layer.name], x, matrices)
+        attention = self.attention[layer.name]
+        width = _width(attention)
+        if x is None or x.dim() > 4 or (x.dim() == 4 and _by_width(x, width) is None):
+            return
+        if x.dim() == 4:
+            samples, tokens = _tokens_of_grid(x, _by_width(x, width)).shape[:2]
+            layer.attended = Attended(samples, tokens, width)
+            return
+        one, other = x.shape[:2] if x.dim() == 3 else (1, len(x))
+        # ids and masks among the arguments of the modules around it are (B, N)
+        given = [value for call in self._calls.values() for value in call.given.values()]
+        shapes = {tuple(v.shape) for v in given if isinstance(v, Tensor) and v.dim() == 2}
+        is_turned = x.dim() == 3 and (other, one) in shapes and (one, other) not in shapes
+        sequence_first = _is_sequence_first(attention, is_turned)
+        if sequence_first and x.dim() == 3:
+            one, other = other, one
+        layer.attended = Attended(one, other, width, sequence_first)
 
     @torch.no_grad()
     def _filtered(self, name: str, filter: GraphFilter, args: Any, output: Any) -> None:
@@ -203,8 +213,19 @@ class Watch:
             self._depth += 1
             layer = Layer(name, self._depth, name, None)
         operator, v = args[0].whole(), args[1].detach()
-        layer.attended = attended_by_values(self.attention[name], v)
-        layer.masks = masks_of_filter(self._mask_of(name), operator, v, self._valid)
+        samples, length = v.shape[:-3], v.shape[-2]
+        # tokens further apart in memory than samples were projected from (N, B, D)
+        is_turned = len(samples) == 1 and v.stride(-2) > v.stride(0)
+        sequence_first = _is_sequence_first(self.attention[name], is_turned)
+        width = v.shape[-3:-2].numel() * v.shape[-1]
+        layer.attended = Attended(samples.numel(), length, width, sequence_first)
+        visible = operator.visibility()
+        # False where the operator's masks hide a token from every query
+        hidden = None if visible is None else _of_keys(visible.visible_keys(), v)
+        layer.masks = [[self._valid], [self._mask_of(name), hidden]]
+        if layer.mask((*samples, length), v.device) is None:
+            # this one reads all entries of a map
+            layer.masks.append([shown_by_map(operator, v)])
         if self.on_filter is not None:
             # what runs for a measurement is not followed itself
             self._outer = None
@@ -409,38 +430,6 @@ class Attended(NamedTuple):
         return None if first == last else first
 
 
-def attended_by_values(attention: nn.Module, v: Tensor) -> Attended:
-    """What an attention attends to, by the values ``(..., H, N, d)`` that its filter gets."""
-    lead = v.shape[:-3]
-    width = v.shape[-3:-2].numel() * v.shape[-1]
-    # tokens further apart in memory than samples were projected from (N, B, D)
-    is_turned = len(lead) == 1 and v.stride(-2) > v.stride(0)
-    return Attended(lead.numel(), v.shape[-2], width, _is_sequence_first(attention, is_turned))
-
-
-def attended_by_input(
-    attention: nn.Module, x: Tensor | None, around: Collection[tuple[int, ...]]
-) -> Attended | None:
-    """The same of an attention without a filter, by the tensor that it or its block got.
-
-    None if that does not show it. ``around`` has the shapes of matrices among the arguments of the
-    modules around it; those of ids and masks are ``(B, N)``.
-    """
-    width = _width(attention)
-    if x is None or x.dim() > 4 or (x.dim() == 4 and _by_width(x, width) is None):
-        return None
-    if x.dim() == 4:
-        samples, tokens = _tokens_of_grid(x, _by_width(x, width)).shape[:2]
-        return Attended(samples, tokens, width)
-    if x.dim() == 2:
-        return Attended(1, len(x), width, _is_sequence_first(attention, False))
-    one, other = x.shape[:2]
-    is_turned = (other, one) in around and (one, other) not in around
-    if _is_sequence_first(attention, is_turned):
-        return Attended(other, one, width, sequence_first=True)
-    return Attended(one, other, width)
-
-
 def _is_sequence_first(attention: nn.Module, looks_so: bool) -> bool:
     """As the attention declares, or as its arguments look."""
     return getattr(attention, "batch_first", not looks_so) is False
@@ -508,22 +497,6 @@ def _width(attention: nn.Module) -> int:
             if isinstance(found, int):
                 return found
     return 0
-
-
-def masks_of_filter(
-    handed_down: Tensor | None, operator: Operator, v: Tensor, own: Tensor | None
-) -> Masks:
-    """The masks of a layer whose filter was called with an operator and values.
-
-    ``handed_down`` is the mask that the modules around the layer got, ``own`` the user's.
-    """
-    visible = operator.visibility()
-    # False where the operator's masks hide a token from every query
-    stated = (handed_down, None if visible is None else _of_keys(visible.visible_keys(), v))
-    shape = (*v.shape[:-3], v.shape[-2])
-    is_known = any(mask is not None and mask.shape == shape for mask in (own, *stated))
-    # the last one reads all entries of a map
-    return (own,), stated, (None if is_known else shown_by_map(operator, v),)
 
 
 def shown_by_map(operator: Operator, v: Tensor) -> Tensor | None:

@@ -114,8 +114,7 @@ class LensReport:
             models = {model.name: model for model in read["models"]}
             if len(models) < len(read["models"]):
                 raise ValueError("two models have the same name")
-            paths = {name: path.checked() for name, path in read["trajectories"].items()}
-            return cls(models, read["created"], read["gfsa"], read["data"], paths)
+            return cls(models, *(read[key] for key in ("created", "gfsa", "data", "trajectories")))
         except ValueError as error:
             raise ValueError(f"{path} is damaged, or was changed by hand: {error}") from error
 

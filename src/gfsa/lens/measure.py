@@ -212,14 +212,6 @@ def map_singular_values(matrix: Tensor, valid: Tensor | None = None) -> Tensor:
     return singular_values(matrix)
 
 
-def polynomial(coeffs: Tensor, values: Tensor) -> Tensor:
-    r"""``p(σ) = Σ_k c_k σ^k``: coefficients ``(..., m+1)`` at values ``(S,)``, ``(..., S)``."""
-    result = torch.zeros_like(values)
-    for column in reversed(coeffs.unbind(-1)):
-        result = result * values + column[..., None]
-    return result
-
-
 def verdicts(coeffs: Tensor) -> list[Verdict]:
     r"""Low-pass or high-pass, head by head, by the criterion of Theorem 3.1 of the paper.
 
@@ -231,7 +223,8 @@ def verdicts(coeffs: Tensor) -> list[Verdict]:
     """
     numbers = coeffs.detach().double().cpu()
     sigma = torch.linspace(0, math.pi / 2, 4097, dtype=torch.float64)[1:-1].sin().square()
-    differences = polynomial(numbers, sigma).abs() - numbers.sum(-1, keepdim=True).abs()
+    powers = sigma ** torch.arange(numbers.shape[-1])[:, None]
+    differences = (numbers @ powers).abs() - numbers.sum(-1, keepdim=True).abs()
     noise = 1e-12 * numbers.abs().sum(-1, keepdim=True)
     is_less, is_more = (differences < -noise).any(-1), (differences > noise).any(-1)
     # in the order of what is true of a head: neither, more, less, both

@@ -163,7 +163,7 @@ def _diagnose(
             err=True,
         )
     for source in others:
-        if other_inputs(first, source, data, tokens):
+        if other_inputs(batches, source, data, batch, tokens):
             typer.echo(
                 f"gfsa diagnose: {source.label} makes other inputs of {short} than {first.label} "
                 "(another tokenizer, or images of another size or scale), and is measured on "

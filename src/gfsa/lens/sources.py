@@ -26,8 +26,6 @@ from gfsa.plugs.saving.pretrained import from_pretrained, has_filters, one_line,
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 # what a tokenizer returns that models take
 _FROM_TOKENIZER = {"input_ids", "attention_mask", "token_type_ids"}
-# samples that show whether two models have the same tokenizer, or take images of the same size
-_COMPARED = 4
 
 _PASS = "pass a text file, a folder of images, or a .safetensors file with the model's arguments"
 
@@ -153,22 +151,23 @@ def _open_images(paths: Sequence[Path]) -> list[Any]:
     return images
 
 
-def other_inputs(first: Source, other: Source, data: Data, tokens: int) -> bool:
-    """Whether ``other`` would make other inputs of some of ``data`` than ``first``.
+def other_inputs(batches: list[Any], other: Source, data: Data, batch: int, tokens: int) -> bool:
+    """Whether ``other`` would make other batches of ``data`` than these.
 
     False where it cannot make any: a folder of a run often has no tokenizer.
     """
     if data.kind in ("random", "tensors"):
         return False
-    some = data._replace(samples=data.samples[:_COMPARED])
     try:
-        (own,) = load_batches(other, some, _COMPARED, tokens)
+        own_batches = load_batches(other, data, batch, tokens)
     # whatever a library raises for a tokenizer or settings of images that are not there
     except Exception:
         return False
-    (given,) = load_batches(first, some, _COMPARED, tokens)
-    own, given = (x if isinstance(x, dict) else {"": x} for x in (own, given))
-    return own.keys() != given.keys() or not all(torch.equal(own[key], given[key]) for key in own)
+    for pair in zip(own_batches, batches, strict=True):
+        own, given = (x if isinstance(x, dict) else {"": x} for x in pair)
+        if own.keys() != given.keys() or not all(torch.equal(own[k], given[k]) for k in own):
+            return True
+    return False
 
 
 def refuse_unfit(source: Source, batch: Any, data: str) -> None:

@@ -100,9 +100,9 @@ class Watch:
         """
         self.stop()
         self._valid = valid
-        self._batch = Arguments(_with_batches({"batch": batch}))
+        self._batch = _Call(_with_batches({"batch": batch}))
         # what the modules that run now were called with
-        self._calls: dict[str, Arguments] = {}
+        self._calls: dict[str, _Call] = {}
         # the outermost container that runs now, and the layer whose blocks do
         self._outer: str | None = None
         self._layer: Layer | None = None
@@ -136,7 +136,7 @@ class Watch:
                 # the layers of the model before the first one inside of this part
                 inside = [_is_in(name, layer) for layer in self.attention]
                 self._depth = inside.index(True) if True in inside else 0
-            self._calls[name] = Arguments.of_call(module, args, kwargs)
+            self._calls[name] = _Call.of(module, args, kwargs)
         # the first block to begin is the outermost one around its attention
         if self._outer is not None and self._layer is None and name in self._layer_of:
             self._depth += 1
@@ -243,18 +243,25 @@ class Watch:
         """
         around = sorted((n for n in self._calls if _is_in(n, layer)), key=len, reverse=True)
         calls = [(layer[len(n) :], self._calls[n], n in self._parts) for n in around]
-        calls.append((layer, self._batch, False))
         square = None
-        for path, call, is_part in calls:
-            mask = call.mask(path)
+        for path, call, is_part in [*calls, (layer, self._batch, False)]:
+            names = [name for name in _MASKS if name in call.given]
+            # of a module that takes masks of one kind alone, they are about all of its layers
+            names = [n for n in names if (n in _OF_TARGET) == ("decoder" in path)] or names
+            given = {name: call.given[name] for name in names}
+            masks = (_counted(mask, _MASKS[name]) for name, mask in given.items())
+            mask = next((mask for mask in masks if mask is not None), None)
             if mask is not None:
                 if mask.shape[0] != mask.shape[1]:
                     return mask
                 # (B, N) of as many samples as tokens, or pairs (N, N) that an inner module made:
                 # the outermost is the padding mask
                 square = mask
-            elif is_part and not call.has_another_mask(path):
-                break
+            elif is_part and not call.passes_on:
+                # a mask may have come in another form, made further out: pairs, a description
+                given = given or {n: value for n, value in call.given.items() if "mask" in n}
+                if all(value is None for value in given.values()):
+                    break
         return square
 
 
@@ -274,7 +281,20 @@ _MASKS = {
 _OF_TARGET = {"decoder_attention_mask", "tgt_key_padding_mask"}
 
 
-class Arguments(NamedTuple):
+def _counted(mask: Any, true_counts: bool) -> Tensor | None:
+    """A mask ``(B, N)`` as True where a token counts, without reading from the device."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    if not true_counts:
+        # of torch: True or -inf hides
+        return ~mask.bool()
+    if not mask.is_floating_point():
+        return mask.bool()
+    # zeros and ones, or zeros and large negative numbers to add to scores
+    return torch.where((mask < 0).any(), mask == 0, mask != 0)
+
+
+class _Call(NamedTuple):
     """What a module was called with."""
 
     given: dict[str, Any]
@@ -283,8 +303,8 @@ class Arguments(NamedTuple):
     """Whether its forward has ``*args``: a wrapper, whose arguments have names further inside."""
 
     @classmethod
-    def of_call(cls, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Arguments:
-        """The arguments of a call, by the names of the forward's parameters."""
+    def of(cls, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> _Call:
+        """A call, with the names of the forward's parameters."""
         try:
             bound = inspect.signature(module.forward).bind(*args, **kwargs)
         except (TypeError, ValueError):
@@ -295,35 +315,6 @@ class Arguments(NamedTuple):
         # a Sequential takes no masks, whatever its modules do with them
         passes_on = inspect.Parameter.VAR_POSITIONAL in kinds or isinstance(module, nn.Sequential)
         return cls(_with_batches(bound.arguments), passes_on)
-
-    def mask(self, path: str) -> Tensor | None:
-        """The padding mask for the layer at ``path`` inside of the module, True where one counts.
-
-        No number is read from the device.
-        """
-        for name in self._mask_names(path):
-            mask = self.given.get(name)
-            if isinstance(mask, Tensor) and mask.dim() == 2:
-                if not _MASKS[name]:
-                    # of torch: True or -inf hides
-                    return ~mask.bool()
-                if not mask.is_floating_point():
-                    return mask.bool()
-                # zeros and ones, or zeros and large negative numbers to add to scores
-                return torch.where((mask < 0).any(), mask == 0, mask != 0)
-        return None
-
-    def has_another_mask(self, path: str) -> bool:
-        """Whether a mask may have come in another form, made further out: pairs, a description."""
-        names = self._mask_names(path) or [name for name in self.given if "mask" in name]
-        return self.passes_on or any(self.given.get(name) is not None for name in names)
-
-    def _mask_names(self, path: str) -> list[str]:
-        """The names of masks that are about the layer at ``path``."""
-        names = [name for name in _MASKS if name in self.given]
-        wanted = [name for name in names if (name in _OF_TARGET) == ("decoder" in path)]
-        # of a module that takes masks of one kind alone, they are about all of its layers
-        return wanted or names
 
 
 def _with_batches(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -220,8 +220,9 @@ def test_timm_on_a_folder_of_images(tmp_path: Path) -> None:
     [
         ([], "expected a model and data"),
         (
-            ["--coefficients", "a.csv", "--data", "random", "--batch-size", "2"],
-            "without --model measures nothing; leave out --data, --batch-size",
+            ["--coefficients", "a.csv", "--data", "random", "--figures", "figures"],
+            "without --model measures nothing, and is shown on a page (--html); leave out --data, "
+            "--figures",
         ),
         (["--model", "no_such_module:build", "--data", "random"], "No module named"),
         (["--model", "timm:no_such_model", "--data", "random"], "no model 'no_such_model'"),

@@ -75,13 +75,14 @@ def diagnose(
 
     chosen = _layers(layers)
     try:
-        _make_places(html, json, figures)
         if report is not None:
             _refuse_given(context, "--report shows what was measured before", "model", *_MEASURING)
         elif coefficients and not model:
-            _refuse_given(context, "--coefficients without --model measures nothing", *_MEASURING)
+            why = "--coefficients without --model measures nothing, and is shown on a page (--html)"
+            _refuse_given(context, why, *_MEASURING, "figures")
         elif not model or not data:
             raise ValueError("expected a model and data: --model NAME --data texts.txt")
+        _make_places(html, json, figures)
         # files first: a model may take minutes to load
         trajectories = _trajectories(coefficients or [])
         if report is not None:

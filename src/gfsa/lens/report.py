@@ -53,12 +53,12 @@ class LensReport:
 
     @property
     def figures(self) -> dict[str, Figure]:
-        """matplotlib figures by name, drawn when asked for."""
+        """matplotlib figures of the readings by name, drawn when asked for."""
         try:
             from gfsa.lens.figures import draw
         except ImportError:
             raise ImportError("figures need matplotlib: pip install matplotlib") from None
-        return draw(list(self.models.values()), self.trajectories)
+        return draw(list(self.models.values()))
 
     def table(self, console: Console | None = None) -> None:
         """Print a table and the findings for each model, then the headline."""

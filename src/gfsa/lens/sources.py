@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gfsa.plugs.running import call
@@ -70,18 +72,18 @@ def read_data(name: str, samples: int, column: str = "") -> Data:
         return Data(name, "images", images[:samples])
     if not path.is_file():
         raise ValueError(f"--data {name!r} is neither a file nor a folder nor 'random'; {_PASS}")
-    if ending == ".safetensors":
-        return Data(name, "tensors", _read_tensors(path)[:samples])
     if ending in (".json", ".jsonl", ".ndjson", ".parquet"):
         raise ValueError(f"{path}: write its texts one per line into a .txt, or export a .csv")
+    what = {".safetensors": "safetensors file", ".csv": "table", ".tsv": "table"}
     try:
+        if ending == ".safetensors":
+            return Data(name, "tensors", _rows_of(load_file(path), path)[:samples])
         # some editors write a byte order mark
         text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not text in UTF-8 ({error.reason}, byte {error.start}); {_PASS}"
-        ) from error
-    lines = _column_of(path, text, column) if is_table else text.splitlines()
+        lines = _column_of(path, text, column) if is_table else text.splitlines()
+    except (SafetensorError, UnicodeDecodeError, csv.Error) as error:
+        kind = what.get(ending, "text in UTF-8")
+        raise ValueError(f"{path} is damaged, or no {kind} ({error}); {_PASS}") from error
     lines = [line.strip() for line in lines if line.strip()]
     if not lines:
         raise ValueError(f"{path} has no text in it")
@@ -93,24 +95,15 @@ def _column_of(path: Path, text: str, column: str) -> list[str]:
     head = text.split("\n", 1)[0]
     comma = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=head.count)
     table = csv.DictReader(text.splitlines(keepends=True), delimiter=comma)
-    try:
-        header, rows = table.fieldnames or (), list(table)
-    except csv.Error as error:
-        raise ValueError(f"{path} is damaged, or no table: {error}") from error
+    header, rows = table.fieldnames or (), list(table)
     if column not in header:
         got = f"it has no column {column!r}" if column else "--column names the one with the texts"
         raise ValueError(f"{path} is a table with the columns {', '.join(header) or 'none'}: {got}")
     return [row[column] or "" for row in rows]
 
 
-def _read_tensors(path: Path) -> list[dict[str, Tensor]]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from error
+def _rows_of(tensors: dict[str, Tensor], path: Path) -> list[dict[str, Tensor]]:
+    """The arguments of a model, sample by sample."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     # () of a tensor without dimensions
     sizes = {shape[:1] for shape in shapes.values()}

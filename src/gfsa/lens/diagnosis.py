@@ -172,9 +172,8 @@ def _measure(
     start = time.perf_counter()
     found = sites(model, options.unknown)
     skipped = {name: site.refusal for name, site in found.items() if site.refusal is not None}
-    accepting = accepting_sites(model, found)
-    bare = {name: site for name, site in accepting.items() if not site.is_plugged}
-    own = [site.filter for site in accepting.values() if site.is_plugged]
+    accepting = accepting_sites(model, found).items()
+    bare = {name: site for name, site in accepting if not site.is_plugged}
     # also if Ctrl-C comes while the filters are removed
     with torch.no_grad(), unchanged(model):
         model.eval()
@@ -185,15 +184,16 @@ def _measure(
         # in one pass, with no parameters
         install(model, [(s, GFSA(s.num_heads, K=None, learn=())) for s in bare.values()])
         plugged = plugged_sites(model)
+        own = [site.filter for name, site in plugged.items() if name not in bare]
         recorder = _Recorder(model, plugged, options)
         for batch in batches:
             recorder.run(_to_device(batch, device))
         layers = recorder.attention(bare)
         uninstall(model, [plugged[name] for name in bare])
-    if recorder.in_doubt:
-        warnings.warn(axes_in_doubt(recorder.in_doubt), stacklevel=3)
     if len(recorder.records) == 1:
         raise ValueError("no attention layer ran: expected at least one batch in inputs")
+    if recorder.in_doubt:
+        warnings.warn(axes_in_doubt(recorder.in_doubt), stacklevel=3)
     return ModelReading(
         name=name,
         kind=type(model).__name__,

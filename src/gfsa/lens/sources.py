@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gfsa.plugs.running import call
@@ -58,6 +56,9 @@ class Source:
 
 def read_data(name: str, samples: int, column: str = "") -> Data:
     """Read at most ``samples`` samples; ``column`` names the texts of a table."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     path = Path(name)
     ending = path.suffix.lower()
     is_table = ending in (".csv", ".tsv")

@@ -266,8 +266,9 @@ class _Recorder:
         """Layers (or the input) whose tokens were left out: axes could not be told apart."""
         self.without_maps: dict[str, str] = {}
         """Layers whose response or singular values were left out, with the reason."""
-        self.records = {0: _Record("input", 0, options)}
-        """By depth: models such as ALBERT run one module at every depth."""
+        self.entry = _Record("input", 0, options)
+        self.records = {(0, "input"): self.entry}
+        """By depth and name: models such as ALBERT run one module at every depth."""
         self.samples = 0
         self.tokens = 0
 
@@ -311,7 +312,8 @@ class _Recorder:
                 f"{name}: {y.shape[-2]} new tokens attend to {length}: the lens measures whole "
                 "sequences, not decoding steps; leave past_key_values out"
             )
-        record = self.records.setdefault(layer.depth, _Record(name, layer.depth, options))
+        fresh = _Record(name, layer.depth, options)
+        record = self.records.setdefault((layer.depth, name), fresh)
         is_first, self._last = self._last is None, layer
         if is_first and layer.entered is not None:
             self._begin(layer, layer.entered)
@@ -359,9 +361,7 @@ class _Recorder:
         self.samples += sizes[0]
         self.tokens += sizes[0] * sizes[1] if valid is None else int(valid.sum())
         if tokens is not None and self._wants_features(layer.name):
-            self.records[0].add_features(
-                tokens, self._mask(layer, tokens, "that enter the first block")
-            )
+            self.entry.add_features(tokens, self._mask(layer, tokens, "that enter the first block"))
 
     def _on_layer(self, layer: Layer) -> None:
         """Measure the output of the last block."""
@@ -372,7 +372,7 @@ class _Recorder:
             self._leave_out(name, name)
         elif self._wants_features(name):
             valid = self._mask(layer, tokens, f"that leave the block of {name}")
-            self.records[layer.depth].add_features(tokens, valid)
+            self.records[layer.depth, name].add_features(tokens, valid)
 
     def _mask(self, layer: Layer, tokens: Tensor, which: str) -> Tensor | None:
         """The mask of tokens ``(B, N, D)``; raises if one that counts is NaN or infinite."""
@@ -420,14 +420,9 @@ class _Record:
         """Measure tokens ``(B, N, D)`` with their mask ``(B, N)``."""
         most = measure.token_count(x, valid).clamp(max=x.shape[-1])
         values = measure.singular_values(x, valid)
-        found = {
-            "cosine": measure.cosine_similarity(x, valid),
-            "effective_rank": measure.effective_rank(values),
-            "most_rank": most,
-            "residual": measure.rank_one_residual(x, valid),
-            "norm": measure.token_norm(x, valid),
-            "singular_values": _profile(self.features["singular_values"], values, most),
-        }
+        found = {name: function(x, valid) for name, function in measure.CHEAP.items()}
+        found |= {"effective_rank": measure.effective_rank(values), "most_rank": most}
+        found["singular_values"] = _profile(self.features["singular_values"], values, most)
         for name, value in found.items():
             self.features[name].append(value.double().cpu())
 

@@ -108,7 +108,7 @@ def diagnose(
         spectral_samples: samples that take part in the spectral measurements.
         most_frequencies: Fourier modes in a response, at most.
         most_tokens: no n×n map is built beyond this length: no entropy, no ``A_ii`` and no
-            singular values of maps.
+            singular values of maps. Up to it, the maps of a layer are in memory for a whole batch.
         unknown: attention that no adapter knows is skipped (``"refuse"``) or traced
             (``"trace"``), as in :func:`gfsa.plug`.
         progress: whether to show a progress bar; default: in a terminal.

@@ -212,9 +212,8 @@ def test_timm_on_a_folder_of_images(tmp_path: Path) -> None:
     [
         ([], "expected a model and data"),
         (
-            ["--coefficients", "a.csv", "--data", "random", "--figures", "figures"],
-            "without --model measures nothing, and is shown on a page (--html); leave out --data, "
-            "--figures",
+            ["--coefficients", "a.csv", "--data", "random", "--batch-size", "2"],
+            "without --model measures nothing; leave out --data, --batch-size",
         ),
         (["--model", "no_such_module:build", "--data", "random"], "No module named"),
         (["--model", "timm:no_such_model", "--data", "random"], "no model 'no_such_model'"),
@@ -297,6 +296,7 @@ def test_coefficients_over_training_need_no_model(tmp_path: Path) -> None:
     both = reported(tmp_path, "--report", json, *named).trajectories
     assert list(both) == ["gfsa_filter_lr=0.1", "tuned"]
     assert "use LABEL=FILE" in refused(*named, *named)
+    assert "--figures needs a model" in refused(*named, "--figures", tmp_path)
     (folder / "curve.csv").write_text("step,loss\n1,2\n")
     said = refused("--coefficients", folder / "curve.csv")
     assert "no coefficients over training" in said

@@ -78,8 +78,7 @@ def diagnose(
         if report is not None:
             _refuse_given(context, "--report shows what was measured before", "model", *_MEASURING)
         elif coefficients and not model:
-            why = "--coefficients without --model measures nothing, and is shown on a page (--html)"
-            _refuse_given(context, why, *_MEASURING, "figures")
+            _refuse_given(context, "--coefficients without --model measures nothing", *_MEASURING)
         elif not model or not data:
             raise ValueError("expected a model and data: --model NAME --data texts.txt")
         _make_places(html, json, figures)
@@ -96,6 +95,8 @@ def diagnose(
             now = datetime.now(timezone.utc)
             found = LensReport({}, created=now.isoformat(timespec="seconds"))
         found.trajectories |= trajectories
+        if figures is not None and not found.models:
+            raise ValueError("--figures needs a model; coefficients over training need --html")
         found.table()
         if html is not None:
             found.to_html(html)

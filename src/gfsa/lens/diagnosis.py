@@ -338,20 +338,19 @@ class _Recorder:
 
     def _begin(self, layer: Layer, entered: Tensor) -> None:
         """Count samples and tokens, and measure the input of the first block."""
-        attended = layer.attended
+        attended, tokens = layer.attended, None
         assert attended is not None
-        sizes, tokens = (attended.batch, attended.length), None
+        sizes = (attended.batch, attended.length)
         block = self.watch.model.get_submodule(layer.outermost)
         try:
             valid = layer.mask(sizes, entered.device)
             tokens = tokens_of(entered, attended, block, valid=valid)
-        except AxesInDoubtError:
-            # how many there are is known
-            self._leave_out(layer.name, "the input of the first block")
-        else:
             if tokens is None:
                 return
             sizes = (tokens.shape[0], tokens.shape[1])
+        except AxesInDoubtError:
+            # how many there are is known
+            pass
         if self._valid is not None and self._valid.shape != sizes:
             raise ValueError(
                 f"valid must be a mask of the tokens that enter the first block, "
@@ -360,19 +359,24 @@ class _Recorder:
         valid = layer.mask(sizes, entered.device)
         self.samples += sizes[0]
         self.tokens += sizes[0] * sizes[1] if valid is None else int(valid.sum())
-        if tokens is not None and self._wants_features(layer.name):
-            self.entry.add_features(tokens, self._mask(layer, tokens, "that enter the first block"))
+        what = "the input of the first block"
+        self._add_features(self.entry, layer, tokens, what, "that enter the first block")
 
     def _on_layer(self, layer: Layer) -> None:
         """Measure the output of the last block."""
-        if layer is not self._last:
+        if layer is self._last:
+            record, which = self.records[layer.depth, layer.name], f"the block of {layer.name}"
+            self._add_features(record, layer, layer.tokens, layer.name, f"that leave {which}")
+
+    def _add_features(
+        self, record: _Record, layer: Layer, tokens: Tensor | None, what: str, which: str
+    ) -> None:
+        if not self.options.features or layer.name not in self.selected:
             return
-        tokens, name = layer.tokens, layer.name
-        if tokens is None:
-            self._leave_out(name, name)
-        elif self._wants_features(name):
-            valid = self._mask(layer, tokens, f"that leave the block of {name}")
-            self.records[layer.depth, name].add_features(tokens, valid)
+        if tokens is not None:
+            record.add_features(tokens, self._mask(layer, tokens, which))
+        elif what not in self.in_doubt:
+            self.in_doubt.append(what)
 
     def _mask(self, layer: Layer, tokens: Tensor, which: str) -> Tensor | None:
         """The mask of tokens ``(B, N, D)``; raises if one that counts is NaN or infinite."""
@@ -385,14 +389,6 @@ class _Recorder:
                 f"{tokens.dtype} overflows"
             )
         return valid
-
-    def _wants_features(self, layer: str) -> bool:
-        return self.options.features and layer in self.selected
-
-    def _leave_out(self, layer: str, what: str) -> None:
-        """Note tokens of a layer that are not measured, unless nobody asked for them."""
-        if self._wants_features(layer) and what not in self.in_doubt:
-            self.in_doubt.append(what)
 
 
 def _unless_all(valid: Tensor | None) -> Tensor | None:

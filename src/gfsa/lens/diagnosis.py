@@ -371,6 +371,7 @@ class _Recorder:
     def _add_features(
         self, record: _Record, layer: Layer, tokens: Tensor | None, what: str, which: str
     ) -> None:
+        """Measure tokens of a layer, or note what was left out, unless nobody asked for them."""
         if not self.options.features or layer.name not in self.selected:
             return
         if tokens is not None:

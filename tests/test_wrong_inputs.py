@@ -74,7 +74,7 @@ WRONG = {
     f"diagnose --model bert --model vit {RANDOM}": (
         "vit (ViTModel) does not run on the inputs that were made of --data random: "
     ),
-    f"{BERT} bytes": "bytes is not text in UTF-8",
+    f"{BERT} bytes": "bytes is damaged, or no text in UTF-8",
     f"{BERT} text.txt": "bert has no tokenizer",
     f"{BERT} bytes.safetensors": "bytes.safetensors is damaged, or no safetensors file",
     f"{BERT} absent.safetensors": "--data 'absent.safetensors' is neither a file",

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 import gfsa
 from gfsa.lens import LensReport
 from gfsa.lens.command import diagnose
-from gfsa.lens.sources import load_batches, load_source, read_data
+from gfsa.lens.sources import read_data
 from support.lens import SMALL, example_trajectory, only
 from support.tiny import UnknownAttention
 
@@ -169,29 +169,21 @@ def test_random_and_tensors(bert: Path, tmp_path: Path) -> None:
 def test_inputs_end_where_the_model_s_positions_do(bert: Path, texts: Path, tmp_path: Path) -> None:
     import transformers as hf
 
-    folder = shutil.copytree(bert, tmp_path / "short")
+    short = shutil.copytree(bert, tmp_path / "short")
     config = hf.AutoConfig.from_pretrained(bert, max_position_embeddings=6)
-    hf.BertForSequenceClassification(config).save_pretrained(folder)
-    source = load_source(str(folder), untrained=False)
-    for name in ("random", str(texts)):
-        data = read_data(name, samples=3)
-        (batch,) = load_batches(source, data, batch=3, tokens=128)
-        assert batch["input_ids"].shape == (3, 6)
-        source.model(**batch)
-        (batch,) = load_batches(source, data, batch=3, tokens=5)
-        assert batch["input_ids"].shape == (3, 5)
-
-
-def test_positions_that_begin_behind_padding(tmp_path: Path) -> None:
-    import transformers as hf
-
-    hf.RobertaModel(hf.RobertaConfig(**SMALL, max_position_embeddings=10)).save_pretrained(tmp_path)
-    done = run("--model", tmp_path, "--data", "random", "--json", tmp_path / "r.json",
-               "--samples", "2")  # fmt: skip
-    assert done.exit_code == 0, done.output
-    assert "has positions for 8 tokens" in done.output
-    (reading,) = LensReport.from_json(tmp_path / "r.json").models.values()
-    assert reading.tokens == 16
+    hf.BertForSequenceClassification(config).save_pretrained(short)
+    # its positions begin behind that of padding
+    roberta = tmp_path / "roberta"
+    hf.RobertaModel(hf.RobertaConfig(**SMALL, max_position_embeddings=10)).save_pretrained(roberta)
+    options = ("--samples", "3", "--no-spectral", "--json", tmp_path / "r.json")
+    for model, data, most, tokens in (
+        (short, "random", 6, 18),
+        (short, texts, 6, 6 + 4 + 6),
+        (roberta, "random", 8, 24),
+    ):
+        done = run("--model", model, "--data", data, *options)
+        assert f"has positions for {most} tokens" in done.output
+        assert only(LensReport.from_json(tmp_path / "r.json")).tokens == tokens
 
 
 @pytest.mark.parametrize("sizes", [[0], [3, 2], [3, None], []])
@@ -304,6 +296,7 @@ def test_coefficients_over_training_need_no_model(tmp_path: Path) -> None:
     both = reported(tmp_path, "--report", json, *named).trajectories
     assert list(both) == ["gfsa_filter_lr=0.1", "tuned"]
     assert "use LABEL=FILE" in refused(*named, *named)
+    assert "--figures needs a model" in refused(*named, "--figures", tmp_path)
     (folder / "curve.csv").write_text("step,loss\n1,2\n")
     said = refused("--coefficients", folder / "curve.csv")
     assert "no coefficients over training" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -148,6 +149,7 @@ def test_long_maps_are_not_built_nor_features_that_are_not_asked_for() -> None:
     assert reading.features == []
     found = reading.attention[0].spectrum
     assert found.map_values == []
+    assert all(math.isnan(entropy) for entropy in reading.attention[0].entropy)
     assert "more than 16 tokens" in reading.skipped[reading.attention[0].name]
     assert len(found.map_response[0]) == 11
 

@@ -75,13 +75,13 @@ def diagnose(
 
     chosen = _layers(layers)
     try:
-        _make_places(html, json, figures)
         if report is not None:
             _refuse_given(context, "--report shows what was measured before", "model", *_MEASURING)
         elif coefficients and not model:
             _refuse_given(context, "--coefficients without --model measures nothing", *_MEASURING)
         elif not model or not data:
             raise ValueError("expected a model and data: --model NAME --data texts.txt")
+        _make_places(html, json, figures)
         # files first: a model may take minutes to load
         trajectories = _trajectories(coefficients or [])
         if report is not None:
@@ -95,6 +95,8 @@ def diagnose(
             now = datetime.now(timezone.utc)
             found = LensReport({}, created=now.isoformat(timespec="seconds"))
         found.trajectories |= trajectories
+        if figures is not None and not found.models:
+            raise ValueError("--figures needs a model; coefficients over training need --html")
         found.table()
         if html is not None:
             found.to_html(html)
@@ -163,7 +165,7 @@ def _diagnose(
             err=True,
         )
     for source in others:
-        if other_inputs(first, source, data, tokens):
+        if other_inputs(batches, source, data, batch, tokens):
             typer.echo(
                 f"gfsa diagnose: {source.label} makes other inputs of {short} than {first.label} "
                 "(another tokenizer, or images of another size or scale), and is measured on "

@@ -9,8 +9,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from operator import length_hint
 from typing import Any, NamedTuple
@@ -108,7 +107,8 @@ def diagnose(
         max_batches: stop after this many batches.
         spectral_samples: samples that take part in the spectral measurements.
         most_frequencies: Fourier modes in a response, at most.
-        most_tokens: no n×n map is built beyond this length, so no singular values of maps.
+        most_tokens: no n×n map is built beyond this length: no entropy, no ``A_ii`` and no
+            singular values of maps. Up to it, the maps of a layer are in memory for a whole batch.
         unknown: attention that no adapter knows is skipped (``"refuse"``) or traced
             (``"trace"``), as in :func:`gfsa.plug`.
         progress: whether to show a progress bar; default: in a terminal.
@@ -161,38 +161,52 @@ def diagnose(
 def _measure(
     name: str, model: nn.Module, batches: Iterable[Any], options: _Options
 ) -> ModelReading:
-    """The readings of one model."""
+    """The readings of one model, which runs with a filter in every attention module.
+
+    The added filters are ordinary attention, bit for bit, so the model computes what it did.
+    """
     # a compiled model would be compiled again for every hook; the module inside is not compiled
     model = getattr(model, "_orig_mod", model)
     parameters = sum(p.numel() for p in model.parameters())
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     start = time.perf_counter()
-    with torch.no_grad(), _plugged_everywhere(model, options.unknown) as (sites, bare, skipped):
-        recorder = _Recorder(model, sites, options)
+    found = sites(model, options.unknown)
+    skipped = {name: site.refusal for name, site in found.items() if site.refusal is not None}
+    accepting = accepting_sites(model, found).items()
+    bare = {name: site for name, site in accepting if not site.is_plugged}
+    # also if Ctrl-C comes while the filters are removed
+    with torch.no_grad(), unchanged(model):
+        model.eval()
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                # it would pack padded batches into nested tensors, which have no axes
+                module.use_nested_tensor = False
+        # in one pass, with no parameters
+        install(model, [(s, GFSA(s.num_heads, K=None, learn=())) for s in bare.values()])
+        plugged = plugged_sites(model)
+        own = [site.filter for name, site in plugged.items() if name not in bare]
+        recorder = _Recorder(model, plugged, options)
         for batch in batches:
-            batch = _to_device(batch, device)
-            with recorder.listening(batch):
-                options.forward(model, batch)
-        if not recorder.layers:
-            raise ValueError("no attention layer ran: expected at least one batch in inputs")
-        if recorder.in_doubt:
-            warnings.warn(axes_in_doubt(recorder.in_doubt), stacklevel=3)
-        skipped |= recorder.without_maps | dict.fromkeys(recorder.in_doubt, AXES_IN_DOUBT)
-        own = [site.filter for name, site in sites.items() if name not in bare]
-        first = next(iter(recorder.layers.values()))
-        return ModelReading(
-            name=name,
-            kind=type(model).__name__,
-            parameters=parameters,
-            filter_parameters=sum(p.numel() for f in own for p in f.parameters()),
-            samples=recorder.samples,
-            tokens=recorder.tokens,
-            spectral_samples=first.spectral_samples,
-            seconds=time.perf_counter() - start,
-            features=recorder.features(),
-            attention=recorder.attention(bare),
-            skipped=skipped,
-        )
+            recorder.run(_to_device(batch, device))
+        layers = recorder.attention(bare)
+        uninstall(model, [plugged[name] for name in bare])
+    if len(recorder.records) == 1:
+        raise ValueError("no attention layer ran: expected at least one batch in inputs")
+    if recorder.in_doubt:
+        warnings.warn(axes_in_doubt(recorder.in_doubt), stacklevel=3)
+    return ModelReading(
+        name=name,
+        kind=type(model).__name__,
+        parameters=parameters,
+        filter_parameters=sum(p.numel() for filter in own for p in filter.parameters()),
+        samples=recorder.samples,
+        tokens=recorder.tokens,
+        spectral_samples=max(record.spectral_samples for record in recorder.records.values()),
+        seconds=time.perf_counter() - start,
+        features=recorder.features(),
+        attention=layers,
+        skipped=skipped | recorder.without_maps | dict.fromkeys(recorder.in_doubt, AXES_IN_DOUBT),
+    )
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -239,41 +253,6 @@ def _with_progress(batches: Iterable[Any], name: str, total: int | None) -> Iter
     return track(batches, f"measuring {name}", total, console=console, transient=True)
 
 
-@contextmanager
-def _plugged_everywhere(
-    model: nn.Module, unknown: Unknown
-) -> Iterator[tuple[dict[str, Site], set[str], dict[str, str]]]:
-    """Evaluation mode, with a filter in every attention module; afterwards all is as it was.
-
-    The added filters are ordinary attention, bit for bit, so the model computes what it did.
-
-    Yields:
-        The plugged sites, the names of those that were plugged here, and the refusals of the rest.
-    """
-    found = sites(model, unknown)
-    accepting = accepting_sites(model, found)
-    refusals = {name: site.refusal for name, site in found.items() if site.refusal is not None}
-    bare = {name: site for name, site in accepting.items() if not site.is_plugged}
-    # also if Ctrl-C comes while the filters are removed
-    with unchanged(model):
-        model.eval()
-        for module in model.modules():
-            if isinstance(module, nn.TransformerEncoder):
-                # it would pack padded batches into nested tensors, which have no axes
-                module.use_nested_tensor = False
-        # in one pass, with no parameters
-        ordinary = [(site, GFSA(site.num_heads, K=None, learn=())) for site in bare.values()]
-        install(model, ordinary)
-        plugged = plugged_sites(model)
-        yield plugged, set(bare), refusals
-        uninstall(model, [plugged[name] for name in bare])
-
-
-# a layer is an attention module and the number of its earlier runs in the same forward: models
-# such as ALBERT run one module at every depth
-_Key = tuple[str, int]
-
-
 class _Recorder:
     """Measures the layers of a model whose attention modules are all plugged (``sites``)."""
 
@@ -287,40 +266,42 @@ class _Recorder:
         """Layers (or the input) whose tokens were left out: axes could not be told apart."""
         self.without_maps: dict[str, str] = {}
         """Layers whose response or singular values were left out, with the reason."""
-        self.entry = _LayerRecord(0, options)
-        self.layers: dict[_Key, _LayerRecord] = {}
+        self.entry = _Record("input", 0, options)
+        self.records = {(0, "input"): self.entry}
+        """By depth and name: models such as ALBERT run one module at every depth."""
         self.samples = 0
         self.tokens = 0
 
-    @contextmanager
-    def listening(self, batch: Any) -> Iterator[None]:
-        """Around one forward of the model on ``batch``."""
+    def run(self, batch: Any) -> None:
+        """Measure one forward of the model on ``batch``."""
         valid = self.options.valid
         self._valid = checked_mask(valid(batch) if callable(valid) else valid)
-        self._turns: dict[str, int] = defaultdict(int)
-        # the layer whose filter ran last, and its record
-        self._last: tuple[Layer, _LayerRecord] | None = None
+        # the layer whose filter ran last
+        self._last: Layer | None = None
         self.watch.start(self._valid, batch)
         try:
-            yield
+            self.options.forward(self.watch.model, batch)
         finally:
             self.watch.stop()
 
     def features(self) -> list[FeatureReading]:
-        records = {"input": self.entry} | {self._title(k): r for k, r in self.layers.items()}
-        return [r.feature_reading(title) for title, r in records.items() if r.features]
+        records = (record for _, record in sorted(self.records.items()) if record.features)
+        return [record.feature_reading(self._title(record)) for record in records]
 
-    def attention(self, bare: set[str]) -> list[AttentionReading]:
+    def attention(self, bare: Collection[str]) -> list[AttentionReading]:
         """One reading a layer; those whose name is in ``bare`` have no filter of their own."""
         return [
-            record.attention_reading(self._title(key), filter, bare=key[0] in bare)
-            for key, record in self.layers.items()
-            if key[0] in self.selected and (filter := self.sites[key[0]].filter).is_polynomial
+            record.attention_reading(self._title(record), filter, record.name in bare)
+            for _, record in sorted(self.records.items())
+            if record.name in self.selected
+            and (filter := self.sites[record.name].filter).is_polynomial
         ]
 
-    def _title(self, key: _Key) -> str:
-        name, turn = key
-        return f"{name} (run {turn + 1})" if (name, 1) in self.layers else name
+    def _title(self, record: _Record) -> str:
+        """The name of a layer, with a number if its module runs more than once."""
+        runs = [other for other in self.records.values() if other.name == record.name]
+        several = f"{record.name} (run {runs.index(record) + 1})"
+        return several if len(runs) > 1 else record.name
 
     def _on_filter(
         self, layer: Layer, filter: GraphFilter, operator: Operator, v: Tensor, y: Tensor
@@ -331,10 +312,9 @@ class _Recorder:
                 f"{name}: {y.shape[-2]} new tokens attend to {length}: the lens measures whole "
                 "sequences, not decoding steps; leave past_key_values out"
             )
-        key = name, self._turns[name]
-        self._turns[name] += 1
-        record = self.layers.setdefault(key, _LayerRecord(len(self.layers) + 1, options))
-        is_first, self._last = self._last is None, (layer, record)
+        fresh = _Record(name, layer.depth, options)
+        record = self.records.setdefault((layer.depth, name), fresh)
+        is_first, self._last = self._last is None, layer
         if is_first and layer.entered is not None:
             self._begin(layer, layer.entered)
         if name not in self.selected:
@@ -345,10 +325,10 @@ class _Recorder:
                 "its response is not"
             )
             return
-        if options.spectral and length > options.most_tokens:
+        if length > options.most_tokens and (options.attention or options.spectral):
             self.without_maps[name] = (
-                f"no singular values: maps of more than {options.most_tokens} tokens are not "
-                f"built, and these have {length} (most_tokens=)"
+                f"no entropy and no singular values: maps of more than {options.most_tokens} "
+                f"tokens are not built, and these have {length} (most_tokens=)"
             )
         # (..., heads, tokens, features)
         if y.dim() == 4:
@@ -358,20 +338,19 @@ class _Recorder:
 
     def _begin(self, layer: Layer, entered: Tensor) -> None:
         """Count samples and tokens, and measure the input of the first block."""
-        attended = layer.attended
+        attended, tokens = layer.attended, None
         assert attended is not None
         sizes = (attended.batch, attended.length)
+        block = self.watch.model.get_submodule(layer.outermost)
         try:
             valid = layer.mask(sizes, entered.device)
-            block = self.watch.model.get_submodule(layer.outermost)
             tokens = tokens_of(entered, attended, block, valid=valid)
             if tokens is None:
                 return
             sizes = (tokens.shape[0], tokens.shape[1])
         except AxesInDoubtError:
             # how many there are is known
-            tokens = None
-            self._leave_out(layer.name, "the input of the first block")
+            pass
         if self._valid is not None and self._valid.shape != sizes:
             raise ValueError(
                 f"valid must be a mask of the tokens that enter the first block, "
@@ -380,19 +359,25 @@ class _Recorder:
         valid = layer.mask(sizes, entered.device)
         self.samples += sizes[0]
         self.tokens += sizes[0] * sizes[1] if valid is None else int(valid.sum())
-        if tokens is not None and self._wants_features(layer.name):
-            self.entry.add_features(tokens, self._mask(layer, tokens, "that enter the first block"))
+        what = "the input of the first block"
+        self._add_features(self.entry, layer, tokens, what, "that enter the first block")
 
     def _on_layer(self, layer: Layer) -> None:
         """Measure the output of the last block."""
-        if self._last is None or layer is not self._last[0]:
+        if layer is self._last:
+            record, which = self.records[layer.depth, layer.name], f"the block of {layer.name}"
+            self._add_features(record, layer, layer.tokens, layer.name, f"that leave {which}")
+
+    def _add_features(
+        self, record: _Record, layer: Layer, tokens: Tensor | None, what: str, which: str
+    ) -> None:
+        """Measure tokens of a layer, or note what was left out, unless nobody asked for them."""
+        if not self.options.features or layer.name not in self.selected:
             return
-        tokens, name = layer.tokens, layer.name
-        if tokens is None:
-            self._leave_out(name, name)
-        elif self._wants_features(name):
-            valid = self._mask(layer, tokens, f"that leave the block of {name}")
-            self._last[1].add_features(tokens, valid)
+        if tokens is not None:
+            record.add_features(tokens, self._mask(layer, tokens, which))
+        elif what not in self.in_doubt:
+            self.in_doubt.append(what)
 
     def _mask(self, layer: Layer, tokens: Tensor, which: str) -> Tensor | None:
         """The mask of tokens ``(B, N, D)``; raises if one that counts is NaN or infinite."""
@@ -406,14 +391,6 @@ class _Recorder:
             )
         return valid
 
-    def _wants_features(self, layer: str) -> bool:
-        return self.options.features and layer in self.selected
-
-    def _leave_out(self, layer: str, what: str) -> None:
-        """Note tokens of a layer that are not measured, unless nobody asked for them."""
-        if self._wants_features(layer) and what not in self.in_doubt:
-            self.in_doubt.append(what)
-
 
 def _unless_all(valid: Tensor | None) -> Tensor | None:
     """A mask that hides something, else None: without a mask less is computed."""
@@ -424,31 +401,15 @@ def _unless_all(valid: Tensor | None) -> Tensor | None:
 _POINTS = 64
 
 
-class _Mean:
-    """A running mean over samples that ignores NaN, element by element."""
+class _Record:
+    """The measurements of one layer so far, a row for each sample, by their names in readings."""
 
-    total = torch.zeros(())
-    count = torch.zeros(())
-
-    def add(self, values: Tensor) -> None:
-        """``values``: ``(samples, ...)``."""
-        values = values.detach().double().cpu()
-        self.total = self.total + values.nansum(0)
-        self.count = self.count + (~values.isnan()).sum(0)
-
-    def value(self) -> Any:
-        """A float, or nested lists of them; NaN where nothing was known."""
-        return (self.total / self.count).tolist()
-
-
-class _LayerRecord:
-    """The measurements of one layer so far, averaged over samples, by their names in readings."""
-
-    def __init__(self, depth: int, options: _Options) -> None:
+    def __init__(self, name: str, depth: int, options: _Options) -> None:
+        self.name = name
         self.depth = depth
         self.options = options
-        self.features: dict[str, _Mean] = defaultdict(_Mean)
-        self.heads: dict[str, _Mean] = defaultdict(_Mean)
+        self.features: dict[str, list[Tensor]] = defaultdict(list)
+        self.heads: dict[str, list[Tensor]] = defaultdict(list)
         self.frequencies: Tensor | None = None
         self.spectral_samples = 0
 
@@ -456,16 +417,11 @@ class _LayerRecord:
         """Measure tokens ``(B, N, D)`` with their mask ``(B, N)``."""
         most = measure.token_count(x, valid).clamp(max=x.shape[-1])
         values = measure.singular_values(x, valid)
-        found = {
-            "cosine": measure.cosine_similarity(x, valid),
-            "effective_rank": measure.effective_rank(values),
-            "most_rank": most,
-            "residual": measure.rank_one_residual(x, valid),
-            "norm": measure.token_norm(x, valid),
-            "singular_values": _profile(self.features, "singular_values", values, most),
-        }
+        found = {name: function(x, valid) for name, function in measure.CHEAP.items()}
+        found |= {"effective_rank": measure.effective_rank(values), "most_rank": most}
+        found["singular_values"] = _profile(self.features["singular_values"], values, most)
         for name, value in found.items():
-            self.features[name].add(value)
+            self.features[name].append(value.double().cpu())
 
     def add_attention(
         self, filter: GraphFilter, operator: Operator, v: Tensor, y: Tensor, valid: Tensor | None
@@ -478,19 +434,18 @@ class _LayerRecord:
         is_spectral = options.spectral and self.spectral_samples < options.spectral_samples
         if not options.attention and not is_spectral:
             return
-        is_short = v.shape[-2] <= options.most_tokens
+        length = v.shape[-2]
         of_heads = None if valid is None else valid[..., None, :]
         smoothed = operator.apply(v)
         spread = repeat_heads(v, smoothed)
-        matrix = None
-        if is_short and (is_spectral or share is not None):
-            matrix = measure.dense_map(operator, v)
+        matrix = measure.dense_map(operator, v) if length <= options.most_tokens else None
         if options.attention:
             found["energy_before"] = measure.dirichlet_energy(spread, smoothed, of_heads)
             found["energy_after"] = measure.dirichlet_energy(y, operator.apply(y), of_heads)
-            # a map that is known only by its products takes n/D products to build
-            if is_short or measure.has_rows(operator):
-                entropy = measure.attention_entropy(operator, v, valid)
+            if matrix is not None:
+                visible = operator.visibility()
+                seen = None if visible is None else visible.rows(0, length, length, v.device)
+                entropy = measure.attention_entropy(matrix, seen, valid)
                 found["entropy"], found["entropy_share"] = entropy
             if share is not None:
                 own = {
@@ -505,7 +460,7 @@ class _LayerRecord:
         if is_spectral:
             self.spectral_samples += v.shape[:-3].numel()
             if self.frequencies is None:
-                self.frequencies = measure.frequency_grid(v.shape[-2], options.most_frequencies)
+                self.frequencies = measure.frequency_grid(length, options.most_frequencies)
             taken = None if share is None else own_share(share.detach(), smoothed, spread)
             found["map_response"], found["filter_response"] = measure.frequency_response(
                 operator, v, filter.coefficients().detach(), valid, self.frequencies, taken
@@ -513,21 +468,21 @@ class _LayerRecord:
             if matrix is not None:
                 most = measure.token_count(matrix, of_heads)
                 values = measure.map_singular_values(matrix.double(), valid)
-                profile = _profile(self.heads, "map_values", values, most)
+                profile = _profile(self.heads["map_values"], values, most)
                 found["map_values"] = profile * values[..., :1]
-        lead = v.dim() - 3
         for name, value in found.items():
-            self.heads[name].add(value.flatten(0, lead - 1) if lead else value[None])
+            # of several axes of samples, or none, one
+            rows = value.reshape(v.shape[:-3].numel(), *value.shape[v.dim() - 3 :])
+            self.heads[name].append(rows.detach().double().cpu())
 
     def feature_reading(self, name: str) -> FeatureReading:
-        values = {what: mean.value() for what, mean in self.features.items()}
-        return FeatureReading(self.depth, name, **values)
+        return FeatureReading(self.depth, name, **_means(self.features))
 
     def attention_reading(self, name: str, filter: GraphFilter, bare: bool) -> AttentionReading:
         """The reading; ``bare``: the layer has no filter besides the one the lens plugged."""
         coefficients = filter.coefficients().detach().double().cpu()
         missing = [math.nan] * filter.num_heads
-        means = {what: mean.value() for what, mean in self.heads.items()}
+        means = _means(self.heads)
         scalars = ("entropy", "entropy_share", "energy_before", "energy_after")
         spectrum = own = None
         if self.frequencies is not None:
@@ -553,7 +508,12 @@ class _LayerRecord:
         )
 
 
-def _profile(means: dict[str, _Mean], name: str, values: Tensor, most: Tensor) -> Tensor:
+def _means(parts: dict[str, list[Tensor]]) -> dict[str, Any]:
+    """Means over samples, as floats or nested lists of them; NaN where nothing was known."""
+    return {name: torch.cat(rows).nanmean(0).tolist() for name, rows in parts.items() if rows}
+
+
+def _profile(before: list[Tensor], values: Tensor, most: Tensor) -> Tensor:
     """Singular values on the axis of the first batch: later ones may be longer or shorter."""
-    points = means[name].total.shape[-1] if name in means else min(values.shape[-1], _POINTS)
+    points = before[0].shape[-1] if before else min(values.shape[-1], _POINTS)
     return measure.singular_profile(values, most, points)

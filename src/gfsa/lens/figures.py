@@ -6,7 +6,7 @@ No global state of matplotlib changes: figures are created without pyplot, style
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +17,6 @@ from matplotlib.ticker import MaxNLocator
 
 from gfsa.lens.colours import COLOURS, MARKERS, series_of
 from gfsa.lens.readings import AttentionReading, ModelReading, Numbers, Spectrum
-from gfsa.lens.trajectory import Trajectory
 
 STYLE = {
     "font.size": 9,
@@ -52,10 +51,8 @@ class LensFigure(Figure):
             super().savefig(*args, **kwargs)
 
 
-def draw(
-    models: list[ModelReading], trajectories: Mapping[str, Trajectory] | None = None
-) -> dict[str, Figure]:
-    """Every figure that the readings and the coefficients over training allow, by name."""
+def draw(models: list[ModelReading]) -> dict[str, Figure]:
+    """Every figure that the readings allow, by name."""
     figures: dict[str, Figure] = {}
     with matplotlib.rc_context(STYLE):
         if any(model.features for model in models):
@@ -77,9 +74,6 @@ def draw(
             share, energy = "entropy, share of maximum", "Dirichlet energy after"
             figures["entropy"] = _lines(models, _heads("entropy_share"), "layer", share, 1.05)
             figures["energy"] = _lines(models, _heads("energy_after"), "layer", energy, 1.05)
-        for name, trajectory in (trajectories or {}).items():
-            if trajectory.layers:
-                figures[f"coefficients over training ({name})"] = _over_training(trajectory)
     return figures
 
 
@@ -194,27 +188,4 @@ def _coefficients(model: ModelReading) -> Figure:
         solids: Any = figure.colorbar(drawn, ax=axis, shrink=0.85).solids
         solids.set_rasterized(False)
     axes[0].set_ylabel("layer")
-    return figure
-
-
-def _over_training(trajectory: Trajectory) -> Figure:
-    """Layers × powers with the same axes for all layers, one line per head.
-
-    Dotted is ordinary attention.
-    """
-    powers, layers = trajectory.powers, trajectory.layers
-    figure = LensFigure(figsize=(2.1 * powers, 0.5 + len(layers)), layout="constrained")
-    axes = figure.subplots(len(layers), powers, sharex=True, sharey="col", squeeze=False)
-    for layer, panels in zip(layers, axes, strict=True):
-        for power, axis in enumerate(panels):
-            axis.axhline(1.0 if power == 1 else 0.0, color="#444444", linestyle=":", linewidth=1)
-            for head, row in enumerate(layer.coefficients[0]):
-                if power < len(row):
-                    values = [step[head][power] for step in layer.coefficients]
-                    axis.plot(trajectory.steps, values, linewidth=1)
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
-        panels[0].set_ylabel(f"layer {layer.depth}")
-    for power, axis in enumerate(axes[0]):
-        axis.set_title(f"$c_{power}$")
-    figure.supxlabel("step", fontsize=9)
     return figure

@@ -11,21 +11,14 @@ modes* of the token sequence, and the response on the *singular values* of the m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from gfsa.lens.readings import Verdict
-from gfsa.operators import (
-    AttentionCall,
-    AttentionOperator,
-    LinearOperator,
-    Operator,
-    SDPAOperator,
-    combine,
-)
+from gfsa.operators import DenseOperator, Operator, SDPAOperator, combine
 from gfsa.operators.base import at_least_float32, repeat_heads
+from gfsa.operators.call import no_autocast
 
 
 def cosine_similarity(x: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -67,6 +60,10 @@ def token_norm(x: Tensor, valid: Tensor | None = None) -> Tensor:
     r"""Mean length of a token, :math:`\frac1n \sum_i \|x_i\|_2`."""
     norms = torch.linalg.vector_norm(_only(x, valid), dim=-1)
     return norms.sum(-1) / token_count(x, valid)
+
+
+CHEAP = {"cosine": cosine_similarity, "residual": rank_one_residual, "norm": token_norm}
+"""What can be measured of tokens while a model trains, by its name in readings."""
 
 
 def singular_values(x: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -195,16 +192,19 @@ def fourier_modes(
 def dense_map(operator: Operator, v: Tensor) -> Tensor:
     """The map as a matrix ``(..., heads, N, N)`` in float32 at least.
 
-    An operator that cannot return its matrix is applied to the identity, D columns at a time, in
-    N/D passes.
+    Torch's kernels would round it to the dtype of v. Another operator that cannot return its matrix
+    is applied to the identity, D columns at a time, in N/D passes.
     """
-    try:
-        matrix = operator.dense()
-    except TypeError:
-        identity = torch.eye(v.shape[-2], device=v.device, dtype=torch.float64)
-        columns = identity.expand(*v.shape[:-3], *identity.shape)
-        parts = [operator.apply(block) for block in _blocks(columns, v)]
-        matrix = torch.cat(parts, -1)[..., : v.shape[-2]]
+    with no_autocast(v.device):
+        if isinstance(operator, SDPAOperator):
+            operator = DenseOperator.from_call(operator.call)
+        try:
+            matrix = operator.dense()
+        except TypeError:
+            identity = torch.eye(v.shape[-2], device=v.device, dtype=torch.float64)
+            columns = identity.expand(*v.shape[:-3], *identity.shape)
+            parts = [operator.apply(block) for block in _blocks(columns, v)]
+            matrix = torch.cat(parts, -1)[..., : v.shape[-2]]
     return matrix.to(at_least_float32(matrix.dtype))
 
 
@@ -214,14 +214,6 @@ def map_singular_values(matrix: Tensor, valid: Tensor | None = None) -> Tensor:
         keep = valid[..., None, :, None] & valid[..., None, None, :]
         matrix = torch.where(keep, matrix, 0.0)
     return singular_values(matrix)
-
-
-def polynomial(coeffs: Tensor, values: Tensor) -> Tensor:
-    r"""``p(σ) = Σ_k c_k σ^k``: coefficients ``(..., m+1)`` at values ``(S,)``, ``(..., S)``."""
-    result = torch.zeros_like(values)
-    for column in reversed(coeffs.unbind(-1)):
-        result = result * values + column[..., None]
-    return result
 
 
 def verdicts(coeffs: Tensor) -> list[Verdict]:
@@ -235,7 +227,8 @@ def verdicts(coeffs: Tensor) -> list[Verdict]:
     """
     numbers = coeffs.detach().double().cpu()
     sigma = torch.linspace(0, math.pi / 2, 4097, dtype=torch.float64)[1:-1].sin().square()
-    differences = polynomial(numbers, sigma).abs() - numbers.sum(-1, keepdim=True).abs()
+    powers = sigma ** torch.arange(numbers.shape[-1])[:, None]
+    differences = (numbers @ powers).abs() - numbers.sum(-1, keepdim=True).abs()
     noise = 1e-12 * numbers.abs().sum(-1, keepdim=True)
     is_less, is_more = (differences < -noise).any(-1), (differences > noise).any(-1)
     # in the order of what is true of a head: neither, more, less, both
@@ -253,76 +246,36 @@ def _blocks(columns: Tensor, v: Tensor) -> list[Tensor]:
     ]
 
 
-# entries of the map in memory at a time: 64 MB in float32
-_ENTRIES = 1 << 24
-
-
 def attention_entropy(
-    operator: Operator, v: Tensor, valid: Tensor | None = None
+    matrix: Tensor, visible: Tensor | None = None, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    r"""Mean entropy of the rows of an attention map, in nats and as a share of its maximum.
+    r"""Mean entropy of the rows of attention maps, in nats and as a share of its maximum.
 
     .. math:: h_i = -\sum_j A_{ij} \log A_{ij}, \qquad \frac{h_i}{\log m_i}
 
     where token i may attend to :math:`m_i` tokens (i of them in a causal model). A share of 1 is
     uniform attention, 0 is one-hot. Rows that see a single token have no share and are left out of
-    its mean. Rows that do not sum to one are normalised first. O(N²·D) time, as one attention pass,
-    and bounded memory. Returns nats and share, each ``(..., heads)``.
+    its mean. Rows that do not sum to one are normalised first.
+
+    Args:
+        matrix: ``(..., heads, N, N)``.
+        visible: which entries are not masked, to be broadcast; default: those above 0.
+        valid: ``(..., N)``.
+
+    Returns:
+        Nats and share, each ``(..., heads)``.
     """
-    nats = shares = counts = counts_shared = torch.zeros((), device=v.device)
-    # autocast would round the scores to bfloat16, whatever the type of q and k here
-    with torch.autocast(v.device.type, enabled=False):
-        for start, rows, visible in _rows(operator, v):
-            # of rows divided by their sums, without dividing them
-            total = rows.sum(-1)
-            counted = (total > 0).to(rows.dtype)
-            entropy = torch.special.entr(rows).sum(-1) / total + total.log()
-            entropy = torch.where(total > 0, entropy, 0.0)
-            if valid is not None:
-                counted = counted * valid[..., None, start : start + rows.shape[-2]]
-            most = visible.to(rows.dtype).sum(-1).expand(entropy.shape)
-            shared = counted * (most > 1)
-            nats = nats + (entropy * counted).sum(-1)
-            shares = shares + (entropy * shared / most.clamp_min(2).log()).sum(-1)
-            counts = counts + counted.sum(-1)
-            counts_shared = counts_shared + shared.sum(-1)
-    return nats / counts, shares / counts_shared
+    # of rows divided by their sums, without dividing them
+    total = matrix.sum(-1)
+    counted = total > 0
+    entropy = torch.special.entr(matrix).sum(-1) / total + total.log()
+    if valid is not None:
+        counted = counted & valid[..., None, :]
+    most = (matrix > 0 if visible is None else visible).sum(-1).expand(entropy.shape)
+    share = entropy / most.clamp_min(2).log()
+    return _mean_where(entropy, counted), _mean_where(share, counted & (most > 1))
 
 
-def has_rows(operator: Operator) -> bool:
-    """Whether the map can be computed in blocks of rows, or the operator already holds it."""
-    kinds = (AttentionOperator, SDPAOperator, LinearOperator)
-    return isinstance(operator, kinds) or operator.holds_matrix
-
-
-def _rows(operator: Operator, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yields a block's first row, its rows ``(..., H, n, N)`` and which entries are not masked."""
-    queries: Tensor
-    keys: Tensor | None = None
-    call: AttentionCall | None = None
-    if isinstance(operator, (AttentionOperator, SDPAOperator)):
-        call = operator.call
-        dtype = at_least_float32(call.q.dtype)
-        scale = 1 / math.sqrt(call.q.shape[-1]) if call.scale is None else call.scale
-        queries, keys = call.q.to(dtype) * scale, repeat_heads(call.k, call.q).to(dtype).mT
-    elif isinstance(operator, LinearOperator):
-        queries, keys = operator.rows, operator.columns.mT
-    else:
-        queries = dense_map(operator, v)
-    length, visible = queries.shape[-2], operator.visibility()
-    step = max(1, _ENTRIES // max(1, queries.shape[:-1].numel()))
-    for start in range(0, length, step):
-        rows = queries[..., start : start + step, :]
-        if keys is None or visible is None:
-            yield start, rows, rows > 0
-            continue
-        rows, stop = rows @ keys, min(start + step, length)
-        seen = visible.rows(start, stop, length, rows.device)
-        if call is not None:
-            mask = call.attn_mask
-            if mask is not None and mask.dtype != torch.bool:
-                broadcast = mask.dim() < 2 or mask.shape[-2] == 1
-                rows = rows + (mask if broadcast else mask[..., start:stop, :])
-            # a query that sees nothing has a row of zeros
-            rows = rows.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen, 0.0)
-        yield start, rows, seen
+def _mean_where(x: Tensor, counted: Tensor) -> Tensor:
+    """The mean over the last axis of what counts; NaN of nothing."""
+    return torch.where(counted, x, math.nan).nanmean(-1)

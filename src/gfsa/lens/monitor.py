@@ -96,7 +96,7 @@ class Monitor:
             self._left_out.add(layer.name)
             return
         valid = layer.mask(tokens.shape[:2], tokens.device)
-        for what, function in _CHEAP.items():
+        for what, function in measure.CHEAP.items():
             self._found.append((what, layer.depth, function(tokens, valid)))
 
     def _means(self) -> dict[str, float]:
@@ -121,13 +121,6 @@ class Monitor:
                 if term is not None:
                     values[f"{self.prefix}/{what}/{depth[name]:02d}"] = float(term.detach().mean())
         return values
-
-
-_CHEAP = {
-    "cosine": measure.cosine_similarity,
-    "residual": measure.rank_one_residual,
-    "norm": measure.token_norm,
-}
 
 
 def tensorboard(folder: str | Path) -> Log:

@@ -16,7 +16,6 @@ from gfsa.plugs.sites import grouped_reasons
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
-    from rich.table import Table
 
 FORMAT = "gfsa-lens/1"
 
@@ -54,22 +53,39 @@ class LensReport:
 
     @property
     def figures(self) -> dict[str, Figure]:
-        """matplotlib figures by name, drawn when asked for."""
+        """matplotlib figures of the readings by name, drawn when asked for."""
         try:
             from gfsa.lens.figures import draw
         except ImportError:
             raise ImportError("figures need matplotlib: pip install matplotlib") from None
-        return draw(list(self.models.values()), self.trajectories)
+        return draw(list(self.models.values()))
 
     def table(self, console: Console | None = None) -> None:
         """Print a table and the findings for each model, then the headline."""
         try:
+            from rich import box
             from rich.console import Console
+            from rich.markup import escape
+            from rich.table import Table
         except ImportError:
             raise ImportError("tables need rich: pip install rich") from None
         console = console or Console()
+        left: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
         for name, model in self.models.items():
-            console.print(_table(model))
+            headings, *layers = rows(model)
+            # a label in brackets is no markup
+            title = escape(f"{model.name} ({model.kind})")
+            table = Table(
+                title=title, caption=caption(model), box=box.SIMPLE_HEAD, padding=0, **left
+            )
+            for heading in headings:
+                is_text = heading == "filter"
+                table.add_column(
+                    heading, justify="left" if is_text else "right", no_wrap=not is_text
+                )
+            for layer in layers:
+                table.add_row(*layer)
+            console.print(table)
             notes = [f"Not measured: {reason}" for reason in grouped_reasons(model.skipped)]
             for sentence in self.findings[name] + notes:
                 console.print(f" • {sentence}", highlight=False, markup=False)
@@ -114,8 +130,7 @@ class LensReport:
             models = {model.name: model for model in read["models"]}
             if len(models) < len(read["models"]):
                 raise ValueError("two models have the same name")
-            paths = {name: path.checked() for name, path in read["trajectories"].items()}
-            return cls(models, read["created"], read["gfsa"], read["data"], paths)
+            return cls(models, *(read[key] for key in ("created", "gfsa", "data", "trajectories")))
         except ValueError as error:
             raise ValueError(f"{path} is damaged, or was changed by hand: {error}") from error
 
@@ -131,21 +146,3 @@ class LensReport:
             lines.append(f"{name}:")
             lines += [f"  - {sentence}" for sentence in sentences]
         return "\n".join(lines)
-
-
-def _table(model: ModelReading) -> Table:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    headings, *layers = rows(model)
-    # a label in brackets is no markup
-    title = escape(f"{model.name} ({model.kind})")
-    left: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
-    table = Table(title=title, caption=caption(model), box=box.SIMPLE_HEAD, padding=0, **left)
-    for heading in headings:
-        is_text = heading == "filter"
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
-    for layer in layers:
-        table.add_row(*layer)
-    return table

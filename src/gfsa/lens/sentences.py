@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from statistics import fmean
 from typing import NamedTuple
 
@@ -72,15 +71,16 @@ def rows(model: ModelReading) -> list[list[str]]:
 
 def _attention_cells(reading: AttentionReading) -> list[str]:
     energy = f"{_mean(reading.energy_before, 2)}→{_mean(reading.energy_after, 2)}"
-    high, verdicts = "", "none"
+    responses, verdicts = [], "none"
     if reading.spectrum is not None:
-        high = percent(passed(reading.spectrum.map_response))
-    if reading.filter is not None:
-        if reading.spectrum is not None:
-            high += f"→{percent(passed(reading.spectrum.filter_response))}"
+        responses = [reading.spectrum.map_response, reading.spectrum.filter_response]
+    if reading.filter is None:
+        responses = responses[:1]
+    else:
         short = {"low-pass": "low", "high-pass": "high", "all-pass": "all", "mixed": "mix"}
         counts = Counter(reading.verdict).most_common()
         verdicts = " ".join(f"{count} {short[word]}" for word, count in counts)
+    high = "→".join(percent(passed(response)) for response in responses)
     own = reading.own
     of_own = [] if own is None else [_mean(x, 3) for x in (own.part, own.weight, own.cosine)]
     return [_mean(reading.entropy_share, 2), energy, high, verdicts, *of_own]
@@ -115,12 +115,23 @@ def percent(share: float) -> str:
 
 def findings(model: ModelReading) -> list[str]:
     """Sentences about the readings of one model, the most important first."""
-    sentences = []
+    found = [_similarity(model)]
     if model.features:
-        sentences += [_similarity(model), _rank(model.features[-1])]
+        last = model.features[-1]
+        if last.effective_rank < FEW * last.most_rank:
+            found.append(
+                f"The last features use {last.effective_rank:.1f} of {last.most_rank:.0f} "
+                "directions (effective rank): most have collapsed."
+            )
     if model.attention:
-        sentences += [_response(model), _filters(model), *_entropy(model)]
-    return [sentence for sentence in sentences if sentence]
+        found += [_response(model), _filters(model)]
+    shares = [share for layer in model.attention for share in layer.entropy_share]
+    kinds = {
+        "attend almost uniformly: they average tokens": sum(s > UNIFORM for s in shares),
+        "attend to a single token almost always": sum(s < SINGLE for s in shares),
+    }
+    found += [f"{count} of {len(shares)} heads {what}." for what, count in kinds.items() if count]
+    return [sentence for sentence in found if sentence]
 
 
 def _known(model: ModelReading) -> list[FeatureReading]:
@@ -150,16 +161,6 @@ def _similarity(model: ModelReading) -> str:
 def _alike_from(model: ModelReading) -> int | None:
     """The first layer after which tokens are alike."""
     return next((r.depth for r in model.features if r.depth and r.cosine > ALIKE), None)
-
-
-def _rank(last: FeatureReading) -> str:
-    if not math.isfinite(last.effective_rank) or not last.most_rank:
-        return ""
-    share = last.effective_rank / last.most_rank
-    return (
-        f"The last features use {last.effective_rank:.1f} of {last.most_rank:.0f} directions "
-        f"(effective rank, {share:.0%})."
-    ) + (" Most directions have collapsed." if share < FEW else "")
 
 
 def _response(model: ModelReading) -> str:
@@ -194,24 +195,12 @@ def _filtered(model: ModelReading) -> list[AttentionReading]:
 
 def _largest_move(model: ModelReading) -> tuple[float, int]:
     """How far the filters are from ordinary attention at most, and in which layer."""
-    moves = (
-        (abs(move), layer.depth)
-        for layer in _filtered(model)
-        for move in chain(
-            (c - (power == 1) for row in layer.coefficients for power, c in enumerate(row)),
-            layer.terms,
-        )
-    )
-    return max(moves, default=(0.0, 0))
-
-
-def _entropy(model: ModelReading) -> list[str]:
-    shares = [share for layer in model.attention for share in layer.entropy_share]
-    kinds = {
-        "attend almost uniformly: they average tokens": sum(s > UNIFORM for s in shares),
-        "attend to a single token almost always": sum(s < SINGLE for s in shares),
-    }
-    return [f"{count} of {len(shares)} heads {what}." for what, count in kinds.items() if count]
+    moves = [(0.0, 0)]
+    for layer in _filtered(model):
+        moves += [(abs(term), layer.depth) for term in layer.terms]
+        for row in layer.coefficients:
+            moves += [(abs(c - (power == 1)), layer.depth) for power, c in enumerate(row)]
+    return max(moves)
 
 
 class Headline(NamedTuple):
@@ -241,12 +230,21 @@ def headline(
         named = [model for model in models if model.name.lower().startswith("plain")]
         unfiltered = [model for model in models if not _filtered(model)]
         reference = (named or unfiltered or models)[0]
-        others = [model for model in models if model is not reference]
-        compares = _compared(reference, others)
-        for model in (reference, *others):
-            as_alike = model is not reference and abs(_last(model) - _last(reference)) < DIFFERENCE
-            text = _advice_on(model, as_alike)
-            advises += [f"{model.name}: {text}"] if text else []
+        start = _last(reference)
+        text = (
+            f"After the last layer the tokens of {reference.name} have a mean cosine similarity of "
+            f"{start:.2f}"
+        )
+        for model in (reference, *(model for model in models if model is not reference)):
+            change, as_alike = _last(model) - start, False
+            if model is not reference and not math.isnan(change):
+                as_alike = abs(change) < DIFFERENCE
+                word = "less alike" if change < 0 else "more alike"
+                word = "about as alike" if as_alike else word
+                text += f"; those of {model.name} ({_last(model):.2f}) are {word}"
+            advice = _advice_on(model, as_alike)
+            advises += [f"{model.name}: {advice}"] if advice else []
+        compares += [] if math.isnan(start) else [f"{text}."]
     for name, trajectory in (trajectories or {}).items():
         compares += _path(name, trajectory)
     return Headline(compares, advises)
@@ -258,44 +256,36 @@ def _last(model: ModelReading) -> float:
     return known[-1].cosine if known else math.nan
 
 
-def _compared(reference: ModelReading, others: Sequence[ModelReading]) -> list[str]:
-    """How alike the last tokens of each model are."""
-    start = _last(reference)
-    parts = [
-        f"After the last layer the tokens of {reference.name} have a mean cosine similarity of "
-        f"{start:.2f}"
-    ]
-    for model in others:
-        change = _last(model) - start
-        word = "less alike" if change < 0 else "more alike"
-        word = word if abs(change) >= DIFFERENCE else "about as alike"
-        if not math.isnan(change):
-            parts.append(f"those of {model.name} ({_last(model):.2f}) are {word}")
-    return [] if math.isnan(start) else [f"{'; '.join(parts)}."]
-
-
 def _advice_on(model: ModelReading, as_alike: bool) -> str:
     """``as_alike``: the last tokens are as alike as those of the model to compare with."""
-    alike, is_plain = _alike_from(model), not _filtered(model)
+    if not _filtered(model):
+        alike = _alike_from(model)
+        if alike is not None:
+            return (
+                f"tokens are alike from layer {alike} on; plug filters there, gfsa.plug(model, "
+                f"layers=range({alike}, {len(model.attention) + 1})), train, and compare."
+            )
+        none = "no sign of over-smoothing, which is then no reason to plug filters."
+        return none if model.features else ""
     moved, _ = _largest_move(model)
-    # the first that holds
-    advice = {
-        f"tokens are alike from layer {alike} on; plug filters there, "
-        f"gfsa.plug(model, layers=range({alike}, {len(model.attention) + 1})), train, and "
-        "compare.": is_plain and alike,
-        "no sign of over-smoothing, which is then no reason to plug filters.": is_plain
-        and model.features,
-        "": is_plain,
-        "its filters are fixed: judge them by the task's own metric.": not model.filter_parameters,
-        f"the filters hardly moved (at most {moved:.2g} from ordinary attention): raise their "
-        "learning rate, filter_lr of gfsa.parameter_groups.": moved < HARDLY,
-        f"some filters are very far from ordinary attention (by {moved:.2g}): their learning rate "
-        "may be too high.": moved > FAR,
-        "the filters moved and tokens stay as alike as without them: judge the filters by the "
-        "task's own metric.": as_alike,
-        "the filters moved; the task's own metric shows whether that helps.": True,
-    }
-    return next(text for text, holds in advice.items() if holds)
+    if not model.filter_parameters:
+        return "its filters are fixed: judge them by the task's own metric."
+    if moved < HARDLY:
+        return (
+            f"the filters hardly moved (at most {moved:.2g} from ordinary attention): raise their "
+            "learning rate, filter_lr of gfsa.parameter_groups."
+        )
+    if moved > FAR:
+        return (
+            f"some filters are very far from ordinary attention (by {moved:.2g}): their learning "
+            "rate may be too high."
+        )
+    if as_alike:
+        return (
+            "the filters moved and tokens stay as alike as without them: judge the filters by the "
+            "task's own metric."
+        )
+    return "the filters moved; the task's own metric shows whether that helps."
 
 
 def _path(name: str, trajectory: Trajectory) -> list[str]:

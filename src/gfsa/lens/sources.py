@@ -26,8 +26,6 @@ from gfsa.plugs.saving.pretrained import from_pretrained, has_filters, one_line,
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 # what a tokenizer returns that models take
 _FROM_TOKENIZER = {"input_ids", "attention_mask", "token_type_ids"}
-# samples that show whether two models have the same tokenizer, or take images of the same size
-_COMPARED = 4
 
 _PASS = "pass a text file, a folder of images, or a .safetensors file with the model's arguments"
 
@@ -58,6 +56,9 @@ class Source:
 
 def read_data(name: str, samples: int, column: str = "") -> Data:
     """Read at most ``samples`` samples; ``column`` names the texts of a table."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     path = Path(name)
     ending = path.suffix.lower()
     is_table = ending in (".csv", ".tsv")
@@ -72,18 +73,18 @@ def read_data(name: str, samples: int, column: str = "") -> Data:
         return Data(name, "images", images[:samples])
     if not path.is_file():
         raise ValueError(f"--data {name!r} is neither a file nor a folder nor 'random'; {_PASS}")
-    if ending == ".safetensors":
-        return Data(name, "tensors", _read_tensors(path)[:samples])
     if ending in (".json", ".jsonl", ".ndjson", ".parquet"):
         raise ValueError(f"{path}: write its texts one per line into a .txt, or export a .csv")
+    what = {".safetensors": "safetensors file", ".csv": "table", ".tsv": "table"}
     try:
+        if ending == ".safetensors":
+            return Data(name, "tensors", _rows_of(load_file(path), path)[:samples])
         # some editors write a byte order mark
         text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not text in UTF-8 ({error.reason}, byte {error.start}); {_PASS}"
-        ) from error
-    lines = _column_of(path, text, column) if is_table else text.splitlines()
+        lines = _column_of(path, text, column) if is_table else text.splitlines()
+    except (SafetensorError, UnicodeDecodeError, csv.Error) as error:
+        kind = what.get(ending, "text in UTF-8")
+        raise ValueError(f"{path} is damaged, or no {kind} ({error}); {_PASS}") from error
     lines = [line.strip() for line in lines if line.strip()]
     if not lines:
         raise ValueError(f"{path} has no text in it")
@@ -95,24 +96,15 @@ def _column_of(path: Path, text: str, column: str) -> list[str]:
     head = text.split("\n", 1)[0]
     comma = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=head.count)
     table = csv.DictReader(text.splitlines(keepends=True), delimiter=comma)
-    try:
-        header, rows = table.fieldnames or (), list(table)
-    except csv.Error as error:
-        raise ValueError(f"{path} is damaged, or no table: {error}") from error
+    header, rows = table.fieldnames or (), list(table)
     if column not in header:
         got = f"it has no column {column!r}" if column else "--column names the one with the texts"
         raise ValueError(f"{path} is a table with the columns {', '.join(header) or 'none'}: {got}")
     return [row[column] or "" for row in rows]
 
 
-def _read_tensors(path: Path) -> list[dict[str, Tensor]]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from error
+def _rows_of(tensors: dict[str, Tensor], path: Path) -> list[dict[str, Tensor]]:
+    """The arguments of a model, sample by sample."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     # () of a tensor without dimensions
     sizes = {shape[:1] for shape in shapes.values()}
@@ -153,22 +145,23 @@ def _open_images(paths: Sequence[Path]) -> list[Any]:
     return images
 
 
-def other_inputs(first: Source, other: Source, data: Data, tokens: int) -> bool:
-    """Whether ``other`` would make other inputs of some of ``data`` than ``first``.
+def other_inputs(batches: list[Any], other: Source, data: Data, batch: int, tokens: int) -> bool:
+    """Whether ``other`` would make other batches of ``data`` than these.
 
     False where it cannot make any: a folder of a run often has no tokenizer.
     """
     if data.kind in ("random", "tensors"):
         return False
-    some = data._replace(samples=data.samples[:_COMPARED])
     try:
-        (own,) = load_batches(other, some, _COMPARED, tokens)
+        own_batches = load_batches(other, data, batch, tokens)
     # whatever a library raises for a tokenizer or settings of images that are not there
     except Exception:
         return False
-    (given,) = load_batches(first, some, _COMPARED, tokens)
-    own, given = (x if isinstance(x, dict) else {"": x} for x in (own, given))
-    return own.keys() != given.keys() or not all(torch.equal(own[key], given[key]) for key in own)
+    for pair in zip(own_batches, batches, strict=True):
+        own, given = (x if isinstance(x, dict) else {"": x} for x in pair)
+        if own.keys() != given.keys() or not all(torch.equal(own[k], given[k]) for k in own):
+            return True
+    return False
 
 
 def refuse_unfit(source: Source, batch: Any, data: str) -> None:

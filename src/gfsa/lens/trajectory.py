@@ -47,6 +47,17 @@ class Trajectory:
     steps: list[int] = field(default_factory=list)
     layers: list[LayerTrajectory] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        for layer in self.layers:
+            if len(layer.coefficients) != len(self.steps):
+                raise ValueError(
+                    f"{layer.name} has {len(layer.coefficients)} of {len(self.steps)} steps"
+                )
+            heads = {len(rows) for rows in layer.coefficients}
+            widths = {len(row) for rows in layer.coefficients for row in rows}
+            if len(heads) > 1 or len(widths) > 1 or 0 in heads | widths:
+                raise ValueError(f"{layer.name}: expected as many heads and coefficients each step")
+
     def record(self, model: nn.Module, step: int) -> None:
         """Add the coefficients of ``model`` after ``step`` steps.
 
@@ -90,20 +101,7 @@ class Trajectory:
     def from_plain(cls, plain: dict[str, Any]) -> Trajectory:
         """The inverse of :meth:`to_plain`."""
         found: Trajectory = from_plain(cls, plain, "trajectory")
-        return found.checked()
-
-    def checked(self) -> Trajectory:
-        """Itself; raises ValueError unless each layer has all steps and the same heads in each."""
-        for layer in self.layers:
-            if len(layer.coefficients) != len(self.steps):
-                raise ValueError(
-                    f"{layer.name} has {len(layer.coefficients)} of {len(self.steps)} steps"
-                )
-            heads = {len(rows) for rows in layer.coefficients}
-            widths = {len(row) for rows in layer.coefficients for row in rows}
-            if len(heads) > 1 or len(widths) > 1 or 0 in heads | widths:
-                raise ValueError(f"{layer.name}: expected as many heads and coefficients each step")
-        return self
+        return found
 
     def to_text(self) -> str:
         """CSV: a line per step, layer and head with ``c0``, ``c1``, …"""
@@ -139,28 +137,23 @@ class Trajectory:
             )
         if not lines:
             raise ValueError(f"{path} has no line below its heading: no step was recorded")
-        try:
-            return cls._from_lines(lines)
-        except (ValueError, IndexError) as error:
-            raise ValueError(f"{path} is damaged, or was changed by hand: {error}") from error
-
-    @classmethod
-    def _from_lines(cls, lines: list[list[str]]) -> Trajectory:
-        """Lines by step, layer and head, in the order in which :meth:`to_text` writes them."""
         steps: dict[int, None] = {}
         layers: dict[str, LayerTrajectory] = {}
-        for line in lines:
-            step, depth, name, head = int(line[0]), int(line[1]), printable(line[2]), int(line[3])
-            steps.setdefault(step)
-            layer = layers.setdefault(name, LayerTrajectory(depth, name))
-            if head == 1:
-                layer.coefficients.append([])
-            heads = layer.coefficients[-1]
-            if head != len(heads) + 1:
-                raise ValueError(f"step {step}, {name}: head {head} is out of order")
-            cells = line[4:]
-            # filters of a lower degree end with empty cells, in a spreadsheet's copy too
-            while cells and not cells[-1]:
-                cells.pop()
-            heads.append([float(cell) for cell in cells])
-        return cls(list(steps), list(layers.values())).checked()
+        try:
+            # by step, layer and head, as to_text writes them
+            for at, depth, layer_name, number, *cells in lines:
+                step, head_number, name = int(at), int(number), printable(layer_name)
+                steps.setdefault(step)
+                layer = layers.setdefault(name, LayerTrajectory(int(depth), name))
+                if head_number == 1:
+                    layer.coefficients.append([])
+                heads = layer.coefficients[-1]
+                if head_number != len(heads) + 1:
+                    raise ValueError(f"step {step}, {name}: head {head_number} is out of order")
+                # filters of a lower degree end with empty cells, in a spreadsheet's copy too
+                while cells and not cells[-1]:
+                    cells.pop()
+                heads.append([float(cell) for cell in cells])
+            return cls(list(steps), list(layers.values()))
+        except (ValueError, IndexError) as error:
+            raise ValueError(f"{path} is damaged, or was changed by hand: {error}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,12 +22,6 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: site.module for name, site in accepting_sites(model, sites(model)).items()}
 
 
-Masks = Sequence[Sequence[Tensor | None]]
-"""Masks of a layer's tokens in three groups: the user's own, those of the model's call and of the
-attention, and what an attention map shows. The first group that has masks of the tokens' shape
-decides; a token counts if all of these say so."""
-
-
 @dataclass
 class Layer:
     """One run of an attention module: models such as ALBERT run one module at every depth."""
@@ -41,8 +35,10 @@ class Layer:
     """What this block was called with."""
     attended: Attended | None = None
     """None if it cannot be told what the attention attends to."""
-    masks: Masks | None = None
-    """None until the filter runs, or the attention ends without one."""
+    masks: list[list[Tensor | None]] | None = None
+    """Masks in three groups: the user's own, those of the model's call and of the attention, and
+    what an attention map shows. The first group that has masks of the tokens' shape decides; a
+    token counts if all of these say so. None until the filter runs, or the attention ends."""
     tokens: Tensor | None = None
     """What leaves this block, ``(B, N, D)``; None if its axes are in doubt."""
 
@@ -104,9 +100,9 @@ class Watch:
         """
         self.stop()
         self._valid = valid
-        self._batch = Arguments(_with_batches({"batch": batch}))
+        self._batch = _Call(_with_batches({"batch": batch}))
         # what the modules that run now were called with
-        self._calls: dict[str, Arguments] = {}
+        self._calls: dict[str, _Call] = {}
         # the outermost container that runs now, and the layer whose blocks do
         self._outer: str | None = None
         self._layer: Layer | None = None
@@ -140,7 +136,7 @@ class Watch:
                 # the layers of the model before the first one inside of this part
                 inside = [_is_in(name, layer) for layer in self.attention]
                 self._depth = inside.index(True) if True in inside else 0
-            self._calls[name] = Arguments.of_call(module, args, kwargs)
+            self._calls[name] = _Call.of(module, args, kwargs)
         # the first block to begin is the outermost one around its attention
         if self._outer is not None and self._layer is None and name in self._layer_of:
             self._depth += 1
@@ -186,10 +182,24 @@ class Watch:
         layer.masks = [[self._mask_of(layer.name)]]
         # keyword arguments need not come in the order of the parameters
         x = first_tensor(self._calls[block].given) if block in self._calls else None
-        given = [value for call in self._calls.values() for value in call.given.values()]
-        matrices = {tuple(v.shape) for v in given if isinstance(v, Tensor) and v.dim() == 2}
         x = entered if x is None else x
-        layer.attended = attended_by_input(self.attention[layer.name], x, matrices)
+        attention = self.attention[layer.name]
+        width = _width(attention)
+        if x is None or x.dim() > 4 or (x.dim() == 4 and _by_width(x, width) is None):
+            return
+        if x.dim() == 4:
+            samples, tokens = _tokens_of_grid(x, _by_width(x, width)).shape[:2]
+            layer.attended = Attended(samples, tokens, width)
+            return
+        one, other = x.shape[:2] if x.dim() == 3 else (1, len(x))
+        # ids and masks among the arguments of the modules around it are (B, N)
+        given = [value for call in self._calls.values() for value in call.given.values()]
+        shapes = {tuple(v.shape) for v in given if isinstance(v, Tensor) and v.dim() == 2}
+        is_turned = x.dim() == 3 and (other, one) in shapes and (one, other) not in shapes
+        sequence_first = _is_sequence_first(attention, is_turned)
+        if sequence_first and x.dim() == 3:
+            one, other = other, one
+        layer.attended = Attended(one, other, width, sequence_first)
 
     @torch.no_grad()
     def _filtered(self, name: str, filter: GraphFilter, args: Any, output: Any) -> None:
@@ -203,8 +213,19 @@ class Watch:
             self._depth += 1
             layer = Layer(name, self._depth, name, None)
         operator, v = args[0].whole(), args[1].detach()
-        layer.attended = attended_by_values(self.attention[name], v)
-        layer.masks = masks_of_filter(self._mask_of(name), operator, v, self._valid)
+        samples, length = v.shape[:-3], v.shape[-2]
+        # tokens further apart in memory than samples were projected from (N, B, D)
+        is_turned = len(samples) == 1 and v.stride(-2) > v.stride(0)
+        sequence_first = _is_sequence_first(self.attention[name], is_turned)
+        width = v.shape[-3:-2].numel() * v.shape[-1]
+        layer.attended = Attended(samples.numel(), length, width, sequence_first)
+        visible = operator.visibility()
+        # False where the operator's masks hide a token from every query
+        hidden = None if visible is None else _of_keys(visible.visible_keys(), v)
+        layer.masks = [[self._valid], [self._mask_of(name), hidden]]
+        if layer.mask((*samples, length), v.device) is None:
+            # this one reads all entries of a map
+            layer.masks.append([shown_by_map(operator, v)])
         if self.on_filter is not None:
             # what runs for a measurement is not followed itself
             self._outer = None
@@ -222,18 +243,25 @@ class Watch:
         """
         around = sorted((n for n in self._calls if _is_in(n, layer)), key=len, reverse=True)
         calls = [(layer[len(n) :], self._calls[n], n in self._parts) for n in around]
-        calls.append((layer, self._batch, False))
         square = None
-        for path, call, is_part in calls:
-            mask = call.mask(path)
+        for path, call, is_part in [*calls, (layer, self._batch, False)]:
+            names = [name for name in _MASKS if name in call.given]
+            # of a module that takes masks of one kind alone, they are about all of its layers
+            names = [n for n in names if (n in _OF_TARGET) == ("decoder" in path)] or names
+            given = {name: call.given[name] for name in names}
+            masks = (_counted(mask, _MASKS[name]) for name, mask in given.items())
+            mask = next((mask for mask in masks if mask is not None), None)
             if mask is not None:
                 if mask.shape[0] != mask.shape[1]:
                     return mask
                 # (B, N) of as many samples as tokens, or pairs (N, N) that an inner module made:
                 # the outermost is the padding mask
                 square = mask
-            elif is_part and not call.has_another_mask(path):
-                break
+            elif is_part and not call.passes_on:
+                # a mask may have come in another form, made further out: pairs, a description
+                given = given or {n: value for n, value in call.given.items() if "mask" in n}
+                if all(value is None for value in given.values()):
+                    break
         return square
 
 
@@ -253,7 +281,20 @@ _MASKS = {
 _OF_TARGET = {"decoder_attention_mask", "tgt_key_padding_mask"}
 
 
-class Arguments(NamedTuple):
+def _counted(mask: Any, true_counts: bool) -> Tensor | None:
+    """A mask ``(B, N)`` as True where a token counts, without reading from the device."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    if not true_counts:
+        # of torch: True or -inf hides
+        return ~mask.bool()
+    if not mask.is_floating_point():
+        return mask.bool()
+    # zeros and ones, or zeros and large negative numbers to add to scores
+    return torch.where((mask < 0).any(), mask == 0, mask != 0)
+
+
+class _Call(NamedTuple):
     """What a module was called with."""
 
     given: dict[str, Any]
@@ -262,8 +303,8 @@ class Arguments(NamedTuple):
     """Whether its forward has ``*args``: a wrapper, whose arguments have names further inside."""
 
     @classmethod
-    def of_call(cls, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Arguments:
-        """The arguments of a call, by the names of the forward's parameters."""
+    def of(cls, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> _Call:
+        """A call, with the names of the forward's parameters."""
         try:
             bound = inspect.signature(module.forward).bind(*args, **kwargs)
         except (TypeError, ValueError):
@@ -274,35 +315,6 @@ class Arguments(NamedTuple):
         # a Sequential takes no masks, whatever its modules do with them
         passes_on = inspect.Parameter.VAR_POSITIONAL in kinds or isinstance(module, nn.Sequential)
         return cls(_with_batches(bound.arguments), passes_on)
-
-    def mask(self, path: str) -> Tensor | None:
-        """The padding mask for the layer at ``path`` inside of the module, True where one counts.
-
-        No number is read from the device.
-        """
-        for name in self._mask_names(path):
-            mask = self.given.get(name)
-            if isinstance(mask, Tensor) and mask.dim() == 2:
-                if not _MASKS[name]:
-                    # of torch: True or -inf hides
-                    return ~mask.bool()
-                if not mask.is_floating_point():
-                    return mask.bool()
-                # zeros and ones, or zeros and large negative numbers to add to scores
-                return torch.where((mask < 0).any(), mask == 0, mask != 0)
-        return None
-
-    def has_another_mask(self, path: str) -> bool:
-        """Whether a mask may have come in another form, made further out: pairs, a description."""
-        names = self._mask_names(path) or [name for name in self.given if "mask" in name]
-        return self.passes_on or any(self.given.get(name) is not None for name in names)
-
-    def _mask_names(self, path: str) -> list[str]:
-        """The names of masks that are about the layer at ``path``."""
-        names = [name for name in _MASKS if name in self.given]
-        wanted = [name for name in names if (name in _OF_TARGET) == ("decoder" in path)]
-        # of a module that takes masks of one kind alone, they are about all of its layers
-        return wanted or names
 
 
 def _with_batches(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -409,38 +421,6 @@ class Attended(NamedTuple):
         return None if first == last else first
 
 
-def attended_by_values(attention: nn.Module, v: Tensor) -> Attended:
-    """What an attention attends to, by the values ``(..., H, N, d)`` that its filter gets."""
-    lead = v.shape[:-3]
-    width = v.shape[-3:-2].numel() * v.shape[-1]
-    # tokens further apart in memory than samples were projected from (N, B, D)
-    is_turned = len(lead) == 1 and v.stride(-2) > v.stride(0)
-    return Attended(lead.numel(), v.shape[-2], width, _is_sequence_first(attention, is_turned))
-
-
-def attended_by_input(
-    attention: nn.Module, x: Tensor | None, around: Collection[tuple[int, ...]]
-) -> Attended | None:
-    """The same of an attention without a filter, by the tensor that it or its block got.
-
-    None if that does not show it. ``around`` has the shapes of matrices among the arguments of the
-    modules around it; those of ids and masks are ``(B, N)``.
-    """
-    width = _width(attention)
-    if x is None or x.dim() > 4 or (x.dim() == 4 and _by_width(x, width) is None):
-        return None
-    if x.dim() == 4:
-        samples, tokens = _tokens_of_grid(x, _by_width(x, width)).shape[:2]
-        return Attended(samples, tokens, width)
-    if x.dim() == 2:
-        return Attended(1, len(x), width, _is_sequence_first(attention, False))
-    one, other = x.shape[:2]
-    is_turned = (other, one) in around and (one, other) not in around
-    if _is_sequence_first(attention, is_turned):
-        return Attended(other, one, width, sequence_first=True)
-    return Attended(one, other, width)
-
-
 def _is_sequence_first(attention: nn.Module, looks_so: bool) -> bool:
     """As the attention declares, or as its arguments look."""
     return getattr(attention, "batch_first", not looks_so) is False
@@ -508,22 +488,6 @@ def _width(attention: nn.Module) -> int:
             if isinstance(found, int):
                 return found
     return 0
-
-
-def masks_of_filter(
-    handed_down: Tensor | None, operator: Operator, v: Tensor, own: Tensor | None
-) -> Masks:
-    """The masks of a layer whose filter was called with an operator and values.
-
-    ``handed_down`` is the mask that the modules around the layer got, ``own`` the user's.
-    """
-    visible = operator.visibility()
-    # False where the operator's masks hide a token from every query
-    stated = (handed_down, None if visible is None else _of_keys(visible.visible_keys(), v))
-    shape = (*v.shape[:-3], v.shape[-2])
-    is_known = any(mask is not None and mask.shape == shape for mask in (own, *stated))
-    # the last one reads all entries of a map
-    return (own,), stated, (None if is_known else shown_by_map(operator, v),)
 
 
 def shown_by_map(operator: Operator, v: Tensor) -> Tensor | None:

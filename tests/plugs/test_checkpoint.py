@@ -140,7 +140,10 @@ FIRST = "encoder.layer.0.attention.self"
         (damage(lambda d: d.update(format=9)), "format 9, .* reads format 1"),
         (damage(lambda d: d.update(filters={})), "describes no filters"),
         (rename_first("nowhere"), "layer 'nowhere', which BertForMaskedLM does not have"),
-        (rename_first("encoder"), "cannot take the filter"),
+        (
+            rename_first("encoder"),
+            "'encoder', which .* does not have; its attention",
+        ),
         (change_first(kind="os.system"), "is a 'os.system'; known are"),
         (arguments(K=1), "cannot be built: K must be"),
         (arguments(speed=9), "cannot be built: .*speed"),

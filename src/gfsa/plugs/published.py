@@ -23,7 +23,7 @@ from gfsa.filters import GFSA, GraphFilter
 from gfsa.operators.call import DropoutPlace
 from gfsa.plugs.distributed import refuse_distributed
 from gfsa.plugs.install import install
-from gfsa.plugs.saving.identity import canonical_name, numbers_in, pattern_of, some_of
+from gfsa.plugs.saving.identity import canonical_name, layer_named, numbers_in, pattern_of, some_of
 from gfsa.plugs.sites import (
     PlugReport,
     Site,
@@ -185,31 +185,13 @@ def match_by_name(
     model: nn.Module, layers: Iterable[str], found: Mapping[str, Site]
 ) -> dict[str, Site]:
     """The site of each layer of the checkpoint: of the same name, or of one that ends alike."""
-    canonical = {name: canonical_name(model, name) for name in found}
+    names = {name: canonical_name(model, name) for name in found}
     by_site: dict[str, list[str]] = {}
-    missing = []
     for layer in layers:
         wanted = canonical_name(model, layer)
-        same = [name for name, own in canonical.items() if own == wanted] or [
-            name
-            for name, own in canonical.items()
-            if f".{own}".endswith(f".{wanted}") or f".{wanted}".endswith(f".{own}")
-        ]
-        if len(same) > 1:
-            raise ValueError(
-                f"the checkpoint has a filter for {layer}, which {some_of(same)} can be; convert "
-                "the part of the model that it belongs to"
-            )
-        if same:
-            by_site.setdefault(same[0], []).append(layer)
-        else:
-            missing.append(layer)
-    if missing:
-        raise ValueError(
-            f"the checkpoint has filters for {some_of(missing)}, which {type(model).__name__} does "
-            f"not have; its attention layers are {some_of(found)}. Build the backbone of the "
-            "published code, or match layers by their order (by_order=True, weights=False)"
-        )
+        or_else = ", or match layers by their order (by_order=True, weights=False)"
+        name = layer_named(model, wanted, names, "the checkpoint", or_else)
+        by_site.setdefault(name, []).append(layer)
     for name, several in by_site.items():
         if len(several) > 1:
             raise ValueError(

@@ -1,5 +1,7 @@
 """Attention dropout: one mask for all passes of a call."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -149,5 +151,6 @@ def test_other_devices_generators_are_asked_of_their_own_module(
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
     device = torch.device("cuda:1")
-    sdpa._set_generator_state(device, sdpa._generator_state(device))
+    v = SimpleNamespace(device=device)
+    sdpa.powers_with_one_mask(lambda x: x, v, 2)
     assert calls == [("get", device), ("set", "state", device)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gfsa import graph_filter_attention, linear_graph_filter_attention
-from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters import PartialPolynomial
 from gfsa.operators import AttentionOperator, DenseOperator, Visibility
 from support.attention import BACKENDS, reference_attention, relative_error, tokens
 

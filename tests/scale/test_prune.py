@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import gfsa
-from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters import PartialPolynomial
 from gfsa.operators import AttentionOperator, DenseOperator, FunctionOperator
 from support.subjects import first
 from support.zoo import ZOO

@@ -191,24 +191,17 @@ def check_call(call: AttentionCall, v: Tensor) -> None:
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    if not enable_gqa:
-        if q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
-            return
+    is_grouped, advice = False, "expand them, or pass enable_gqa=True if k and v have fewer heads"
+    if enable_gqa:
+        if q.dim() < 3:
+            raise ValueError("enable_gqa needs inputs with a head dimension, (..., H, N, D)")
+        is_alike = q.shape[:-3] == k.shape[:-3] and k.shape[-3] > 0
+        is_grouped = is_alike and q.shape[-3] % k.shape[-3] == 0
+        advice = "with enable_gqa, k and v must have the same heads, q a multiple of them"
+    if k.shape[:-2] != v.shape[:-2] or not (is_grouped or q.shape[:-2] == k.shape[:-2]):
         raise ValueError(
             "q, k and v differ in their batch or head dimensions: "
-            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; "
-            "expand them, or pass enable_gqa=True if k and v have fewer heads"
-        )
-    if q.dim() < 3:
-        raise ValueError("enable_gqa needs inputs with a head dimension, (..., H, N, D)")
-    if q.shape[:-3] != k.shape[:-3] or k.shape[:-2] != v.shape[:-2]:
-        raise ValueError(
-            "with enable_gqa, k and v must agree in heads and all three in batch, "
-            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    if k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]:
-        raise ValueError(
-            f"with enable_gqa, q's {q.shape[-3]} heads must be a multiple of k's {k.shape[-3]}"
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; {advice}"
         )
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gfsa.filters import GraphFilter, Polynomial
-from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters import GraphFilter, PartialPolynomial, Polynomial
 from gfsa.filters.spec import check_number
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.checks.called import watch_forwards

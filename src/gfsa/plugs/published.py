@@ -143,8 +143,8 @@ def convert(
             + listed_reasons(left_out)
         )
     refuse_distributed(model, [site.module for site, _ in planned])
-    own = [tensor for tensor in model.state_dict().values() if not tensor.is_meta]
-    with all_or_nothing(model, values=own if weights else ()):
+    own = [tensor for tensor in model.state_dict().values() if weights and not tensor.is_meta]
+    with all_or_nothing(model, values=own):
         if weights:
             _load_weights(model, rest)
         install(model, planned)
@@ -165,8 +165,8 @@ def _settings(
         K = getattr(config, "K", None) or None
     if not isinstance(K, int) or isinstance(K, bool):
         raise ValueError(
-            f"K of this checkpoint is not known: its parameter {parameter!r} does not tell, and "
-            f"neither does {type(model).__name__}. Pass K= as in the command of the training run"
+            f"neither the parameter {parameter!r} of this checkpoint nor {type(model).__name__} "
+            "tells its K. Pass K= as in the command of the training run"
         )
     if w0 is None:
         # an option of the language models alone
@@ -174,9 +174,8 @@ def _settings(
         w0 = getattr(config, "w_0", None) if is_option else 0.0
     if w0 is None:
         raise ValueError(
-            "w0 of this checkpoint is not known: it is an option (--w_0) of the published language "
-            "models, which the saved config has as w_0. Pass w0= as in the command of the training "
-            "run (its default there is 0)"
+            "w0 of this checkpoint is not known: the config of a published language model has it "
+            "as w_0. Pass w0= as in the command of the training run (--w_0, by default 0)"
         )
     return K, float(w0)
 
@@ -186,19 +185,18 @@ def match_by_name(
 ) -> dict[str, Site]:
     """The site of each layer of the checkpoint: of the same name, or of one that ends alike."""
     names = {name: canonical_name(model, name) for name in found}
-    by_site: dict[str, list[str]] = {}
+    or_else = ", or match layers by their order (by_order=True, weights=False)"
+    matched: dict[str, str] = {}
     for layer in layers:
         wanted = canonical_name(model, layer)
-        or_else = ", or match layers by their order (by_order=True, weights=False)"
         name = layer_named(model, wanted, names, "the checkpoint", or_else)
-        by_site.setdefault(name, []).append(layer)
-    for name, several in by_site.items():
-        if len(several) > 1:
+        if name in matched:
             raise ValueError(
-                f"the checkpoint has {len(several)} filters for {name}: {some_of(several)}; pass "
-                "the weights of one model (without averaged copies beside them)"
+                f"the checkpoint has 2 filters for {name}: {matched[name]} and {layer}; pass the "
+                "weights of one model (without averaged copies beside them)"
             )
-    return {layer: found[name] for name, (layer,) in by_site.items()}
+        matched[name] = layer
+    return {layer: found[name] for name, layer in matched.items()}
 
 
 def match_by_order(layers: Collection[str], found: Mapping[str, Site]) -> dict[str, Site]:

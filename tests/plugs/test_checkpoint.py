@@ -131,9 +131,9 @@ FIRST = "encoder.layer.0.attention.self"
     [
         (
             damage(tensors=lambda t: t.pop(f"{FIRST}.theta")),
-            "missing .*theta, not expected no",
+            "theta should be floating point of shape .*, got nothing",
         ),
-        (damage(tensors=lambda t: t.update(x=torch.zeros(1))), "missing nothing, not expected x"),
+        (damage(tensors=lambda t: t.update(x=torch.zeros(1))), "describes: x; save"),
         (rewrite(lambda content: content[:-20]), "filters.safetensors is damaged"),
         (rewrite(lambda content: save(load(content))), "does not describe its filters"),
         (lambda p: (p / files.FILE).unlink(), "filters.safetensors does not exist"),

@@ -255,13 +255,6 @@ def restore(
     """
     planned = _plan(model, saved, other_versions, max_degree)
     plugged, source = plugged_sites(model), saved.source
-    expected = {f"{layer}.{key}" for layer, _, filter in planned for key in numbers_of(filter)}
-    missing, extra = expected - saved.tensors.keys(), saved.tensors.keys() - expected
-    if missing or extra:
-        raise ValueError(
-            f"{source} and its description disagree: missing {some_of(missing)}, "
-            f"not expected {some_of(extra)}; save the filters again"
-        )
     if not check_only:
         refuse_sharded(plugged, "load filters")
     if plugged and set(plugged) != {site.name for _, site, _ in planned}:
@@ -269,8 +262,14 @@ def restore(
             f"the model is plugged in layers {some_of(plugged)}, but {source} has filters for "
             f"{some_of(site.name for _, site, _ in planned)}; gfsa.unplug(model) first"
         )
+    left = dict(saved.tensors)
     for layer, site, filter in planned:
-        _fill(layer, site, filter, saved)
+        _fill(layer, site, filter, left, source)
+    if left:
+        raise ValueError(
+            f"{source} has numbers of no filter that it describes: {some_of(left)}; save the "
+            "filters again"
+        )
     if check_only:
         return
     if not plugged:
@@ -394,9 +393,10 @@ def _check_backbone(site: Site, entry: Mapping[str, Any], source: str) -> None:
         )
 
 
-def _fill(layer: str, site: Site, filter: GraphFilter, saved: Saved) -> None:
-    """Give the rebuilt filter its numbers, in the precision that it will have in the model."""
-    source = f"{saved.source}: "
+def _fill(
+    layer: str, site: Site, filter: GraphFilter, left: dict[str, Tensor], source: str
+) -> None:
+    """Move the numbers into the rebuilt filter, in the precision that it will have in the model."""
     place = device_of(site.module) or torch.get_default_device()
     dtype = dtype_for(site.module) or filter.base.dtype
     if site.is_plugged:
@@ -404,19 +404,18 @@ def _fill(layer: str, site: Site, filter: GraphFilter, saved: Saved) -> None:
         place, dtype = theta.device, theta.dtype
     if place.type == "meta":
         raise ValueError(
-            f"{site.name} is on the meta device, where the numbers of {saved.source} would be "
-            "lost: give the model its weights first, and load filters before accelerate offloads "
-            "them"
+            f"{site.name} is on the meta device, where the numbers of {source} would be lost: give "
+            "the model its weights first, and load filters before accelerate offloads them"
         )
     with torch.inference_mode(False), torch.no_grad():
         filter.to(dtype=dtype)
         for key, value in numbers_of(filter).items():
-            found = saved.tensors[f"{layer}.{key}"]
-            if found.shape != value.shape or found.dtype not in _DTYPES:
+            found = left.pop(f"{layer}.{key}", None)
+            if found is None or found.shape != value.shape or found.dtype not in _DTYPES:
+                got = "nothing" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
                 raise ValueError(
-                    f"{source}{layer}.{key} should be floating point of shape "
-                    f"{tuple(value.shape)}, got {found.dtype} of shape {tuple(found.shape)}; save "
-                    "the filters again"
+                    f"{source}: {layer}.{key} should be floating point of shape "
+                    f"{tuple(value.shape)}, got {got}; save the filters again"
                 )
             value.copy_(found)
         # files have polynomials alone
@@ -425,7 +424,7 @@ def _fill(layer: str, site: Site, filter: GraphFilter, saved: Saved) -> None:
             # NaN is not smaller, so it is refused, too
             if not largest <= _LARGEST:
                 raise ValueError(
-                    f"{source}the filter of {site.name} has a coefficient of {largest:.3g} in "
+                    f"{source}: the filter of {site.name} has a coefficient of {largest:.3g} in "
                     f"{dtype}; those of trained filters are about 1, more than {_LARGEST:g} is "
                     "refused. Take an earlier save"
                 )

@@ -131,8 +131,9 @@ def test_the_dense_operator_of_a_call_is_the_specification() -> None:
     torch.testing.assert_close(DenseOperator.from_call(some).matrix, expected[:, [0, 2, 3]])
 
 
-def test_a_cache_of_decisions_empties_when_full() -> None:
-    cache: DecisionCache[str] = DecisionCache(capacity=2)
+def test_a_cache_of_decisions_empties_when_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DecisionCache, "CAPACITY", 2)
+    cache: DecisionCache[str] = DecisionCache()
     for number in range(3):
         cache.remember((number,), str(number))
         assert cache[(number,)] == str(number)

@@ -427,7 +427,7 @@ NAMES = ("name", "a/b/c", "", 3, "a b/c")
     [
         *(({"repository": name}, "repository must be 'user/name'") for name in NAMES),
         ({"base_model": "a\nlicense: mit"}, "base_model must be a name on the Hub"),
-        ({"weights": True}, "TransformerEncoder has no save_pretrained"),
+        ({"weights": True}, "weights=True is for .*, got a TransformerEncoder"),
     ],
 )
 def test_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -329,10 +329,9 @@ class GraphFilter(nn.Module):
 
     def describe(self) -> dict[str, Any]:
         """What this filter is, as plain data."""
-        kind, arguments = kind_of(type(self)), self.config()
-        description: dict[str, Any] = {"kind": kind, "arguments": arguments}
+        description: dict[str, Any] = {"kind": kind_of(type(self)), "arguments": self.config()}
         description["dropout_after"] = self.dropout_after
-        if self._exact_share is not None and "share" not in arguments:
+        if self._exact_share is not None and "share" not in description["arguments"]:
             description["exclusive"] = self._describe_share()
         if self.has_depth:
             description["depth"] = True

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,15 +88,13 @@ class AttentionCall(NamedTuple):
 _Decision = TypeVar("_Decision")
 
 
-class DecisionCache(dict[Any, _Decision], Generic[_Decision]):
+class DecisionCache(dict[Any, _Decision]):
     """Decisions by all that they depend on; emptied when full, as by ever new lengths."""
 
-    def __init__(self, capacity: int = 4096) -> None:
-        super().__init__()
-        self.capacity = capacity
+    CAPACITY = 4096
 
     def remember(self, signature: tuple[Any, ...], decision: _Decision) -> None:
-        if len(self) >= self.capacity:
+        if len(self) >= self.CAPACITY:
             self.clear()
         self[signature] = decision
 
@@ -145,14 +143,12 @@ def check_call(call: AttentionCall, v: Tensor) -> None:
     _check_devices(q.device, k=k, v=v, attn_mask=call.attn_mask)
     if q.is_nested or k.is_nested or v.is_nested:
         # as torch's attention takes them
-        if not all(x.is_nested and x.layout == torch.jagged and x.dim() == 4 for x in (q, k, v)):
+        jagged = all(x.is_nested and x.layout == torch.jagged and x.dim() == 4 for x in (q, k, v))
+        if not jagged or call.attn_mask is not None or call.enable_gqa:
             raise ValueError(
                 "nested q, k and v must be jagged (B, H, j, D), each of them: make (B, j, H, D) "
-                "with torch.nested.nested_tensor(..., layout=torch.jagged), then x.transpose(1, 2)"
-            )
-        if call.attn_mask is not None or call.enable_gqa:
-            raise ValueError(
-                "nested tensors take neither attn_mask (their sequences never see one another) nor "
+                "with torch.nested.nested_tensor(..., layout=torch.jagged), then x.transpose(1, 2)."
+                " They take neither attn_mask (their sequences never see one another) nor "
                 "enable_gqa (repeat the heads of k and v)"
             )
     if min(q.dim(), k.dim(), v.dim()) < 2 or not (q.dim() == k.dim() == v.dim()):

@@ -149,15 +149,12 @@ def _refuse(
             "the filters are sharded over processes: gfsa.save them on every process, gfsa.load "
             "them into a model that is not sharded, and upload from that"
         )
-    if weights and not callable(getattr(model, "save_pretrained", None)):
+    is_loaded_by_us = hasattr(model, "save_pretrained") and not is_of_diffusers(type(model))
+    if weights and not is_loaded_by_us:
         raise ValueError(
-            f"{kind} has no save_pretrained, so its weights cannot be uploaded with the filters; "
-            "pass weights=False and upload them by their own library"
-        )
-    if weights and is_of_diffusers(type(model)):
-        raise ValueError(
-            f"{kind} is a model of diffusers, whose weights gfsa.from_pretrained does not load: "
-            "pass weights=False, and upload them with model.push_to_hub after gfsa.unplug"
+            "weights=True is for models of transformers and adapters of peft, got a "
+            f"{kind}: pass weights=False, and upload the weights by their own library after "
+            "gfsa.unplug"
         )
 
 

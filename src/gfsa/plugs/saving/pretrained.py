@@ -84,16 +84,13 @@ def from_pretrained(
         ValueError: if the folder has no filters, its files are damaged, or an argument asks for
             other weights than its safetensors.
     """
-    if not callable(getattr(model_class, "from_pretrained", None)):
+    if not hasattr(model_class, "from_pretrained") or is_of_diffusers(model_class):
         raise TypeError(
-            f"model_class must be a class of transformers (AutoModelFor…), got {model_class!r:.80}"
+            f"model_class must be a class of transformers (AutoModelFor…), got {model_class!r:.80};"
+            " load a model of another library with its own from_pretrained, then the filters that "
+            "gfsa.save wrote with gfsa.load"
         )
     name = getattr(model_class, "__name__", "model_class")
-    if is_of_diffusers(model_class):
-        raise TypeError(
-            f"{name} is a class of diffusers, whose files have other names: load the model with "
-            "its own from_pretrained, then the filters that gfsa.save wrote with gfsa.load"
-        )
     # with these options the weights are of other files than the filters
     refused = [option for option in ("gguf_file", "output_loading_info") if kwargs.get(option)]
     refused += ["use_safetensors"] if kwargs.get("use_safetensors") is False else []

@@ -223,15 +223,6 @@ def test_whole_models(name: str, tmp_path: Path) -> None:
     assert all(f.K == 5 and f.dropout_after == "filter" for f in filters.values())
 
 
-def test_a_model_that_was_saved_without_filters(tmp_path: Path) -> None:
-    model = model_of()
-    gfsa.plug(model)
-    gfsa.unplug(model)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="not saved from a plugged model"):
-        gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path)
-
-
 @pytest.mark.parametrize("part", ["model.encoder", "model.decoder.layers"])
 def test_a_model_plugged_in_part_saves_what_it_has(part: str, tmp_path: Path) -> None:
     case = ZOO["bart"]

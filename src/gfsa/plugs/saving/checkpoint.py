@@ -328,9 +328,9 @@ def _plan(model: nn.Module, saved: Saved, other_versions: bool, max_degree: int)
     free = [s for s in refusing.values() if not s.refusal and s.name not in taken]
     unknown = {layer: entries[layer] for layer in misfits if other_versions}
     renamed = identity.renamed_layers(free, unknown, saved.weights_of)
-    for layer, error in misfits.items():
+    for layer, misfit in misfits.items():
         if layer not in renamed:
-            raise error
+            raise misfit
         planned.append((layer, renamed[layer], rebuilt(layer, renamed[layer])))
     for _, site, filter in planned:
         own, wanted = site.filter.describe() if site.is_plugged else {}, filter.describe()

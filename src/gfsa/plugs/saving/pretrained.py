@@ -283,7 +283,14 @@ def load_peft(
     source = str(path)
     found = filter_tensors([_file_of(path, _ADAPTER, kwargs)], source)
     saved = saved_among(found, functools.partial(canonical_name, model), source)
-    folder = None if found else _folder_beside(path, kwargs)
+    try:
+        folder = None if found else _file_of(path, FILE, kwargs).parent
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{path} has no filters: its adapter was saved without modules_to_save=['gfsa'], and "
+            f"gfsa.save wrote none beside it ({error}). Load it with "
+            "peft.PeftModel.from_pretrained"
+        ) from error
     with all_or_nothing(model), warnings.catch_warnings():
         # the entry in the config is for whoever loads the adapter without gfsa
         warnings.filterwarnings("ignore", message=rf".*\['{PEFT_ENTRY}'\]")
@@ -300,18 +307,6 @@ def load_peft(
         else:
             load(loaded, folder, max_degree=max_degree)
     return loaded
-
-
-def _folder_beside(path: str | Path, kwargs: dict[str, Any]) -> Path:
-    """The folder with filters that gfsa.save wrote beside an adapter without filters."""
-    try:
-        return _file_of(path, FILE, kwargs).parent
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{path} has no filters: its adapter was saved without modules_to_save=['gfsa'], and "
-            f"gfsa.save wrote none beside it ({error}). Load it with "
-            "peft.PeftModel.from_pretrained"
-        ) from error
 
 
 def _file_of(path: str | Path, name: str, kwargs: dict[str, Any]) -> Path:

@@ -123,22 +123,6 @@ def test_what_was_never_trained_is_unplugged() -> None:
 
 
 @torch.no_grad()
-def test_the_change_of_a_head_is_bounded() -> None:
-    torch.manual_seed(1)
-    operator = DenseOperator(torch.randn(2, 4, 9, 9, dtype=torch.float64).softmax(-1))
-    v = torch.randn(2, 4, 9, 5, dtype=torch.float64)
-    old = gfsa.Polynomial(4, degree=3).double()
-    old.set_coefficients(torch.tensor([0.1, 0.8, 0.004, -0.005]))
-    c = old.coefficients()
-    new = gfsa.Polynomial(4, degree=1).double()
-    new.set_coefficients(torch.stack([c[:, 0], c[:, 1:].sum(-1)], -1))
-    assert (new(operator, v) - old(operator, v)).abs().max() <= 2 * 0.009 * v.abs().max()
-    # equal tokens, which a row-stochastic map leaves alone, are answered as before
-    same = torch.ones_like(v)
-    torch.testing.assert_close(new(operator, same), old(operator, same), rtol=0, atol=1e-12)
-
-
-@torch.no_grad()
 def test_undo() -> None:
     model, inputs = plugged("gpt2"), ZOO["gpt2"].batch()
     trained(model, {0: [1], 1: [0, 1, 2, 3]})

@@ -386,17 +386,6 @@ def test_coefficients_of_ones_own_are_applied(kind: type[GraphFilter], operator:
     assert torch.autograd.grad(y.sum(), filter.theta)[0].abs().sum() > 0
 
 
-@pytest.mark.parametrize("make", [GFSA, Polynomial])
-def test_compiles_into_one_graph(make) -> None:
-    torch._dynamo.reset()
-    filter = shift(make(3))
-    compiled = torch.compile(filter.coefficients, fullgraph=True, backend="aot_eager")
-    coefficients = compiled()
-    assert torch.equal(coefficients, filter.coefficients())
-    coefficients.sum().backward()
-    assert filter.theta.grad is not None
-
-
 REFUSED = {
     "num_heads must be an integer of at least 1, got 0": lambda: GFSA(0),
     "num_heads must be an integer.*got True": lambda: Twicing(True),

@@ -247,12 +247,12 @@ WRONG_VALUES: dict[str, tuple] = {
     "batches": ("differ in their batch or head dimensions", (X, X[:1], X, C)),
     "no heads": ("enable_gqa needs inputs with a head dim", (FLAT, FLAT, FLAT, C), GROUPED),
     "heads of k and v": (
-        "k and v must agree in heads and all three in batch, got",
+        "k and v must have the same heads, q a multiple of them",
         (X, X[:, :2], X, C),
         GROUPED,
     ),
     "not a multiple": (
-        "q's 4 heads must be a multiple of k's 3",
+        "k and v must have the same heads, q a multiple of them",
         (X, X[:, :3], X[:, :3], C),
         GROUPED,
     ),

@@ -18,7 +18,7 @@ from gfsa.operators import (
     SDPAOperator,
     combine,
 )
-from gfsa.operators.call import DecisionCache, autocast
+from gfsa.operators.call import DecisionCache
 from support.attention import (
     Case,
     cases,
@@ -105,16 +105,6 @@ def test_a_filters_coefficients_in_place_of_a_tensor(name: str, is_diagonal: boo
     assert all(map(torch.equal, *results))
 
 
-def test_floating_point_is_cast_and_the_rest_left_alone() -> None:
-    x, low = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
-    double, mask = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.bool)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = autocast(x, low, double, mask, None, x)
-    assert found[0].dtype == found[5].dtype == torch.bfloat16
-    # what has the right dtype already is itself
-    assert found[1:5] == (low, double, mask, None)
-
-
 def test_the_dense_operator_of_a_call_is_the_specification() -> None:
     torch.manual_seed(0)
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
@@ -131,8 +121,9 @@ def test_the_dense_operator_of_a_call_is_the_specification() -> None:
     torch.testing.assert_close(DenseOperator.from_call(some).matrix, expected[:, [0, 2, 3]])
 
 
-def test_a_cache_of_decisions_empties_when_full() -> None:
-    cache: DecisionCache[str] = DecisionCache(capacity=2)
+def test_a_cache_of_decisions_empties_when_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DecisionCache, "CAPACITY", 2)
+    cache: DecisionCache[str] = DecisionCache()
     for number in range(3):
         cache.remember((number,), str(number))
         assert cache[(number,)] == str(number)

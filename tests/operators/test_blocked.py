@@ -25,7 +25,6 @@ from support.measuring import LargestTensor
 B, H, KV, N, D = 2, 4, 2, 23, 4
 # a mask of all sequences has more entries than four times the queries, which are kept anyway
 LONG = 4 * B * H * D + 3
-CPU = torch.device("cpu")
 
 
 def padding(length: int) -> Tensor:
@@ -144,14 +143,6 @@ def test_gradients_keep_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
         SDPAOperator(AttentionCall(q, k, visible=visible)).apply(v)
     assert saved
     assert max(saved) <= q.untyped_storage().nbytes()
-
-
-def test_the_mask_of_a_short_sequence_is_written_once() -> None:
-    visible, given = CASES["causal padding"](N), tokens()
-    attention(visible)(*given)
-    mask = visible.whole(N, CPU)
-    attention(visible)(*given)
-    assert visible.whole(N, CPU) is mask
 
 
 def test_dropout_drops_the_same_entries_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:

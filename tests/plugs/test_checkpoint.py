@@ -131,16 +131,19 @@ FIRST = "encoder.layer.0.attention.self"
     [
         (
             damage(tensors=lambda t: t.pop(f"{FIRST}.theta")),
-            "missing .*theta, not expected no",
+            "theta should be floating point of shape .*, got nothing",
         ),
-        (damage(tensors=lambda t: t.update(x=torch.zeros(1))), "missing nothing, not expected x"),
+        (damage(tensors=lambda t: t.update(x=torch.zeros(1))), "describes: x; save"),
         (rewrite(lambda content: content[:-20]), "filters.safetensors is damaged"),
         (rewrite(lambda content: save(load(content))), "does not describe its filters"),
         (lambda p: (p / files.FILE).unlink(), "filters.safetensors does not exist"),
         (damage(lambda d: d.update(format=9)), "format 9, .* reads format 1"),
         (damage(lambda d: d.update(filters={})), "describes no filters"),
         (rename_first("nowhere"), "layer 'nowhere', which BertForMaskedLM does not have"),
-        (rename_first("encoder"), "cannot take the filter"),
+        (
+            rename_first("encoder"),
+            "'encoder', which .* does not have; its attention",
+        ),
         (change_first(kind="os.system"), "is a 'os.system'; known are"),
         (arguments(K=1), "cannot be built: K must be"),
         (arguments(speed=9), "cannot be built: .*speed"),
@@ -218,15 +221,6 @@ def test_whole_models(name: str, tmp_path: Path) -> None:
     filters = gfsa.filters_of(loaded)
     assert list(filters) == list(gfsa.filters_of(model))
     assert all(f.K == 5 and f.dropout_after == "filter" for f in filters.values())
-
-
-def test_a_model_that_was_saved_without_filters(tmp_path: Path) -> None:
-    model = model_of()
-    gfsa.plug(model)
-    gfsa.unplug(model)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="not saved from a plugged model"):
-        gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path)
 
 
 @pytest.mark.parametrize("part", ["model.encoder", "model.decoder.layers"])

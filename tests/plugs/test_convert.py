@@ -342,7 +342,7 @@ def test_speech_names_the_parameter_beta() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"blocks.9.attn.lamb": torch.ones(4)}, r"blocks\.9\.attn, which"),
+        ({"blocks.9.attn.lamb": torch.ones(4)}, r"blocks\.9\.attn', which"),
         ({"blocks.0.attn.lamb": torch.ones(3)}, "for each of the 4 heads"),
         ({"blocks.0.attn.lamb": torch.full((4,), torch.nan)}, "one finite number"),
         (dict.fromkeys(["blocks.0.attn.lamb", "blocks.1.attn.lamb"]), "checkpoint has no filters"),

@@ -248,6 +248,6 @@ def test_layers_whose_names_differ_by_a_prefix_only_are_not_mixed(tmp_path: Path
         gfsa.save(model, tmp_path)
     gfsa.save(model_of(3), tmp_path)
     gfsa.unplug(model)
-    with pytest.raises(ValueError, match=r"both blocks\.0\.attention and module\.blocks\.0"):
+    with pytest.raises(ValueError, match=r"which blocks\.0\.attention, module\.blocks\.0\."):
         gfsa.load(model, tmp_path)
     assert not gfsa.filters_of(model)

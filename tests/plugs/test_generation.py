@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gfsa
 from gfsa.adapters.transformers.adapter import _Arguments, _look_at_inputs
-from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters import PartialPolynomial
 from gfsa.operators import attention
 from support.zoo import SMALL, VOCABULARY, ZOO, randomise
 

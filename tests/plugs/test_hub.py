@@ -427,20 +427,15 @@ NAMES = ("name", "a/b/c", "", 3, "a b/c")
     [
         *(({"repository": name}, "repository must be 'user/name'") for name in NAMES),
         ({"base_model": "a\nlicense: mit"}, "base_model must be a name on the Hub"),
-        ({"weights": True}, "TransformerEncoder has no save_pretrained"),
+        ({"weights": True}, "weights=True is for .*, got a TransformerEncoder"),
+        ({"model": encoder()}, "has no filters to upload"),
+        *(
+            ({"results": results}, "results must be a dict")
+            for results in (["accuracy"], {"accuracy": [1]}, {1: 2})
+        ),
     ],
 )
 def test_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        gfsa.push_to_hub(plugged(encoder()), **({"repository": "user/filters"} | arguments))
-
-
-def test_an_unplugged_model() -> None:
-    with pytest.raises(ValueError, match="has no filters to upload"):
-        gfsa.push_to_hub(encoder(), "user/filters")
-
-
-@pytest.mark.parametrize("results", [["accuracy"], {"accuracy": [1]}, {1: 2}])
-def test_results_that_a_card_cannot_show(results: Any) -> None:
-    with pytest.raises(TypeError, match="results must be a dict"):
-        gfsa.push_to_hub(plugged(encoder()), "user/filters", results=results)
+    given = {"model": plugged(encoder()), "repository": "user/filters"} | arguments
+    with pytest.raises(TypeError if "results" in arguments else ValueError, match=message):
+        gfsa.push_to_hub(**given)

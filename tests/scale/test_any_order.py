@@ -32,7 +32,7 @@ from hypothesis.stateful import (
 from torch import Tensor, nn
 
 import gfsa
-from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters import PartialPolynomial
 from gfsa.plugs import sites
 from support.plugging import filtered_softmax, slow_path
 from support.tiny import TinyEncoder

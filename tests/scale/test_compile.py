@@ -10,7 +10,7 @@ from torch import Tensor
 
 import gfsa
 from gfsa.adapters.transformers import adapter as plugged_transformers
-from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters import PartialPolynomial
 from gfsa.operators import AttentionOperator
 from support.measuring import Counting
 from support.subjects import DIM, HEADS, SUBJECTS, first

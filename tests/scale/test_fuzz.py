@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gfsa
-from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters import PartialPolynomial
 from gfsa.functional import which_backend
 from gfsa.plugs import FilterNotCalledError, SwapClass, registry
 from support.tiny import TinyEncoder

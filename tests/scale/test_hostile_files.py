@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gfsa
-from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters import PartialPolynomial
 from gfsa.filters.spec import KINDS
 from gfsa.plugs.saving import files
 from gfsa.plugs.saving.files import FILE

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import gfsa
-from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters import PartialPolynomial
 from gfsa.operators import AttentionOperator, DenseOperator, FunctionOperator
 from support.subjects import first
 from support.zoo import ZOO
@@ -120,22 +120,6 @@ def test_what_was_never_trained_is_unplugged() -> None:
     assert torch.equal(first(model(**inputs)), before)
     assert list(report.after.values()) == [[1] * 4] * 2
     assert "unplugged: ordinary attention" in str(report)
-
-
-@torch.no_grad()
-def test_the_change_of_a_head_is_bounded() -> None:
-    torch.manual_seed(1)
-    operator = DenseOperator(torch.randn(2, 4, 9, 9, dtype=torch.float64).softmax(-1))
-    v = torch.randn(2, 4, 9, 5, dtype=torch.float64)
-    old = gfsa.Polynomial(4, degree=3).double()
-    old.set_coefficients(torch.tensor([0.1, 0.8, 0.004, -0.005]))
-    c = old.coefficients()
-    new = gfsa.Polynomial(4, degree=1).double()
-    new.set_coefficients(torch.stack([c[:, 0], c[:, 1:].sum(-1)], -1))
-    assert (new(operator, v) - old(operator, v)).abs().max() <= 2 * 0.009 * v.abs().max()
-    # equal tokens, which a row-stochastic map leaves alone, are answered as before
-    same = torch.ones_like(v)
-    torch.testing.assert_close(new(operator, same), old(operator, same), rtol=0, atol=1e-12)
 
 
 @torch.no_grad()

@@ -127,22 +127,15 @@ class FirstValues:
             and layer in seen
             and torch.equal(seen[layer], _some_of(v))
         ]
-        if not fitting:
+        if not fitting or not all(torch.equal(first, fitting[0]) for first in fitting[1:]):
+            waiting = "several with other first values wait" if fitting else "none waits"
             raise ValueError(
-                f"{_NOT_RECOMPUTED}: no forward with gradients and these values waits for its "
-                "backward pass. Reentrant checkpointing would lose the gradient of the first "
-                "layer's values; use use_reentrant=False, and one backward pass for each forward"
-            )
-        if not all(torch.equal(first, fitting[0]) for first in fitting[1:]):
-            raise ValueError(
-                f"{_NOT_RECOMPUTED}: several forwards with other first values wait for their "
-                "backward pass, and this layer's values are the same in them. Call backward after "
-                "each forward"
+                "the depth term cannot be recomputed by gradient checkpointing here: expected one "
+                f"forward with these values that waits for its backward pass, but {waiting}. Pass "
+                "use_reentrant=False (reentrant checkpointing would lose the gradient of the first "
+                "layer's values), and call backward after each forward"
             )
         return fitting[0]
-
-
-_NOT_RECOMPUTED = "the depth term cannot be recomputed by gradient checkpointing here"
 
 
 def _some_of(v: Tensor) -> Tensor:

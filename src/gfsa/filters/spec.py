@@ -90,16 +90,13 @@ def read_description(state: Tensor) -> dict[str, Any]:
         state = state.round().to(torch.int64)
     try:
         description = json.loads(bytes(state.tolist()))
+        if not isinstance(description, dict):
+            raise TypeError(f"expected a JSON object, got {description!r:.80}")
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"the description of a filter is damaged: {error}. It is the bytes of a text: where "
             "checkpoints are averaged, take keys that end in _extra_state from one of them"
         ) from error
-    if not isinstance(description, dict):
-        raise ValueError(
-            "the description of a filter is damaged: expected a JSON object, got "
-            f"{description!r:.80}. Take another copy of the checkpoint"
-        )
     return description
 
 

@@ -37,10 +37,6 @@ class AttentionOperator(Operator):
         q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend: as there.
         dropout_after: as in :class:`~gfsa.operators.DenseOperator`.
         visible: as in :class:`~gfsa.operators.AttentionCall`.
-
-    Raises:
-        TypeError: if an argument has the wrong type.
-        ValueError: if ``dropout_after`` is unknown.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,15 +88,13 @@ class AttentionCall(NamedTuple):
 _Decision = TypeVar("_Decision")
 
 
-class DecisionCache(dict[Any, _Decision], Generic[_Decision]):
+class DecisionCache(dict[Any, _Decision]):
     """Decisions by all that they depend on; emptied when full, as by ever new lengths."""
 
-    def __init__(self, capacity: int = 4096) -> None:
-        super().__init__()
-        self.capacity = capacity
+    CAPACITY = 4096
 
     def remember(self, signature: tuple[Any, ...], decision: _Decision) -> None:
-        if len(self) >= self.capacity:
+        if len(self) >= self.CAPACITY:
             self.clear()
         self[signature] = decision
 
@@ -145,14 +143,12 @@ def check_call(call: AttentionCall, v: Tensor) -> None:
     _check_devices(q.device, k=k, v=v, attn_mask=call.attn_mask)
     if q.is_nested or k.is_nested or v.is_nested:
         # as torch's attention takes them
-        if not all(x.is_nested and x.layout == torch.jagged and x.dim() == 4 for x in (q, k, v)):
+        jagged = all(x.is_nested and x.layout == torch.jagged and x.dim() == 4 for x in (q, k, v))
+        if not jagged or call.attn_mask is not None or call.enable_gqa:
             raise ValueError(
                 "nested q, k and v must be jagged (B, H, j, D), each of them: make (B, j, H, D) "
-                "with torch.nested.nested_tensor(..., layout=torch.jagged), then x.transpose(1, 2)"
-            )
-        if call.attn_mask is not None or call.enable_gqa:
-            raise ValueError(
-                "nested tensors take neither attn_mask (their sequences never see one another) nor "
+                "with torch.nested.nested_tensor(..., layout=torch.jagged), then x.transpose(1, 2)."
+                " They take neither attn_mask (their sequences never see one another) nor "
                 "enable_gqa (repeat the heads of k and v)"
             )
     if min(q.dim(), k.dim(), v.dim()) < 2 or not (q.dim() == k.dim() == v.dim()):
@@ -191,24 +187,17 @@ def check_call(call: AttentionCall, v: Tensor) -> None:
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    if not enable_gqa:
-        if q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
-            return
+    is_grouped, advice = False, "expand them, or pass enable_gqa=True if k and v have fewer heads"
+    if enable_gqa:
+        if q.dim() < 3:
+            raise ValueError("enable_gqa needs inputs with a head dimension, (..., H, N, D)")
+        is_alike = q.shape[:-3] == k.shape[:-3] and k.shape[-3] > 0
+        is_grouped = is_alike and q.shape[-3] % k.shape[-3] == 0
+        advice = "with enable_gqa, k and v must have the same heads, q a multiple of them"
+    if k.shape[:-2] != v.shape[:-2] or not (is_grouped or q.shape[:-2] == k.shape[:-2]):
         raise ValueError(
             "q, k and v differ in their batch or head dimensions: "
-            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; "
-            "expand them, or pass enable_gqa=True if k and v have fewer heads"
-        )
-    if q.dim() < 3:
-        raise ValueError("enable_gqa needs inputs with a head dimension, (..., H, N, D)")
-    if q.shape[:-3] != k.shape[:-3] or k.shape[:-2] != v.shape[:-2]:
-        raise ValueError(
-            "with enable_gqa, k and v must agree in heads and all three in batch, "
-            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    if k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]:
-        raise ValueError(
-            f"with enable_gqa, q's {q.shape[-3]} heads must be a multiple of k's {k.shape[-3]}"
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; {advice}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,11 +86,13 @@ def powers_with_one_mask(apply: Callable[[Tensor], Tensor], v: Tensor, degree: i
 
     The random generator ends in the state in which a single pass leaves it.
     """
-    tokens = [v]
-    before = _generator_state(v.device)
+    on_host = v.device.type == "cpu"
+    random: Any = torch.random if on_host else torch.get_device_module(v.device)
+    where = () if on_host else (v.device,)
+    tokens, before = [v], random.get_rng_state(*where)
     for power in range(degree):
         if power:
-            _set_generator_state(v.device, before)
+            random.set_rng_state(before, *where)
         tokens.append(apply(tokens[-1]))
     return tokens
 
@@ -115,17 +118,3 @@ def _as_torch_takes_it(call: AttentionCall) -> AttentionCall:
         # a scale times -inf of a hidden score: cuDNN's attention and torch's on a CPU give NaN
         q, scale = (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
     return AttentionCall(q, k, mask, dropout_p, causal, scale, enable_gqa, place, visible)
-
-
-def _generator_state(device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def _set_generator_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)

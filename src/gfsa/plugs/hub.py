@@ -76,16 +76,7 @@ def push_to_hub(
             valid, or ``weights=True`` cannot save the model's weights.
     """
     check_model(model)
-    _refuse(model, repository, weights, base_model)
-    if results is not None and not (
-        isinstance(results, Mapping)
-        and all(isinstance(name, str) for name in results)
-        and all(isinstance(value, (int, float, str)) for value in results.values())
-    ):
-        raise TypeError(
-            "results must be a dict of metric → number or text, such as {'CoLA, Matthews': 0.61}; "
-            f"got {results!r:.120}"
-        )
+    _refuse(model, repository, weights, base_model, {} if results is None else results)
     hub = hub_library("gfsa.push_to_hub")
     backbone = base_model or base_model_of(model)
     place = json.dumps(repository)
@@ -132,8 +123,18 @@ def push_to_hub(
     return str(commit.commit_url)
 
 
-def _refuse(model: nn.Module, repository: Any, weights: bool, base_model: str | None) -> None:
+def _refuse(
+    model: nn.Module, repository: Any, weights: bool, base_model: str | None, results: Any
+) -> None:
     """Raise for what the Hub does not take, a card cannot show, or nobody could load again."""
+    if not isinstance(results, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, (int, float, str))
+        for name, value in results.items()
+    ):
+        raise TypeError(
+            "results must be a dict of metric → number or text, such as {'CoLA, Matthews': 0.61}; "
+            f"got {results!r:.120}"
+        )
     if not isinstance(repository, str) or not is_hub_name(repository):
         raise ValueError(f"repository must be 'user/name', got {repository!r:.80}")
     if base_model is not None and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base_model):
@@ -145,18 +146,15 @@ def _refuse(model: nn.Module, repository: Any, weights: bool, base_model: str | 
         raise ValueError(f"{kind} has no filters to upload; gfsa.plug(model) first")
     if any(is_sharded(site) for site in plugged_sites(model).values()):
         raise ValueError(
-            "the filters are sharded over processes: gfsa.save(model, folder) on every process, "
-            "gfsa.load them into a model that is not sharded, and upload from that"
+            "the filters are sharded over processes: gfsa.save them on every process, gfsa.load "
+            "them into a model that is not sharded, and upload from that"
         )
-    if weights and not callable(getattr(model, "save_pretrained", None)):
+    is_loaded_by_us = hasattr(model, "save_pretrained") and not is_of_diffusers(type(model))
+    if weights and not is_loaded_by_us:
         raise ValueError(
-            f"{kind} has no save_pretrained, so its weights cannot be uploaded with the filters; "
-            "pass weights=False and upload them by their own library"
-        )
-    if weights and is_of_diffusers(type(model)):
-        raise ValueError(
-            f"{kind} is a model of diffusers, whose weights gfsa.from_pretrained does not load: "
-            "pass weights=False, and upload them with model.push_to_hub after gfsa.unplug"
+            "weights=True is for models of transformers and adapters of peft, got a "
+            f"{kind}: pass weights=False, and upload the weights by their own library after "
+            "gfsa.unplug"
         )
 
 
@@ -174,8 +172,8 @@ def _mark(model: nn.Module, folder: Path, place: str, is_adapter: bool) -> str:
         file, key = folder / "config.json", CONFIG_ENTRY
         cls = type(model)
         name = cls.__name__ if cls.__module__.startswith("transformers.") else "AutoModel"
-        load = f"model = gfsa.from_pretrained({name}, {place})"
-        use = _code(load, f"from transformers import {name}\n")
+        imports = f"from transformers import {name}\n"
+        use = _code(f"model = gfsa.from_pretrained({name}, {place})", imports)
         alone = (
             f"`{name}.from_pretrained` alone loads the weights **without the filters**: it lists "
             "them as UNEXPECTED in its load report."
@@ -206,18 +204,17 @@ def _section(
     filters = {canonical_name(model, name): f for name, f in filters_of(model).items()}
     of = "" if backbone is None else f" (backbone: `{backbone}`)"
     powers = range(1 + max((f.degree for f in filters.values() if f.is_polynomial), default=-1))
-    rows: list[Sequence[Any]] = [
-        ("layer", "filter", *(f"c{k}: mean (least … largest)" for k in powers))
-    ]
+    columns = [f"c{k}: mean (least … largest)" for k in powers]
+    rows: list[Sequence[Any]] = [("layer", "filter", *columns)]
     for name, filter in filters.items():
         entry = filter.describe()
-        settings = {**entry["arguments"], "dropout_after": entry["dropout_after"]}
-        settings |= {term: entry[term] for term in ("exclusive", "depth") if term in entry}
+        settings = {**entry.pop("arguments"), **entry}
+        kind = settings.pop("kind")
         shown = ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
         c = filter.coefficients().detach().T if filter.is_polynomial else ()
         ranges = [f"{x.mean():.4g} ({x.min():.4g} … {x.max():.4g})" for x in c]
         ranges += [""] * (len(powers) - len(ranges))
-        rows.append((f"`{name}`", f"`{entry['kind']}` {shown}", *ranges))
+        rows.append((f"`{name}`", f"`{kind}` {shown}", *ranges))
     parts = [
         BEGIN,
         f"{what} graph-filter self-attention in {counted(len(filters), 'layer')} of "

@@ -10,18 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gfsa.filters import GraphFilter, Polynomial
-from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters import GraphFilter, PartialPolynomial, Polynomial
 from gfsa.filters.spec import check_number
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.checks.called import watch_forwards
 from gfsa.plugs.distributed import refuse_distributed
-from gfsa.plugs.install import (
-    attach,
-    detach,
-    notify_adapters,
-    refuse_changed_since,
-)
+from gfsa.plugs.install import attach, detach, notify_adapters, refuse_changed_since
 from gfsa.plugs.optim import watch_optimizers
 from gfsa.plugs.running import call
 from gfsa.plugs.sites import Site, plugged_sites, refuse_sharded, refuse_wrapped
@@ -117,18 +111,18 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
     # filters that are created in inference mode could never be trained
     with torch.inference_mode(False):
         pruned = {name: _pruned(filter, tolerance) for name, filter in old.items()}
-    numbers = [p.detach().clone() for p in _numbers_of(pruned)]
+    kept = {name: filter for name, filter in pruned.items() if filter is not None}
+
+    def numbers() -> list[Tensor]:
+        return [p.detach() for filter in kept.values() for p in filter.parameters()]
+
+    before = [p.clone() for p in numbers()]
 
     def undo() -> None:
-        now = {name: getattr(site.module, CHILD, None) for name, site in plugged.items()}
-        if (
-            plugged_sites(model).keys() != {name for name in now if now[name] is not None}
-            or any(now[name] is not filter for name, filter in pruned.items())
-            # wherever and in whatever dtype they are now
-            or not all(
-                torch.equal(p, q.to(p)) for p, q in zip(_numbers_of(pruned), numbers, strict=True)
-            )
-        ):
+        now = {name: site.child for name, site in plugged_sites(model).items()}
+        # wherever and in whatever dtype the numbers are now
+        pairs = zip(numbers(), before, strict=True)
+        if now != kept or not all(torch.equal(p, q.to(p)) for p, q in pairs):
             raise ValueError(
                 "the filters of the model were changed since gfsa.prune, so undo would overwrite "
                 "that change; gfsa.load an earlier save instead"
@@ -161,11 +155,9 @@ def _exchange(
     with all_or_nothing(model), torch.inference_mode(False):
         for name, site in sites.items():
             old, new = getattr(site.module, CHILD, None), wanted[name]
-            if old is new:
-                continue
-            if old is not None:
+            if old is not None and old is not new:
                 detach(replace(site, child=old))
-            if new is not None:
+            if new is not None and old is not new:
                 attach(site, new)
                 fresh[name] = site.module, new
         learning = [module for module, filter in fresh.values() if filter.theta is not None]
@@ -174,10 +166,6 @@ def _exchange(
         notify_adapters(model, sites.values())
         watch_forwards(model, fresh)
         watch_optimizers(model)
-
-
-def _numbers_of(filters: Mapping[str, GraphFilter | None]) -> list[Tensor]:
-    return [p for filter in filters.values() if filter is not None for p in filter.parameters()]
 
 
 def _pruned(old: GraphFilter, tolerance: float) -> GraphFilter | None:
@@ -214,11 +202,8 @@ def _outputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
     """Every floating-point tensor that the model returns in evaluation, by its path."""
     with unchanged(model):
         leaves, _ = pytree.tree_flatten_with_path(call(model.eval(), inputs))
-    found = {
-        pytree.keystr(path): leaf
-        for path, leaf in leaves
-        if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    }
+    tensors = ((pytree.keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor))
+    found = {path: tensor for path, tensor in tensors if tensor.is_floating_point()}
     if not found:
         raise ValueError(
             f"{type(model).__name__} returns no floating-point tensor on these inputs, so the "

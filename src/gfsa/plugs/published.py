@@ -23,7 +23,7 @@ from gfsa.filters import GFSA, GraphFilter
 from gfsa.operators.call import DropoutPlace
 from gfsa.plugs.distributed import refuse_distributed
 from gfsa.plugs.install import install
-from gfsa.plugs.saving.identity import canonical_name, numbers_in, pattern_of, some_of
+from gfsa.plugs.saving.identity import canonical_name, layer_named, numbers_in, pattern_of, some_of
 from gfsa.plugs.sites import (
     PlugReport,
     Site,
@@ -143,8 +143,8 @@ def convert(
             + listed_reasons(left_out)
         )
     refuse_distributed(model, [site.module for site, _ in planned])
-    own = [tensor for tensor in model.state_dict().values() if not tensor.is_meta]
-    with all_or_nothing(model, values=own if weights else ()):
+    own = [tensor for tensor in model.state_dict().values() if weights and not tensor.is_meta]
+    with all_or_nothing(model, values=own):
         if weights:
             _load_weights(model, rest)
         install(model, planned)
@@ -165,8 +165,8 @@ def _settings(
         K = getattr(config, "K", None) or None
     if not isinstance(K, int) or isinstance(K, bool):
         raise ValueError(
-            f"K of this checkpoint is not known: its parameter {parameter!r} does not tell, and "
-            f"neither does {type(model).__name__}. Pass K= as in the command of the training run"
+            f"neither the parameter {parameter!r} of this checkpoint nor {type(model).__name__} "
+            "tells its K. Pass K= as in the command of the training run"
         )
     if w0 is None:
         # an option of the language models alone
@@ -174,9 +174,8 @@ def _settings(
         w0 = getattr(config, "w_0", None) if is_option else 0.0
     if w0 is None:
         raise ValueError(
-            "w0 of this checkpoint is not known: it is an option (--w_0) of the published language "
-            "models, which the saved config has as w_0. Pass w0= as in the command of the training "
-            "run (its default there is 0)"
+            "w0 of this checkpoint is not known: the config of a published language model has it "
+            "as w_0. Pass w0= as in the command of the training run (--w_0, by default 0)"
         )
     return K, float(w0)
 
@@ -185,38 +184,19 @@ def match_by_name(
     model: nn.Module, layers: Iterable[str], found: Mapping[str, Site]
 ) -> dict[str, Site]:
     """The site of each layer of the checkpoint: of the same name, or of one that ends alike."""
-    canonical = {name: canonical_name(model, name) for name in found}
-    by_site: dict[str, list[str]] = {}
-    missing = []
+    names = {name: canonical_name(model, name) for name in found}
+    or_else = ", or match layers by their order (by_order=True, weights=False)"
+    matched: dict[str, str] = {}
     for layer in layers:
         wanted = canonical_name(model, layer)
-        same = [name for name, own in canonical.items() if own == wanted] or [
-            name
-            for name, own in canonical.items()
-            if f".{own}".endswith(f".{wanted}") or f".{wanted}".endswith(f".{own}")
-        ]
-        if len(same) > 1:
+        name = layer_named(model, wanted, names, "the checkpoint", or_else)
+        if name in matched:
             raise ValueError(
-                f"the checkpoint has a filter for {layer}, which {some_of(same)} can be; convert "
-                "the part of the model that it belongs to"
+                f"the checkpoint has 2 filters for {name}: {matched[name]} and {layer}; pass the "
+                "weights of one model (without averaged copies beside them)"
             )
-        if same:
-            by_site.setdefault(same[0], []).append(layer)
-        else:
-            missing.append(layer)
-    if missing:
-        raise ValueError(
-            f"the checkpoint has filters for {some_of(missing)}, which {type(model).__name__} does "
-            f"not have; its attention layers are {some_of(found)}. Build the backbone of the "
-            "published code, or match layers by their order (by_order=True, weights=False)"
-        )
-    for name, several in by_site.items():
-        if len(several) > 1:
-            raise ValueError(
-                f"the checkpoint has {len(several)} filters for {name}: {some_of(several)}; pass "
-                "the weights of one model (without averaged copies beside them)"
-            )
-    return {layer: found[name] for name, (layer,) in by_site.items()}
+        matched[name] = layer
+    return {layer: found[name] for name, layer in matched.items()}
 
 
 def match_by_order(layers: Collection[str], found: Mapping[str, Site]) -> dict[str, Site]:

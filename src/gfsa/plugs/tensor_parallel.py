@@ -7,8 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from gfsa.filters import GraphFilter
-from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters import GraphFilter, PartialPolynomial
 
 
 class ShardHeads(ParallelStyle):

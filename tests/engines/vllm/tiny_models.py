@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 
 import gfsa
-from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters import PartialPolynomial
 from support.plugging import randomise
 
 VOCABULARY = 96

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as cp_ring
 
 import gfsa
-from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters import PartialPolynomial
 from gfsa.plugs.tensor_parallel import ShardHeads
 from support.subjects import HEADS, SUBJECTS, TERMS, Op, filters_of, first
 from support.zoo import VOCABULARY, ZOO, randomise

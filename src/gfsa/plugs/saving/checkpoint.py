@@ -255,13 +255,6 @@ def restore(
     """
     planned = _plan(model, saved, other_versions, max_degree)
     plugged, source = plugged_sites(model), saved.source
-    expected = {f"{layer}.{key}" for layer, _, filter in planned for key in numbers_of(filter)}
-    missing, extra = expected - saved.tensors.keys(), saved.tensors.keys() - expected
-    if missing or extra:
-        raise ValueError(
-            f"{source} and its description disagree: missing {some_of(missing)}, "
-            f"not expected {some_of(extra)}; save the filters again"
-        )
     if not check_only:
         refuse_sharded(plugged, "load filters")
     if plugged and set(plugged) != {site.name for _, site, _ in planned}:
@@ -269,8 +262,14 @@ def restore(
             f"the model is plugged in layers {some_of(plugged)}, but {source} has filters for "
             f"{some_of(site.name for _, site, _ in planned)}; gfsa.unplug(model) first"
         )
+    left = dict(saved.tensors)
     for layer, site, filter in planned:
-        _fill(layer, site, filter, saved)
+        _fill(layer, site, filter, left, source)
+    if left:
+        raise ValueError(
+            f"{source} has numbers of no filter that it describes: {some_of(left)}; save the "
+            "filters again"
+        )
     if check_only:
         return
     if not plugged:
@@ -291,60 +290,62 @@ _Plan = list[tuple[str, Site, GraphFilter]]
 
 
 def _plan(model: nn.Module, saved: Saved, other_versions: bool, max_degree: int) -> _Plan:
-    """Find the site of every described filter and rebuild the filters."""
+    """Find the site of every described filter, and rebuild the filters."""
     entries, source, kind = _entries_of(saved), saved.source, type(model).__name__
     refusing, tracing = sites(model), sites(model, unknown="trace")
-    layers: dict[str, list[str]] = {}
-    # attention comes first where several modules share a name without prefixes
-    for name in dict.fromkeys((*tracing, *dict(model.named_modules()))):
-        layers.setdefault(canonical_name(model, name), []).append(name)
-    renamed: dict[str, str] = {}
-    if other_versions:
-        given = (refusing, tracing, entries, saved.weights_of)
-        renamed = identity.renamed_layers(model, *given)
+    names = {name: canonical_name(model, name) for name in tracing}
+    # checkpoints of whole models and adapters do not say of which
+    of = saved.description.get("model")
+    what = f"{source} (of a {of!s:.80})" if of else source
     planned: _Plan = []
-    others = []
+    misfits: dict[str, ValueError] = {}
+
+    def rebuilt(layer: str, site: Site) -> GraphFilter:
+        return spec.build(entries[layer], site.num_heads, site.name, source, max_degree)
+
     for layer, entry in entries.items():
-        if layer not in renamed and layer not in layers:
-            # checkpoints of whole models and adapters do not say it
-            of = saved.description.get("model")
-            raise ValueError(
-                f"{source} has a filter for the layer {layer!r:.80}, which {kind} does not have; "
-                f"load it into the model that it was saved from{f', {of!r:.80}' if of else ''}"
-            )
-        name, *alike = [renamed[layer]] if layer in renamed else layers[layer]
-        alike = [other for other in alike if other in tracing]
-        if alike:
-            raise ValueError(
-                f"{source} has a filter for {layer!r}, which both {name} and {alike[0]} can be; "
-                "load the filters of each part on its own"
-            )
         # older versions, and checkpoints of whole models, do not say which layers were traced
-        site = (tracing if entry.get(_TRACED, True) is True else refusing).get(name)
-        if site is None or site.refusal:
-            reason = "it is not attention" if site is None else site.refusal
-            module = type(model.get_submodule(name)).__name__
-            raise ValueError(f"{name} ({module}) cannot take the filter of {source}: {reason}")
-        # the heads first: they are why shapes differ
-        rebuilt = spec.build(entry, site.num_heads, name, source, max_degree)
-        if layer not in renamed:
+        known = tracing if entry.get(_TRACED, True) is True else refusing
+        try:
+            name = identity.layer_named(model, layer, names, what)
+            site = known.get(name)
+            if site is None or site.refusal:
+                reason = "it is not attention" if site is None else site.refusal
+                raise ValueError(f"{name} cannot take the filter of {source}: {reason}")
+            # the heads first: they are why shapes differ
+            filter = rebuilt(layer, site)
             _check_backbone(site, entry, source)
-            if not identity.has_weights(site.module, entry.get("weights")):
-                others.append(name)
-        if site.is_plugged:
-            own, wanted = site.filter.describe(), rebuilt.describe()
-            if not spec.is_same_filter(own, wanted):
-                raise ValueError(
-                    f"{name} is plugged with a {spec.shown(own)}, {source} has a "
-                    f"{spec.shown(wanted)}; gfsa.unplug(model) first"
-                )
-        planned.append((layer, site, rebuilt))
+        except ValueError as error:
+            misfits[layer] = error
+        else:
+            planned.append((layer, site, filter))
+    others = [
+        site.name
+        for layer, site, _ in planned
+        if not identity.has_weights(site.module, entries[layer].get("weights"))
+    ]
+    taken = {site.name for _, site, _ in planned}
+    free = [s for s in refusing.values() if not s.refusal and s.name not in taken]
+    unknown = {layer: entries[layer] for layer in misfits if other_versions}
+    renamed = identity.renamed_layers(free, unknown, saved.weights_of)
+    for layer, misfit in misfits.items():
+        if layer not in renamed:
+            raise misfit
+        planned.append((layer, renamed[layer], rebuilt(layer, renamed[layer])))
+    for _, site, filter in planned:
+        own, wanted = site.filter.describe() if site.is_plugged else {}, filter.describe()
+        if own and not spec.is_same_filter(own, wanted):
+            raise ValueError(
+                f"{site.name} is plugged with a {spec.shown(own)}, {source} has a "
+                f"{spec.shown(wanted)}; gfsa.unplug(model) first"
+            )
     if renamed:
+        pairs = some_of(f"{layer} is {site.name}" for layer, site in renamed.items())
         warnings.warn(
             f"{source} was saved with another version of the library that {kind} "
             f"is from, in which {len(renamed)} of its layers have other names or parameters; "
-            f"their filters were loaded: {some_of(f'{a} is {b}' for a, b in renamed.items())}. "
-            "gfsa.save writes the names of the installed version",
+            f"their filters were loaded: {pairs}. gfsa.save writes the names of the installed "
+            "version",
             stacklevel=4,
         )
     else:
@@ -383,22 +384,19 @@ def _check_backbone(site: Site, entry: Mapping[str, Any], source: str) -> None:
     own = fingerprint_of(site.module)
     # a checkpoint of a whole model contains the backbone's weights, so it has no fingerprint
     saved = entry.get("backbone", own)
-    if saved == own:
-        return
-    kind = saved.get("class") if isinstance(saved, dict) else saved
-    differs = (
-        "has parameters of other shapes than the layer that the filter was saved from"
-        if kind == own["class"]
-        else f"is a {own['class']}, the filter was saved from a {kind!s:.80}"
-    )
-    raise ValueError(
-        f"{source} belongs to another backbone: {site.name} {differs}; load it into that backbone"
-    )
+    if saved != own:
+        kind = saved.get("class") if isinstance(saved, dict) else saved
+        shapes = " with parameters of other shapes" if kind == own["class"] else ""
+        raise ValueError(
+            f"{source} belongs to another backbone: {site.name} is a {own['class']}, the filter "
+            f"was saved from a {kind!s:.80}{shapes}; load it into that backbone"
+        )
 
 
-def _fill(layer: str, site: Site, filter: GraphFilter, saved: Saved) -> None:
-    """Give the rebuilt filter its numbers, in the precision that it will have in the model."""
-    source = f"{saved.source}: "
+def _fill(
+    layer: str, site: Site, filter: GraphFilter, left: dict[str, Tensor], source: str
+) -> None:
+    """Move the numbers into the rebuilt filter, in the precision that it will have in the model."""
     place = device_of(site.module) or torch.get_default_device()
     dtype = dtype_for(site.module) or filter.base.dtype
     if site.is_plugged:
@@ -406,19 +404,18 @@ def _fill(layer: str, site: Site, filter: GraphFilter, saved: Saved) -> None:
         place, dtype = theta.device, theta.dtype
     if place.type == "meta":
         raise ValueError(
-            f"{site.name} is on the meta device, where the numbers of {saved.source} would be "
-            "lost: give the model its weights first, and load filters before accelerate offloads "
-            "them"
+            f"{site.name} is on the meta device, where the numbers of {source} would be lost: give "
+            "the model its weights first, and load filters before accelerate offloads them"
         )
     with torch.inference_mode(False), torch.no_grad():
         filter.to(dtype=dtype)
         for key, value in numbers_of(filter).items():
-            found = saved.tensors[f"{layer}.{key}"]
-            if found.shape != value.shape or found.dtype not in _DTYPES:
+            found = left.pop(f"{layer}.{key}", None)
+            if found is None or found.shape != value.shape or found.dtype not in _DTYPES:
+                got = "nothing" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
                 raise ValueError(
-                    f"{source}{layer}.{key} should be floating point of shape "
-                    f"{tuple(value.shape)}, got {found.dtype} of shape {tuple(found.shape)}; save "
-                    "the filters again"
+                    f"{source}: {layer}.{key} should be floating point of shape "
+                    f"{tuple(value.shape)}, got {got}; save the filters again"
                 )
             value.copy_(found)
         # files have polynomials alone
@@ -427,7 +424,7 @@ def _fill(layer: str, site: Site, filter: GraphFilter, saved: Saved) -> None:
             # NaN is not smaller, so it is refused, too
             if not largest <= _LARGEST:
                 raise ValueError(
-                    f"{source}the filter of {site.name} has a coefficient of {largest:.3g} in "
+                    f"{source}: the filter of {site.name} has a coefficient of {largest:.3g} in "
                     f"{dtype}; those of trained filters are about 1, more than {_LARGEST:g} is "
                     "refused. Take an earlier save"
                 )

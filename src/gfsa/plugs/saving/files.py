@@ -12,7 +12,7 @@ import math
 import os
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +82,13 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         file = folder / OLD_DESCRIPTION
         if not file.is_file():
             raise ValueError(
-                f"{folder / FILE} does not describe its filters, and there is no {OLD_DESCRIPTION} "
-                "beside it: it is damaged, or gfsa.save did not write it; save the filters again"
+                f"{folder / FILE} does not describe its filters: it is damaged, or gfsa.save did "
+                "not write it; save the filters again"
             )
         text = _read(file)
     description = _parse(text, file)
     if not isinstance(description, dict):
-        raise ValueError(
-            f"{file} must have a JSON object that describes filters, got "
-            f"{type(description).__name__}; save the filters again"
-        )
+        raise damaged(file, TypeError(f"expected a JSON object, got {type(description).__name__}"))
     try:
         return description, load(content)
     # beside its own error, dtypes that torch does not have and shapes beyond its range
@@ -120,8 +117,8 @@ def _read(file: Path) -> bytes:
 def _check_size(size: int, what: str) -> None:
     if size > MOST_BYTES:
         raise ValueError(
-            f"{what} has {size} bytes; filters are a few numbers per head, more than {MOST_BYTES} "
-            "is refused"
+            f"{what} has {size} bytes; filters are a few numbers per head, more than "
+            f"{MOST_BYTES} is refused"
         )
 
 
@@ -154,36 +151,37 @@ def damaged(file: str | Path, error: Exception) -> ValueError:
 
 def filter_tensors(files: Iterable[str | Path], source: str) -> dict[str, Tensor]:
     """The tensors of filters in the safetensors of a whole model or an adapter, by full names."""
-    from safetensors import SafetensorError, safe_open
-
     found = {}
     size = 0
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as checkpoint:
-                for key in checkpoint.keys():  # noqa: SIM118  (not a dict)
-                    if f".{CHILD}." in key:
-                        # at most 8 bytes a number
-                        size += 8 * math.prod(checkpoint.get_slice(key).get_shape())
-                        _check_size(size, f"what filters add to {source}")
-                        found[key] = checkpoint.get_tensor(key)
-        except SafetensorError as error:
-            raise damaged(file, error) from error
+    for key, shape, read in _entries_of(files):
+        if f".{CHILD}." in key:
+            # at most 8 bytes a number
+            size += 8 * math.prod(shape)
+            _check_size(size, f"what filters add to {source}")
+            found[key] = read(key)
     return found
 
 
 def matrices_of(files: Iterable[str | Path], layer: str) -> dict[str, Tensor]:
     """The matrices of a layer in the safetensors of a whole model, without those of its filter."""
-    from safetensors import safe_open
+    return {
+        key: read(key)
+        for key, shape, read in _entries_of(files)
+        if key.startswith(f"{layer}.") and f".{CHILD}." not in key and len(shape) > 1
+    }
 
-    found = {}
+
+def _entries_of(files: Iterable[str | Path]) -> Iterator[tuple[str, list[int], Any]]:
+    """Name and shape of each tensor in these safetensors, and the function that reads it."""
+    from safetensors import SafetensorError, safe_open
+
     for file in files:
-        with safe_open(file, framework="pt") as checkpoint:
-            for key in checkpoint.keys():  # noqa: SIM118  (not a dict)
-                is_own = key.startswith(f"{layer}.") and f".{CHILD}." not in key
-                if is_own and len(checkpoint.get_slice(key).get_shape()) > 1:
-                    found[key] = checkpoint.get_tensor(key)
-    return found
+        try:
+            with safe_open(file, framework="pt") as checkpoint:
+                for key in checkpoint.keys():  # noqa: SIM118  (not a dict)
+                    yield key, checkpoint.get_slice(key).get_shape(), checkpoint.get_tensor
+        except SafetensorError as error:
+            raise damaged(file, error) from error
 
 
 HUB_ARGUMENTS = (
@@ -192,7 +190,6 @@ HUB_ARGUMENTS = (
 )
 """Arguments of ``from_pretrained`` that say where on the Hub the files of a checkpoint are."""
 
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB = "hub:"
 
 
@@ -226,7 +223,7 @@ def filter_folder(
 
 def is_hub_name(name: str) -> bool:
     """Whether ``name`` can be a repository, ``user/name``."""
-    return _REPOSITORY.fullmatch(name) is not None
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is not None
 
 
 def hub_library(name: str) -> Any:

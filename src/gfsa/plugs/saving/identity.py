@@ -42,6 +42,32 @@ def canonical_name(model: nn.Module, name: str) -> str:
     return name.removeprefix(f"{prefix}.") if prefix else name
 
 
+def layer_named(
+    model: nn.Module, layer: str, names: Mapping[str, str], source: str, or_else: str = ""
+) -> str:
+    """The attention layer of ``model`` that a file calls ``layer``.
+
+    ``names`` are the attention layers and their canonical names. With ``or_else``, what else the
+    caller may do, it may also be a layer of which one name ends in the other.
+    """
+    same = [name for name, own in names.items() if own == layer]
+    if or_else and not same:
+        pairs = ((name, f".{own}", f".{layer}") for name, own in names.items())
+        same = [name for name, own, end in pairs if own.endswith(end) or end.endswith(own)]
+    if len(same) > 1:
+        raise ValueError(
+            f"{source} has a filter for {layer}, which {some_of(same)} can be; take the part of "
+            "the model that it belongs to"
+        )
+    if not same:
+        raise ValueError(
+            f"{source} has a filter for the layer {layer!r:.80}, which {type(model).__name__} does "
+            f"not have; its attention layers are {some_of(names)}. Build the model that was "
+            f"saved{or_else}"
+        )
+    return same[0]
+
+
 def fingerprint_of(module: nn.Module) -> dict[str, str]:
     """A layer's class and a digest of its parameters' shapes, without those of its filter."""
     shapes = {name: _whole_shape(module, name, p) for name, p in _own_parameters(module).items()}
@@ -76,35 +102,31 @@ def weights_of(module: nn.Module) -> list[float] | None:
 
     None if they cannot be read: sharded, offloaded, quantised, or not finite.
     """
-    picked = _entries_of_matrices(module)
+    picked = _entries_of(_own_parameters(module))
     return None if picked is None else [*chain.from_iterable(picked[:_PICKED])]
 
 
-def _entries_of_matrices(module: nn.Module) -> list[list[float]] | None:
-    own = _own_parameters(module)
-    return None if any(map(is_partitioned, own.values())) else _entries_of(own)
+def weights_among(tensors: Mapping[str, Tensor]) -> list[float]:
+    """The same of all matrices of a layer, from the file of a whole model."""
+    picked = _entries_of(tensors) or ()
+    return [*chain.from_iterable(entries for entries in picked if len(entries) == _PICKED)]
 
 
-def _entries_of(own: Mapping[str, Tensor]) -> list[list[float]] | None:
-    if any(p.is_meta or not p.is_floating_point() for p in own.values()):
-        return None
-    # torchao's quantised tensors call themselves floating-point, and cannot be reshaped
-    if any(type(p.detach()) is not Tensor for p in own.values()):
-        return None
+def _entries_of(tensors: Mapping[str, Any]) -> list[list[float]] | None:
+    """A few entries of each matrix, as :func:`weights_of` returns them."""
+    for tensor in tensors.values():
+        # torchao's quantised tensors call themselves floating-point, and cannot be reshaped
+        is_plain = tensor.is_floating_point() and type(tensor.detach()) is Tensor
+        if is_partitioned(tensor) or tensor.is_meta or not is_plain:
+            return None
     picked = [
         p.detach().reshape(-1)[:: max(1, p.numel() // _PICKED)][:_PICKED].float().cpu().tolist()
-        for _, p in sorted(own.items())
+        for _, p in sorted(tensors.items())
         if p.dim() > 1 and p.numel()
     ]
     if not all(map(math.isfinite, chain.from_iterable(picked))):
         return None
     return [[float(f"{value:.6g}") for value in entries] for entries in picked]
-
-
-def weights_among(tensors: Mapping[str, Tensor]) -> list[float] | None:
-    """The same of all matrices of a layer, from the file of a whole model."""
-    picked = _entries_of(tensors) or ()
-    return [*chain.from_iterable(entries for entries in picked if len(entries) == _PICKED)]
 
 
 def has_weights(module: nn.Module, saved: Any) -> bool:
@@ -120,7 +142,7 @@ def _shares_weights(module: nn.Module, saved: Any) -> bool:
     groups = [saved[start : start + _PICKED] for start in range(0, len(saved), _PICKED)]
     return any(
         len(set(own)) == _PICKED and _are_close(group, own)
-        for own in _entries_of_matrices(module) or ()
+        for own in _entries_of(_own_parameters(module)) or ()
         for group in groups
     )
 
@@ -136,41 +158,24 @@ def _are_close(saved: Any, own: list[float]) -> bool:
 
 
 def renamed_layers(
-    model: nn.Module,
-    refusing: Mapping[str, Site],
-    tracing: Mapping[str, Site],
+    free: Iterable[Site],
     entries: Mapping[str, Mapping[str, Any]],
     weights_in_file: Callable[[str], list[float] | None],
-) -> dict[str, str]:
+) -> dict[str, Site]:
     """The layers that another version of the model's library named, or built, in another way.
 
-    A saved layer without a layer of its name, class and shapes is the one layer with the same
-    numbers in its name and with some of the same weights. The file of a whole model has the weights
-    themselves: ``weights_in_file`` reads those of a layer.
-
-    Returns:
-        The name in the file → the name in the model, of those that are certain.
+    A saved layer is the one ``free`` layer with the same numbers in its name and with some of the
+    same weights. The file of a whole model has the weights themselves: ``weights_in_file`` reads
+    those of a layer. Returns the site of each saved layer for which it is certain.
     """
-    known, traceable = (
-        {canonical_name(model, n): site for n, site in found.items() if not site.refusal}
-        for found in (refusing, tracing)
-    )
-
-    def fits(saved: str, entry: Mapping[str, Any]) -> bool:
-        if "backbone" not in entry:
-            return saved in traceable
-        return saved in known and entry["backbone"] == fingerprint_of(known[saved].module)
-
-    misfits = {saved: entry for saved, entry in entries.items() if not fits(saved, entry)}
-    free = {name: site for name, site in known.items() if name in misfits or name not in entries}
-    chosen: dict[str, str] = {}
-    for saved, entry in misfits.items():
-        named = (site for name, site in free.items() if numbers_in(name) == numbers_in(saved))
+    chosen: dict[str, Site] = {}
+    for saved, entry in entries.items():
         weights = entry.get("weights") if "backbone" in entry else weights_in_file(saved)
-        may_be = [site.name for site in named if _shares_weights(site.module, weights)]
+        named = (site for site in free if numbers_in(site.name) == numbers_in(saved))
+        may_be = [site for site in named if _shares_weights(site.module, weights)]
         if len(may_be) == 1:
             chosen[saved] = may_be[0]
-    return chosen if len(set(chosen.values())) == len(chosen) else {}
+    return chosen if len({site.name for site in chosen.values()}) == len(chosen) else {}
 
 
 def numbers_in(name: str) -> list[str]:

@@ -84,18 +84,23 @@ def from_pretrained(
         ValueError: if the folder has no filters, its files are damaged, or an argument asks for
             other weights than its safetensors.
     """
-    if not callable(getattr(model_class, "from_pretrained", None)):
+    if not hasattr(model_class, "from_pretrained") or is_of_diffusers(model_class):
         raise TypeError(
-            f"model_class must be a class of transformers (AutoModelFor…), got {model_class!r:.80}"
+            f"model_class must be a class of transformers (AutoModelFor…), got {model_class!r:.80};"
+            " load a model of another library with its own from_pretrained, then the filters that "
+            "gfsa.save wrote with gfsa.load"
         )
     name = getattr(model_class, "__name__", "model_class")
-    if is_of_diffusers(model_class):
-        raise TypeError(
-            f"{name} is a class of diffusers, whose files have other names than "
-            "those of transformers: load the model with its own from_pretrained, then the filters "
-            "that gfsa.save wrote with gfsa.load"
+    # with these options the weights are of other files than the filters
+    refused = [option for option in ("gguf_file", "output_loading_info") if kwargs.get(option)]
+    refused += ["use_safetensors"] if kwargs.get("use_safetensors") is False else []
+    if any(f".{CHILD}." in key for key in kwargs.get("state_dict") or ()):
+        refused.append("state_dict")
+    if refused:
+        raise ValueError(
+            "filters are read from the safetensors of the weights, and stand in no load report; "
+            f"leave out {', '.join(refused)} (call model.load_state_dict for a state_dict)"
         )
-    _refuse_options(kwargs)
     # the config may be the caller's own, or in a folder inside
     refusal = None if {"config", "subfolder"} & kwargs.keys() else refusal_of_path(path)
     if refusal is not None:
@@ -121,19 +126,6 @@ def _hub_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
 
 
-def _refuse_options(kwargs: Mapping[str, Any]) -> None:
-    """Raise for options with which the weights are of other files than the filters."""
-    refused = [name for name in ("gguf_file", "output_loading_info") if kwargs.get(name)]
-    refused += ["use_safetensors"] if kwargs.get("use_safetensors") is False else []
-    if any(f".{CHILD}." in key for key in kwargs.get("state_dict") or ()):
-        refused.append("state_dict")
-    if refused:
-        raise ValueError(
-            "filters are read from the safetensors of the weights, and stand in no load report; "
-            f"leave out {', '.join(refused)} (call model.load_state_dict for a state_dict)"
-        )
-
-
 def is_of_diffusers(model_class: Any) -> bool:
     """Whether a class is one of diffusers, which has ``from_pretrained``, too."""
     parents = getattr(model_class, "__mro__", ())
@@ -147,16 +139,10 @@ def restore_filters(
     variant: str | None = None,
     max_degree: int = MOST_DEGREE,
 ) -> bool:
-    """Plug the filters of a checkpoint into a model that was loaded from it without them.
+    """Plug the filters of a checkpoint of transformers into a model loaded from it without them.
 
-    Args:
-        model: a model of transformers.
-        path, max_degree: as in :func:`from_pretrained`.
-        hub: some of :data:`~gfsa.plugs.saving.files.HUB_ARGUMENTS`.
-        variant: of the weights, as in ``model.fp16.safetensors``.
-
-    Returns:
-        Whether the checkpoint has filters.
+    ``hub`` are some of :data:`~gfsa.plugs.saving.files.HUB_ARGUMENTS`; ``variant`` is that of the
+    weights, as in ``model.fp16.safetensors``. Returns whether the checkpoint has filters.
     """
     checkpoint = files_of(path, hub, variant)
     found = filter_tensors(checkpoint, str(path))
@@ -167,15 +153,14 @@ def restore_filters(
     def name_of(layer: str) -> str:
         return layers.get(canonical_name(model, layer), layer)
 
-    on_disk = {
-        name_of(layer): layer for layer in (key.rpartition(f".{CHILD}.")[0] for key in found)
-    }
+    saved = (key.rpartition(f".{CHILD}.")[0] for key in found)
+    on_disk = {name_of(layer): layer for layer in saved}
 
     def weights_of(layer: str) -> list[float] | None:
         return weights_among(files.matrices_of(checkpoint, on_disk[layer]))
 
-    saved = saved_among(found, name_of, str(path))._replace(weights_of=weights_of)
-    restore(model, saved, other_versions=True, max_degree=max_degree)
+    filters = saved_among(found, name_of, str(path))._replace(weights_of=weights_of)
+    restore(model, filters, other_versions=True, max_degree=max_degree)
     # it is true of the files, and would be saved again after gfsa.unplug
     vars(model.config).pop(CONFIG_ENTRY, None)
     return True
@@ -214,7 +199,7 @@ def files_of(
     variant: str | None = None,
     index_first: bool = False,
 ) -> list[str]:
-    """The safetensors of a checkpoint of transformers; the others as in :func:`restore_filters`.
+    """The safetensors of a checkpoint of transformers.
 
     A folder may have one file, which transformers takes, and from an earlier save an index of
     several, which vLLM takes: ``index_first``.
@@ -222,20 +207,14 @@ def files_of(
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file
 
-    def locate(name: str) -> str | None:
-        file: str | None = cached_file(
-            str(path), name, _raise_exceptions_for_missing_entries=False, **hub
-        )
-        return file
+    def locate(name: str) -> Any:
+        return cached_file(str(path), name, _raise_exceptions_for_missing_entries=False, **hub)
 
     whole, index_name = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
     if variant is not None:
         # as in model.fp16.safetensors
         whole, index_name = (f".{variant}.".join(n.rsplit(".", 1)) for n in (whole, index_name))
-    file = None if index_first else locate(whole)
-    if file is not None:
-        return [file]
-    index = locate(index_name)
+    index = locate(index_name) if index_first or locate(whole) is None else None
     shards: set[Any] = {whole}
     if index is not None:
         try:
@@ -249,13 +228,12 @@ def files_of(
             "refused; save the model again with save_pretrained"
         )
     found = {shard: locate(shard) for shard in sorted(shards)}
-    missing = [shard for shard, file in found.items() if file is None]
-    if missing:
+    if missing := [shard for shard, file in found.items() if file is None]:
         advice = other_loader(path, "gfsa.from_pretrained") or (
             "filters are read from safetensors only; save the model again with save_pretrained"
         )
         raise FileNotFoundError(f"{path} has no {', '.join(missing)}: {advice}")
-    return [file for file in found.values() if file is not None]
+    return [*found.values()]
 
 
 def load_peft(
@@ -305,36 +283,30 @@ def load_peft(
     source = str(path)
     found = filter_tensors([_file_of(path, _ADAPTER, kwargs)], source)
     saved = saved_among(found, functools.partial(canonical_name, model), source)
-    folder = None if found else _folder_beside(path, kwargs)
-    with all_or_nothing(model), warnings.catch_warnings():
-        # the entry in the config is for whoever loads the adapter without gfsa
-        warnings.filterwarnings("ignore", message=rf".*\['{PEFT_ENTRY}'\]")
-        is_plugged = bool(plugged_sites(model))
-        if found:
-            restore(model, saved, max_degree=max_degree, check_only=is_plugged)
-        if found and not is_plugged:
-            # ordinary attention while the adapter is disabled, but for fixed numbers
-            for filter in filters_of(model).values():
-                if filter.theta is not None:
-                    nn.init.zeros_(filter.theta)
-        loaded = peft.PeftModel.from_pretrained(model, source, **kwargs)
-        if folder is not None:
-            load(loaded, folder, max_degree=max_degree)
-        else:
-            check_loaded(loaded, saved.tensors, source)
-    return loaded
-
-
-def _folder_beside(path: str | Path, kwargs: dict[str, Any]) -> Path:
-    """The folder with filters that gfsa.save wrote beside an adapter without filters."""
     try:
-        return _file_of(path, FILE, kwargs).parent
+        folder = None if found else _file_of(path, FILE, kwargs).parent
     except FileNotFoundError as error:
         raise ValueError(
             f"{path} has no filters: its adapter was saved without modules_to_save=['gfsa'], and "
             f"gfsa.save wrote none beside it ({error}). Load it with "
             "peft.PeftModel.from_pretrained"
         ) from error
+    with all_or_nothing(model), warnings.catch_warnings():
+        # the entry in the config is for whoever loads the adapter without gfsa
+        warnings.filterwarnings("ignore", message=rf".*\['{PEFT_ENTRY}'\]")
+        if found:
+            is_plugged = bool(plugged_sites(model))
+            restore(model, saved, max_degree=max_degree, check_only=is_plugged)
+            # ordinary attention while the adapter is disabled, but for fixed numbers
+            for filter in () if is_plugged else filters_of(model).values():
+                if filter.theta is not None:
+                    nn.init.zeros_(filter.theta)
+        loaded = peft.PeftModel.from_pretrained(model, source, **kwargs)
+        if folder is None:
+            check_loaded(loaded, saved.tensors, source)
+        else:
+            load(loaded, folder, max_degree=max_degree)
+    return loaded
 
 
 def _file_of(path: str | Path, name: str, kwargs: dict[str, Any]) -> Path:

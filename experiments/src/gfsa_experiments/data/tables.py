@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gfsa_experiments.data.files import BadRows
+from gfsa_experiments.data.files import Bad, report_bad
 from gfsa_experiments.data.own import (
     HUB,
     Labels,
@@ -213,7 +213,8 @@ def usable_rows(
 ) -> list[tuple[str, ...]]:
     """The rows of one table that have a text in every wanted column; others are reported."""
     cells = [column_of(where, table, c, s) for c, s in zip(columns, settings, strict=True)]
-    bad, found = BadRows(str(where)), []
+    bad: Bad = []
+    found = []
     for number, row in enumerate(zip(*cells, strict=True), start=1):
         for column, cell in zip(columns, row, strict=True):
             if isinstance(cell, bytes | list | dict):
@@ -226,10 +227,11 @@ def usable_rows(
         lacking = [c for c, text in zip(columns, texts, strict=True) if not text and c != empty]
         # JSON may have halves of surrogate pairs; no tokenizer takes them
         if lacking or any(map(_HALF.search, texts)):
-            bad.add(number, f"nothing in {', '.join(lacking)}" if lacking else "half a character")
+            why = f"nothing in {', '.join(lacking)}" if lacking else "half a character"
+            bad.append((number, why))
         else:
             found.append(texts)
-    bad.report(len(found))
+    report_bad(bad, len(found), str(where))
     return found
 
 

@@ -159,21 +159,6 @@ class Classification(Task):
 
 
 @dataclass(frozen=True)
-class DataSource:
-    """A data set that a recipe reads, for error messages."""
-
-    name: str
-    files: str
-    """Its files, relative to ``--data-dir``."""
-    where: str
-    """Where to get them."""
-    folders: tuple[str, ...] = ("",)
-    """The folders below ``--data-dir`` that may have them."""
-    sizes: tuple[int, ...] = ()
-    """The official numbers of examples to train, validate and test on, where they are checked."""
-
-
-@dataclass(frozen=True)
 class OwnData:
     """What a run learned about the caller's own data; the run's folder keeps it."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,17 +18,11 @@ from gfsa_experiments.models.graphs import (
     Features,
     MaskedBatchNorm,
     MaskedSequential,
-    Prepared,
+    Several,
     dense_adjacency,
-    each,
     filled,
     mean_by,
-    pad,
-    pad_rows,
-    padding_of,
     random_walk_encoding,
-    shifted,
-    stack_labels,
 )
 
 Partition = Callable[[Tensor, int, int], Tensor]
@@ -188,34 +182,34 @@ class GraphViTCollator(Collator):
             "patch_walk": random_walk_encoding(shared, self.patch_walk_steps),
         }
 
-    def join(self, graphs: Sequence[Prepared]) -> GraphViTBatch:
-        nodes, edges, copies, patches = (
-            [*map(len, each(graphs, name))] for name in ("x", "edge_attr", "copy_node", "adjacency")
+    def join(self, graphs: Several) -> GraphViTBatch:
+        nodes, edges, copies, patches = map(
+            graphs.sizes, ("x", "edge_attr", "copy_node", "adjacency")
         )
-        copy_node = shifted(each(graphs, "copy_node"), nodes)
-        copy_edges = shifted(each(graphs, "copy_edges"), copies)
-        copy_edge_id = shifted(each(graphs, "copy_edge_id"), edges)
+        copy_edge_id = graphs.shifted("copy_edge_id", edges)
         # padding copies need a patch to be in
         slots = max(patches) if self.pad_to_multiple == 1 else self.num_patches + 1
-        copy_patch = shifted(each(graphs, "copy_patch"), [slots] * len(graphs))
-        padding = padding_of(patches, slots)
+        copy_patch = graphs.shifted("copy_patch", [slots] * len(patches))
+        padding = graphs.padding("adjacency", slots)
         n, e, c = sum(nodes), sum(edges), sum(copies)
         some_nodes, some_edges, some_copies = self.few(n), self.few(e), self.few(c)
-        joins = self.few(len(copy_edge_id))
+        joins, spare = self.few(len(copy_edge_id)), torch.arange(c, some_copies)
         return GraphViTBatch(
-            x=pad_rows(each(graphs, "x"), some_nodes),
-            edge_attr=pad_rows(each(graphs, "edge_attr"), some_edges),
-            walk=pad_rows(each(graphs, "walk"), some_nodes),
-            copy_node=filled(copy_node, some_copies, torch.arange(n, some_nodes)),
+            x=graphs.rows("x", some_nodes),
+            edge_attr=graphs.rows("edge_attr", some_edges),
+            walk=graphs.rows("walk", some_nodes),
+            copy_node=filled(
+                graphs.shifted("copy_node", nodes), some_copies, torch.arange(n, some_nodes)
+            ),
             copy_patch=filled(copy_patch, some_copies, padding.flatten().nonzero()[:, 0]),
-            copy_edges=filled(copy_edges, joins, torch.arange(c, some_copies)),
+            copy_edges=filled(graphs.shifted("copy_edges", copies), joins, spare),
             copy_edge_id=filled(copy_edge_id, joins, torch.arange(e, some_edges)),
-            patch_walk=pad(each(graphs, "patch_walk"), slots),
-            adjacency=pad(each(graphs, "adjacency"), slots, axes=2),
+            patch_walk=graphs.pad("patch_walk", slots),
+            adjacency=graphs.pad("adjacency", slots, axes=2),
             padding=padding,
             real_nodes=torch.arange(some_nodes) < n,
             real_copies=torch.arange(some_copies) < c,
-            y=stack_labels(graphs),
+            y=graphs.labels(),
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,15 +16,10 @@ from gfsa_experiments.models.graphs import (
     Collator,
     FeatureEncoder,
     Features,
-    Prepared,
+    Several,
     above,
     distances,
-    each,
-    pad,
-    pad_rows,
-    padding_of,
     path_edges,
-    stack_labels,
     starts,
 )
 
@@ -77,21 +71,21 @@ class GraphormerCollator(Collator):
             "paths": path_edges(edge_index, distance, self.max_hops).to(small),
         }
 
-    def join(self, graphs: Sequence[Prepared]) -> GraphormerBatch:
-        nodes, edges = ([*map(len, each(graphs, name))] for name in ("x", "edge_attr"))
+    def join(self, graphs: Several) -> GraphormerBatch:
+        edges = graphs.sizes("edge_attr")
         # a multiple together with the virtual node, which suits attention kernels
-        size = above(max(nodes), self.pad_to_multiple) - 1
-        paths = pad(each(graphs, "paths"), size, -1, axes=2).int()
+        size = above(max(graphs.sizes("x")), self.pad_to_multiple) - 1
+        paths = graphs.pad("paths", size, -1, axes=2).int()
         return GraphormerBatch(
-            x=pad(each(graphs, "x"), size),
-            padding=padding_of(nodes, size),
-            in_degree=pad(each(graphs, "in_degree"), size),
-            out_degree=pad(each(graphs, "out_degree"), size),
-            distance=pad(each(graphs, "distance"), size, -1, axes=2).int(),
-            edge_attr=pad_rows(each(graphs, "edge_attr"), self.few(sum(edges))),
+            x=graphs.pad("x", size),
+            padding=graphs.padding("x", size),
+            in_degree=graphs.pad("in_degree", size),
+            out_degree=graphs.pad("out_degree", size),
+            distance=graphs.pad("distance", size, -1, axes=2).int(),
+            edge_attr=graphs.rows("edge_attr", self.few(sum(edges))),
             # edges are concatenated: those of a graph are numbered after those before it
             paths=torch.where(paths < 0, paths, paths + starts(edges).int()[:, None, None, None]),
-            y=stack_labels(graphs),
+            y=graphs.labels(),
         )
 
 

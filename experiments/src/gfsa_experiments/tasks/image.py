@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from gfsa_experiments.data.files import check_count, not_found, read_npz, source_of
+from gfsa_experiments.data.files import check_count, read_npz, source_of
 from gfsa_experiments.data.own import (
     Labels,
     entries_of,
@@ -196,7 +196,7 @@ def read_cifar(data_dir: Path, name: Cifar) -> dict[str, TensorRows]:
             return _read_jpegs(folder / _JPEGS)
         if (folder / ("cifar-10-batches-py" if name == "cifar10" else "cifar-100-python")).is_dir():
             return _from_torchvision(folder, name)
-    raise not_found(data_dir, source.files, source)
+    raise source.missing(data_dir, source.files)
 
 
 def _from_torchvision(folder: Path, name: Cifar) -> dict[str, TensorRows]:

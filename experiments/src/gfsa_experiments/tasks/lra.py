@@ -28,7 +28,7 @@ from filelock import FileLock
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from gfsa_experiments.data.files import check_count, find_file, read_npz, source_of
+from gfsa_experiments.data.files import check_count, read_npz, source_of
 from gfsa_experiments.data.own import hold_out, name_of
 from gfsa_experiments.data.tables import OwnTable, open_table, read_labelled, usable_rows
 from gfsa_experiments.engine.config import (
@@ -135,7 +135,7 @@ def read_listops(data_dir: Path) -> dict[str, Sequences]:
     paths: dict[str, Path] = {}
     for part in COUNTS:
         try:
-            paths[part] = find_file(data_dir, [f"basic_{part}.tsv"], source)
+            paths[part] = source.find(data_dir, f"basic_{part}.tsv")
         except FileNotFoundError:
             # one part without the others is a mistake
             if paths:
@@ -197,19 +197,15 @@ class LraConfig(OwnTable):
     used_if = (
         ("!data", "task holdout"),
         ("task=image", "holdout"),
-        ("attention=linformer", "projected"),
     )
 
     task: Literal["listops", "image"] = "listops"
     """Unless ``data`` names texts of the caller's own, which are read byte by byte."""
     attention: Attention = "softmax"
-    """``linformer`` is a reference model that takes no filter."""
     dim: Count = 512
     depth: Count = 4
     num_heads: Count = 8
     ffn_dim: Count = 1024
-    projected: Count = 256
-    """Rows that Linformer projects a sequence to."""
     dropout: ShareBelowOne = 0.1
     attention_dropout: ShareBelowOne = 0.0
     length: int = 2000
@@ -322,19 +318,14 @@ class Padded(Dataset[Any]):
         return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
 
 
-_OF_ENCODER = (
-    *("attention", "dim", "depth", "num_heads", "ffn_dim"),
-    *("dropout", "attention_dropout", "projected"),
-)
-
-
 def make_encoder(config: LraConfig, num_classes: int = 10) -> Encoder:
     is_lists = config.task == "listops" and not config.data
+    names = "attention", "dim", "depth", "num_heads", "ffn_dim", "dropout", "attention_dropout"
     return Encoder(
         vocabulary=len(TOKENS) if is_lists else _BYTES,
         num_classes=num_classes,
         max_length=config.longest,
-        **{name: getattr(config, name) for name in _OF_ENCODER},
+        **{name: getattr(config, name) for name in names},
     )
 
 

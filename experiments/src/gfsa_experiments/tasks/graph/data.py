@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gfsa_experiments.data.files import BadRows, check_count, find_file, read_npz, source_of
+from gfsa_experiments.data.files import check_count, read_npz, report_bad, source_of
 from gfsa_experiments.data.own import (
     PARTS,
     Labels,
@@ -124,7 +124,7 @@ def read_graphs(data: str, data_dir: Path, labels: Wanted = "auto") -> GraphSet:
 def _known(name: str, data_dir: Path) -> GraphSet:
     metric, (nodes, edges) = _FACTS[name]
     source = source_of(f"graph {name}")
-    path = find_file(data_dir, [source.files], source)
+    path = source.find(data_dir, source.files)
     # the fourth split of zinc12k has molecules that the official 12,000 lack
     graphs, parts = _from_npz(path, extra=name == "zinc")
     for graph in graphs:
@@ -203,10 +203,7 @@ def _usable(found: GraphSet, path: Path) -> GraphSet:
     """The data set without invalid graphs, which are counted and reported."""
     rows = sorted(row for part in found.parts.values() for row in part)
     faults = {row: fault for row in rows if (fault := _fault(found, found.graphs[row]))}
-    bad = BadRows(path, "graphs", "graph")
-    for row, fault in faults.items():
-        bad.add(row, fault)
-    bad.report(len(rows) - len(faults))
+    report_bad(list(faults.items()), len(rows) - len(faults), path, "graphs", "graph")
     parts = {p: [row for row in found.parts.get(p, []) if row not in faults] for p in PARTS}
     if not all(sizes := tuple(map(len, parts.values()))):
         raise ValueError(f"{path}: expected graphs to train, validate and test on, got {sizes}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +17,11 @@ from gfsa_experiments.models.graphs import (
     FeatureEncoder,
     Features,
     MaskedBatchNorm,
-    Prepared,
+    Several,
     above,
     dense_adjacency,
-    each,
     filled,
-    pad,
-    pad_rows,
-    padding_of,
     random_walk_encoding,
-    shifted,
-    stack_labels,
 )
 
 if TYPE_CHECKING:
@@ -67,19 +60,19 @@ class GPSCollator(Collator):
         encoding = kinds.get(self.encoding, random_walk_encoding)(adjacency, self.encoding_size)
         return {"edge_index": edge_index, "encoding": encoding}
 
-    def join(self, graphs: Sequence[Prepared]) -> GPSBatch:
-        nodes = [*map(len, each(graphs, "x"))]
+    def join(self, graphs: Several) -> GPSBatch:
+        nodes = graphs.sizes("x")
         size = above(max(nodes), self.pad_to_multiple)
-        padding = padding_of(nodes, size)
-        edge_index = shifted(each(graphs, "edge_index"), [size] * len(graphs))
+        padding = graphs.padding("x", size)
+        edge_index = graphs.shifted("edge_index", [size] * len(nodes))
         edges = self.few(edge_index.shape[1])
         return GPSBatch(
-            x=pad(each(graphs, "x"), size),
+            x=graphs.pad("x", size),
             padding=padding,
             edge_index=filled(edge_index, edges, padding.flatten().nonzero()[:, 0]),
-            edge_attr=pad_rows(each(graphs, "edge_attr"), edges),
-            encoding=pad(each(graphs, "encoding"), size),
-            y=stack_labels(graphs),
+            edge_attr=graphs.rows("edge_attr", edges),
+            encoding=graphs.pad("encoding", size),
+            y=graphs.labels(),
         )
 
 

@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
-from gfsa.filters import GraphFilter
-from gfsa.operators import Visibility
 from gfsa_experiments.data.corpus import EXPECTED, Corpus, corpus_of
-from gfsa_experiments.data.files import cache_folder, check_count, find_file, source_of
+from gfsa_experiments.data.files import cache_folder, check_count, source_of
 from gfsa_experiments.data.own import HUB, PARTS, find_own, own_data, text_of
 from gfsa_experiments.data.pretrained import load_tokenizer, token_ids, train_tokenizer
 from gfsa_experiments.data.tables import column_of, instead_of_files
@@ -94,11 +92,8 @@ def token_files(
 ) -> tuple[Path, Meta, str]:
     """The folder of a corpus's tokens, made if need be; what it holds; how its parts were made.
 
-    Args:
-        data: a corpus (:func:`gfsa_experiments.data.corpus.corpus_of`), or such a folder, as the
-            cache has it.
-        tokenizer: ``bpe``, which is trained on the text, or the path of a file.
-        column: the key or column of the text, where documents have several.
+    ``data`` is a corpus, or such a folder, as the cache has it; ``tokenizer`` is ``bpe``, which is
+    trained on the text, or the path of a file.
     """
     if not data.startswith(HUB):
         path = find_own(data, data_dir, EXPECTED)
@@ -131,14 +126,12 @@ def prepare(corpus: Corpus, tokenizer: str, vocab_size: int, folder: Path) -> No
     # numbers may be left out, so that the largest is above their count
     vocabulary = max(encoder.get_vocab().values()) + 1
     end = encoder.token_to_id(END)
-    dtype = dtype_for(vocabulary)
+    dtype, name = dtype_for(vocabulary), described(tokenizer, vocab_size)
     parts = {
-        name: _encode(encoder, documents[name], end, folder / f"{name}.bin", dtype)
-        for name in PARTS
+        part: _encode(encoder, documents[part], end, folder / f"{part}.bin", dtype)
+        for part in PARTS
     }
-    meta = Meta(
-        _FORMAT, corpus.name, vocabulary, end, dtype, described(tokenizer, vocab_size), parts
-    )
+    meta = Meta(_FORMAT, corpus.name, vocabulary, end, dtype, name, parts)
     (folder / META).write_text(json.dumps(asdict(meta), indent=1) + "\n")
 
 
@@ -189,10 +182,8 @@ def _checked(folder: Path) -> Meta:
 def _key(corpus: Corpus, tokenizer: str) -> str:
     """The same as long as files, their sizes and dates, and the tokenizer are the same."""
     parts = corpus.has_parts or f"split {_SPLIT}"
-    digest = sha256(f"{_FORMAT} {tokenizer} {parts}".encode())
-    for line in corpus.identity():
-        digest.update(line.encode())
-    return digest.hexdigest()[:16]
+    described = "".join([f"{_FORMAT} {tokenizer} {parts}", *corpus.identity()])
+    return sha256(described.encode()).hexdigest()[:16]
 
 
 def _tokenizer(file: str, vocab_size: int, texts: Sequence[str]) -> Any:
@@ -239,8 +230,9 @@ def read_lines(data_dir: Path, name: str, part: str) -> list[str]:
     """The lines of one part of WikiText or the Penn Treebank."""
     source = source_of(name)
     names = [f"wiki.{part}.tokens", f"wiki.{part}.raw", f"{part}.txt"]
+    names = [f"ptb.{part}.txt"] if name == "ptb" else names
     try:
-        path = find_file(data_dir, [f"ptb.{part}.txt"] if name == "ptb" else names, source)
+        path = source.find(data_dir, *names)
     except FileNotFoundError as missing:
         if name == "ptb":
             raise
@@ -270,9 +262,7 @@ def count_words(lines: Sequence[str]) -> int:
 def text_in_lines(data_dir: Path, data: str, column: str, tokenizer: str, vocab_size: int) -> Text:
     """A corpus line by line, without marks between documents; kept for later runs.
 
-    Args:
-        data: WikiText or the Penn Treebank; or, with a ``column``, a corpus of the caller's own.
-        tokenizer: the name of a model that has one, or ``bpe`` to train one of ``vocab_size``.
+    ``data`` is WikiText or the Penn Treebank or, with a ``column``, a corpus of the caller's own.
     """
     if column:
         corpus = corpus_of(data, data_dir, column)
@@ -298,19 +288,15 @@ def text_in_lines(data_dir: Path, data: str, column: str, tokenizer: str, vocab_
     return Text(tokens, words, vocabulary, own=own)
 
 
-# of ten shares of the standard library's modules, one to validate on and one to test on
-_SHARES = 10
-_HELD_OUT = {0: "valid", 1: "test"}
-
-
-def source_folder() -> Path:
-    """The folder of the standard library of the running Python."""
-    return Path(sysconfig.get_path("stdlib"))
+SOURCE = Path(sysconfig.get_path("stdlib"))
+"""The standard library of the running Python."""
 
 
 def part_of(module: str) -> str:
     """The part that a module belongs to, by its name: the same for every version of Python."""
-    return _HELD_OUT.get(int(sha256(module.encode()).hexdigest(), 16) % _SHARES, "train")
+    # of ten shares, one to validate on and one to test on
+    share = int(sha256(module.encode()).hexdigest(), 16) % 10
+    return {0: "valid", 1: "test"}.get(share, "train")
 
 
 @lru_cache(maxsize=2)
@@ -328,8 +314,6 @@ def read_source(folder: Path) -> dict[str, bytes]:
     return {name: b"\0".join(modules) for name, modules in found.items()}
 
 
-# beyond, tokens stay on the host and rows are sent one batch at a time
-_MOST_ON_DEVICE = 4 * 2**30
 _SIGNED = {"uint16": torch.int16, "uint32": torch.int32}
 
 
@@ -340,8 +324,6 @@ class TokenRows(Dataset[Any]):
     that a batch is a handful of numbers and nothing waits for the host.
 
     Args:
-        tokens: all of them, in a row.
-        block: the length of a model's input.
         name: of the part.
         most: take so many rows, evenly spaced; 0 for all.
         overlap: 1: rows of ``block + 1``, what one predicts last is what the next one begins with;
@@ -362,7 +344,6 @@ class TokenRows(Dataset[Any]):
         self._host = torch.from_numpy(tokens).view(_SIGNED[tokens.dtype.name])
         self._mask = 0xFFFF if tokens.dtype == np.uint16 else 0xFFFFFFFF
         self._on_device: dict[torch.device, Tensor] = {}
-        self._by_host = tokens.nbytes > _MOST_ON_DEVICE
         taken = min(count, most) if most else count
         self.rows = torch.arange(taken, dtype=torch.int64) * count // taken
 
@@ -370,57 +351,12 @@ class TokenRows(Dataset[Any]):
         return len(self.rows)
 
     def __getitems__(self, indices: list[int]) -> dict[str, Any]:
-        rows = self.rows[torch.tensor(indices)]
-        if self._by_host:
-            return {"part": self.name, "ids": self._cut(self._host, rows)}
-        return {"part": self.name, "rows": rows}
+        return {"part": self.name, "rows": self.rows[torch.tensor(indices)]}
 
     def ids(self, batch: dict[str, Any]) -> Tensor:
         """The tokens of a batch, ``(rows, width)``, where the batch is."""
-        if "ids" in batch:
-            found: Tensor = batch["ids"]
-            return found
         rows = batch["rows"]
         if rows.device not in self._on_device:
             self._on_device[rows.device] = self._host.to(rows.device)
-        return self._cut(self._on_device[rows.device], rows)
-
-    def _cut(self, tokens: Tensor, rows: Tensor) -> Tensor:
-        every = tokens.unfold(0, self.width, self.block)
+        every = self._on_device[rows.device].unfold(0, self.width, self.block)
         return every[rows].long() & self._mask
-
-
-def positions_in_documents(ids: Tensor, end: int) -> Tensor:
-    """How far each token of ``(rows, tokens)`` is from the start of its document in the row."""
-    place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    starts = torch.where(ids == end, place, 0)
-    return place - starts.cummax(1).values
-
-
-def mask_for(model: nn.Module, ids: Tensor, end: int) -> Any:
-    """Where tokens may look, as ``model`` takes it.
-
-    Plugged layers take a description of N numbers, of one shape whatever the documents are, and
-    kernels for packed rows with it; their model's other layers get it written out. A plain model
-    takes a tensor of N×N. Transformers would make the same one of the positions, but looks at them
-    first: each step would wait for the GPU.
-    """
-    if not any(isinstance(module, GraphFilter) for module in model.modules()):
-        return within_documents(ids, end)
-    from gfsa.adapters.transformers.masks import DescribedMask
-
-    visible = Visibility(causal=True, documents=_numbers(ids, end), in_order=True)
-    rows, length = ids.shape
-    return DescribedMask(visible, rows, length, ids.device)
-
-
-def within_documents(ids: Tensor, end: int) -> Tensor:
-    """``(rows, 1, tokens, tokens)``, True where a token may look: back, in its own document."""
-    document = _numbers(ids, end)
-    same = document[:, :, :, None] == document[:, :, None, :]
-    return same.tril()
-
-
-def _numbers(ids: Tensor, end: int) -> Tensor:
-    """``(rows, 1, tokens)``, the number of each token's document in its row."""
-    return (ids == end).cumsum(1)[:, None]

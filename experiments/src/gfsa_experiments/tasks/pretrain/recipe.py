@@ -34,13 +34,10 @@ from gfsa_experiments.engine.measure import Work
 from gfsa_experiments.engine.next_token_loss import IGNORED, NextTokenLoss, cross_entropy
 from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.pretrain.data import (
-    Part,
+    SOURCE,
     Text,
     TokenRows,
-    mask_for,
-    positions_in_documents,
     read_source,
-    source_folder,
     text_in_lines,
     token_files,
 )
@@ -50,8 +47,8 @@ from gfsa_experiments.tasks.pretrain.model import (
     causal_by_kernel,
     new_gpt2,
     pretrained_decoder,
+    probe,
 )
-from gfsa_experiments.tasks.pretrain.probes import probe
 
 # depth, width, heads and width of the MLP; with 16,384 tokens and a tied head 5.4, 15.4, 46.9 and
 # 111.7 million numbers
@@ -195,6 +192,10 @@ class CausalLMConfig(LanguageConfig):
         return NextTokenLoss(self.compile != "no")(logits, labels)
 
 
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
 def _multiple_of_64(vocabulary: int) -> int:
     """GPUs are fastest with so many rows in the embedding."""
     return -(-vocabulary // 64) * 64
@@ -217,8 +218,6 @@ class PretrainConfig(LanguageConfig):
     """With ``tokenizer=bpe``: every byte, the end, and more."""
     block: Count = 1024
     """Tokens of a row."""
-    boundaries: bool = False
-    """Attention and positions begin anew with each document of a row."""
     size: Literal["5m", "15m", "46m", "110m"] = "15m"
     """Millions of parameters; the numbers below override it."""
     depth: Count | None = None
@@ -310,11 +309,12 @@ class PretrainConfig(LanguageConfig):
         folder, meta, split_by = token_files(*given)
         parts, own = meta.parts, None
         if self.data != PretrainConfig.data:
+            documents = ", ".join(f"{part.documents:,} {name}" for name, part in parts.items())
             own = OwnData(
                 name=meta.name,
                 source=self.data,
                 splits={name: part.tokens for name, part in parts.items()},
-                split_by=f"{split_by}; {_documents(parts, self.boundaries)}",
+                split_by=f"{split_by}; {documents} documents",
                 unit="tokens",
                 digest=digest_of(part.sha256 for part in parts.values()),
             )
@@ -347,20 +347,9 @@ class PretrainConfig(LanguageConfig):
     def mean_loss(
         self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor
     ) -> Tensor:
-        positions = mask = None
-        if self.boundaries:
-            assert task.end is not None
-            positions = positions_in_documents(ids, task.end)
-            mask = mask_for(model, ids, task.end)
-        # masks that are handed over ready are not built: where there is none, none, traced or not,
-        # and attention is causal by its kernel
-        loss: Tensor = model(
-            input_ids=ids,
-            labels=labels,
-            attention_mask={"full_attention": mask},
-            position_ids=positions,
-            use_cache=False,
-        ).loss
+        # without a mask, traced or not, attention is causal by its kernel
+        given = {"attention_mask": {"full_attention": None}, "use_cache": False}
+        loss: Tensor = model(input_ids=ids, labels=labels, **given).loss
         return loss
 
     def sketch(self) -> nn.Module | None:
@@ -380,15 +369,6 @@ class PretrainConfig(LanguageConfig):
             # the caller's own text is not taken for ours
             name = f"data={name}"
         return f"{name} qwen3-{size}"
-
-
-def _documents(parts: dict[str, Part], boundaries: bool) -> str:
-    """``30 train, 1 valid, 1 test documents``, and where boundaries change nothing."""
-    said = ", ".join(f"{part.documents:,} {name}" for name, part in parts.items()) + " documents"
-    alone = [name for name, part in parts.items() if part.documents == 1]
-    if boundaries and alone:
-        said += f"; boundaries change nothing in {', '.join(alone)}, a single document"
-    return said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,7 +419,7 @@ class StdlibConfig(LanguageConfig):
         return None
 
     def read(self, data_dir: Path) -> Text:
-        found = read_source(source_folder())
+        found = read_source(SOURCE)
         tokens = {p: np.frombuffer(text, np.uint8).astype(np.uint16) for p, text in found.items()}
         return Text(tokens, {part: len(text) for part, text in found.items()}, 256)
 
@@ -495,7 +475,8 @@ class LanguageTask(Task):
         self.model = config.decoder(text.vocabulary, text.end)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return self._mean(model, *self._given(batch))
+        mean: Tensor = self.config.mean_loss(self, model, *self._given(batch))
+        return mean
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
         inputs, labels = self._given(batch)
@@ -505,7 +486,7 @@ class LanguageTask(Task):
             # another shape would be compiled for, for the sake of one batch
             inputs = torch.cat([inputs, inputs[:1].expand(lacking, -1)])
             labels = F.pad(labels, (0, 0, 0, lacking), value=IGNORED)
-        total = self._mean(model, inputs, labels).double() * count
+        total = self.config.mean_loss(self, model, inputs, labels).double() * count
         return total, count, count * self._units[batch["part"]]
 
     def score(self, predictions: list[Any]) -> dict[str, float]:
@@ -548,13 +529,6 @@ class LanguageTask(Task):
             return ids[:, :-1], ids[:, 1:]
         # the last token of a row has no target: ignoring it is cheaper than slicing
         return ids, F.pad(ids[:, 1:], (0, 1), value=IGNORED)
-
-    def _mean(self, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
-        return self.config.mean_loss(self, model, ids, labels)
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
 
 
 CAUSAL_LM = Recipe(

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from gfsa_experiments.data.files import BadRows, check_count, find_file, read_npz, source_of
+from gfsa_experiments.data.files import Bad, check_count, read_npz, report_bad, source_of
 from gfsa_experiments.data.own import (
     PARTS,
     entries_of,
@@ -79,7 +79,7 @@ def normalised(features: Tensor) -> Tensor:
 def read_speech(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnData | None]:
     """The utterances of each part of AN4 or of a folder; ``valid`` are speakers of ``train``."""
     if data == AN4:
-        path = find_file(data_dir, ["an4_mfcc.npz"], source_of(AN4))
+        path = source_of(AN4).find(data_dir, "an4_mfcc.npz")
         found = [*_an4_part(path, "train"), *_an4_part(path, "test")]
         unused = 0
     else:
@@ -125,13 +125,14 @@ def _an4_part(path: Path, part: str) -> list[Utterance]:
             f"{path} is damaged: {len(features)} frames and {len(texts)} texts of {len(frames)} "
             f"utterances with {frames.sum()} frames; get it again"
         )
-    bad, found = BadRows(f"{path}, {part}", "utterances", "utterance"), []
+    bad: Bad = []
+    found = []
     spoken = np.split(features, np.cumsum(frames)[:-1])
     for name, text, of_one in zip(map(str, ids), map(str, texts), spoken, strict=True):
         if not text.strip() or set(text) - set(LETTERS):
-            bad.add(name, f"expected A–Z, apostrophe and space, got {text!r}")
+            bad.append((name, f"expected A–Z, apostrophe and space, got {text!r}"))
         elif not len(of_one) or not np.isfinite(of_one).all():
-            bad.add(name, "it has no frames, or features that are not finite")
+            bad.append((name, "it has no frames, or features that are not finite"))
         else:
             # an251-fash-b: number, speaker, microphone
             speaker = name.split("-")[-2] if "-" in name else name
@@ -139,7 +140,7 @@ def _an4_part(path: Path, part: str) -> list[Utterance]:
             source = partial(as_it_is, sha256(of_one.tobytes()).digest())
             given = len(of_one), partial(as_it_is, tensor), source
             found.append(Utterance(part, name, speaker, " ".join(text.split()), *given))
-    bad.report(len(found))
+    report_bad(bad, len(found), f"{path}, {part}", "utterances", "utterance")
     check_count(f"AN4 {part}", len(texts), source_of(AN4).sizes[PARTS.index(part)], "utterances")
     return found
 
@@ -153,21 +154,22 @@ def _recordings(root: Path) -> tuple[list[Utterance], int]:
     import soundfile
 
     lines = _lines(root)
-    bad, found = BadRows(root, "utterances", "utterance"), []
+    bad: Bad = []
+    found = []
     for path, text, speaker, part in lines:
         try:
             info = soundfile.info(str(path))
         except (soundfile.LibsndfileError, OSError) as error:
-            bad.add(path.name, f"it has no readable audio ({error})")
+            bad.append((path.name, f"it has no readable audio ({error})"))
             continue
         words = " ".join(text.upper().split())
         if info.frames * SAMPLE_RATE < _WINDOW * info.samplerate or not words:
-            bad.add(path.name, "it is shorter than 25 ms, or has no transcript")
+            bad.append((path.name, "it is shorter than 25 ms, or has no transcript"))
             continue
         frames = -(-info.frames * SAMPLE_RATE // info.samplerate) // HOP + 1
         read = partial(_features, path), path.read_bytes
         found.append(Utterance(part, path.stem, speaker, words, frames, *read))
-    bad.report(len(found))
+    report_bad(bad, len(found), root, "utterances", "utterance")
     audio = {path.resolve() for path in root.rglob("*") if path.suffix.lower() in _AUDIO}
     return found, len(audio - {path.resolve() for path, *_ in lines})
 

@@ -13,7 +13,7 @@ import pytest
 
 from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.data.corpus import corpus_of
-from gfsa_experiments.data.own import PARTS, decide, digest_of, find_own, name_of, three_parts
+from gfsa_experiments.data.own import PARTS, decide, digest_of, find, name_of, three_parts
 from gfsa_experiments.data.tables import LabelledRows, read_labelled, read_rows
 from gfsa_experiments.runs.sweep import Request
 from support.hub import HubPart, fake_parts
@@ -50,7 +50,7 @@ class TestNames:
     def test_a_missing_file_names_its_neighbours(self, tmp_path: Path) -> None:
         (tmp_path / "my.csv").touch()
         with pytest.raises(FileNotFoundError, match=rf"there is no .*mi\.csv .*{tmp_path} has my"):
-            find_own(str(tmp_path / "mi.csv"), Path("data"))
+            find(str(tmp_path / "mi.csv"), Path("data"))
 
     @pytest.mark.parametrize(
         ("recipe", "settings", "label"),

@@ -15,22 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+from gfsa_experiments.data import own
 from gfsa_experiments.data.files import Bad, report_bad
-from gfsa_experiments.data.own import (
-    HUB,
-    Labels,
-    Wanted,
-    decide,
-    ending_of,
-    entries_of,
-    files_in,
-    find_own,
-    own_data,
-    part_named,
-    part_of,
-    refuse_unseen,
-    three_parts,
-)
+from gfsa_experiments.data.own import Labels, Wanted
 from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.task import OwnData
 
@@ -48,7 +35,7 @@ def open_table(path: Path, **options: Any) -> Any:
     """
     import pandas as pd
 
-    ending = ending_of(path)
+    ending = own.ending_of(path)
     try:
         if ending == ".parquet":
             return pd.read_parquet(path)
@@ -82,7 +69,7 @@ def from_hub(data: str, split: str | None = None) -> Any:
         datasets = importlib.import_module("datasets")
     except ModuleNotFoundError:
         raise FileNotFoundError(f"{data}: pip install datasets, which fetches it") from None
-    which = filter(None, data.removeprefix(HUB).split(":"))
+    which = filter(None, data.removeprefix(own.HUB).split(":"))
     try:
         return datasets.load_dataset(*which, **({} if split is None else {"split": split}))
     except Exception as error:
@@ -116,8 +103,8 @@ def instead_of_files(
 def load_parts(data: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The parts of a data set of the hub as DataFrames, and the names of those not used."""
     found = from_hub(data)
-    parts = {part_named(str(name)): name for name in found if part_named(str(name))}
-    unused = tuple(str(name) for name in found if part_named(str(name)) is None)
+    parts = {own.part_named(str(name)): name for name in found if own.part_named(str(name))}
+    unused = tuple(str(name) for name in found if own.part_named(str(name)) is None)
     if not parts and len(unused) == 1:
         parts, unused = {"train": unused[0]}, ()
     return {str(part): _frame(found[name]) for part, name in parts.items()}, unused
@@ -155,7 +142,7 @@ def read_rows(
         empty: a column that a row can be used without; the text is then empty.
     """
     unused: tuple[str, ...] = ()
-    if data.startswith(HUB):
+    if data.startswith(own.HUB):
         found, unused = load_parts(data)
         where, tables = data, {part: [(f"{data} {part}", t)] for part, t in found.items()}
         label = columns[-1]
@@ -165,7 +152,7 @@ def read_rows(
                 unused += (f"{part}, whose {label} is hidden",)
                 del tables[part]
     else:
-        path = find_own(data, data_dir, f"a file or folder of tables ({', '.join(ENDINGS)})")
+        path = own.find(data, data_dir, f"a file or folder of tables ({', '.join(ENDINGS)})")
         where, tables = str(path), _tables_of(path)
     values: list[tuple[str, ...]] = []
     parts: dict[str, list[int]] = {}
@@ -180,9 +167,11 @@ def read_rows(
 def _tables_of(path: Path) -> dict[str, list[tuple[str, Any]]]:
     if path.is_file():
         return {"train": [(str(path), open_table(path))]}
-    parts = {f: part_of(f, path) for f in files_in(path) if ending_of(f) in ENDINGS}
+    parts = {f: own.part_of(f, path) for f in own.files_in(path) if own.ending_of(f) in ENDINGS}
     if not parts:
-        raise ValueError(f"{path} has no table that ends in {', '.join(ENDINGS)}{entries_of(path)}")
+        raise ValueError(
+            f"{path} has no table that ends in {', '.join(ENDINGS)}{own.entries_of(path)}"
+        )
     without = [file.name for file, part in parts.items() if part is None]
     if 0 < len(without) < len(parts):
         raise ValueError(
@@ -261,16 +250,18 @@ def read_labelled(
         wanted, only_classes: as for :func:`~gfsa_experiments.data.own.decide`.
     """
     rows = read_rows(data, data_dir, (*text, label), ("text",) * len(text) + ("label",))
-    labels = decide([v[-1] for v in rows.values], label, wanted, only_classes=only_classes)
-    parts, split_by = three_parts(rows.parts, rows.where, labels.values if labels.classes else None)
-    refuse_unseen(labels, parts, rows.where)
+    labels = own.decide([v[-1] for v in rows.values], label, wanted, only_classes=only_classes)
+    parts, split_by = own.three_parts(
+        rows.parts, rows.where, labels.values if labels.classes else None
+    )
+    own.refuse_unseen(labels, parts, rows.where)
     if rows.unused:
         split_by += f"; not used: {', '.join(rows.unused)}"
     trained = {rows.values[row][:-1] for row in parts["train"]}
     twice = {p: sum(rows.values[r][:-1] in trained for r in parts[p]) for p in ("valid", "test")}
     repeated = " and ".join(f"{count} of {part}" for part, count in twice.items() if count)
     cells = {part: [c for row in of for c in rows.values[row]] for part, of in parts.items()}
-    own = own_data(
+    facts = own.facts(
         data,
         rows.where,
         parts,
@@ -279,7 +270,7 @@ def read_labelled(
         labels=f"{label}: {labels.why}",
         repeated=f"{repeated} are in train, too, word for word" if repeated else "",
     )
-    return LabelledRows([values[:-1] for values in rows.values], labels, parts, own)
+    return LabelledRows([values[:-1] for values in rows.values], labels, parts, facts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,10 @@ class EfficientAttention(SelfAttention):
 
     def __init__(self, dim: int, num_heads: int, dropout: float = 0.0) -> None:
         if dropout:
-            raise ValueError(f"efficient attention never builds the map: {dropout=} must be 0")
+            raise ValueError(
+                "efficient attention never builds the map whose entries attention dropout would "
+                f"drop: leave it at 0, got {dropout}"
+            )
         super().__init__(dim, num_heads)
 
     def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:

@@ -238,12 +238,12 @@ def random_walk_encoding(adjacency: Tensor, steps: int) -> Tensor:
     return returns
 
 
-def dense_adjacency(edge_index: Tensor, num_nodes: int) -> Tensor:
+def dense_adjacency(edge_index: Tensor, num_nodes: int, both_ways: bool = False) -> Tensor:
     """``(N, N)`` of zeros and ones; parallel edges count once."""
     check_edges(edge_index, num_nodes)
     adjacency = torch.zeros(num_nodes, num_nodes)
     adjacency[edge_index[0], edge_index[1]] = 1.0
-    return adjacency
+    return torch.maximum(adjacency, adjacency.T) if both_ways else adjacency
 
 
 def check_edges(edge_index: Tensor, num_nodes: int) -> None:

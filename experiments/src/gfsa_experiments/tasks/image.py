@@ -22,19 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from gfsa_experiments.data import own
 from gfsa_experiments.data.files import check_count, read_npz, source_of
-from gfsa_experiments.data.own import (
-    Labels,
-    entries_of,
-    find_own,
-    hold_out,
-    name_of,
-    own_data,
-    part_named,
-    refuse_unseen,
-    some,
-    three_parts,
-)
 from gfsa_experiments.engine.batches import SeededItems
 from gfsa_experiments.engine.config import (
     CountOrZero,
@@ -132,7 +121,7 @@ class ImageConfig(TrainConfig):
             )
 
     def label(self) -> str:
-        folder = f"folder={name_of(self.data)}" if self.data else "folder"
+        folder = f"folder={own.name_of(self.data)}" if self.data else "folder"
         data = self.dataset if self.is_cifar else folder
         return f"{data} {self.model}" + (f"-d{self.depth}" if self.depth else "")
 
@@ -254,8 +243,8 @@ def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
     ``val`` and no ``test`` it is ``val`` that is reported.
     """
     inside = sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
-    folders = {part: folder for folder in inside if (part := part_named(folder.name))}
-    if len(folders) < sum(part_named(folder.name) is not None for folder in inside):
+    folders = {part: folder for folder in inside if (part := own.part_named(folder.name))}
+    if len(folders) < sum(own.part_named(folder.name) is not None for folder in inside):
         raise ValueError(f"{root} has two folders for one part; leave one of train, val and test")
     if folders and ("train" not in folders or len(folders) == 1):
         raise _not_images(root)
@@ -266,8 +255,8 @@ def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
         named[part] = range(len(files), len(files) + len(found))
         files = files + found
     labels = [label for _, label in files]
-    rows, split_by = three_parts(named, str(root), labels, holdout=holdout)
-    refuse_unseen(Labels(tuple(classes), [float(n) for n in labels], ""), rows, str(root))
+    rows, split_by = own.three_parts(named, str(root), labels, holdout=holdout)
+    own.refuse_unseen(own.Labels(tuple(classes), [float(n) for n in labels], ""), rows, str(root))
     parts = {part: [files[row] for row in chosen] for part, chosen in rows.items()}
     return ImageFiles(parts, classes, split_by)
 
@@ -287,7 +276,7 @@ def _images_in(folder: Path, wanted: list[str] | None = None) -> tuple[list[str]
         files: list[File] = make_dataset(str(folder), numbers, IMG_EXTENSIONS, allow_empty=empty)
     except FileNotFoundError as error:
         # it names the classes without an image
-        raise ValueError(f"{folder}: {error}{entries_of(folder)}") from error
+        raise ValueError(f"{folder}: {error}{own.entries_of(folder)}") from error
     if not files:
         raise _not_images(folder, wanted)
     return classes, files
@@ -298,7 +287,7 @@ def _not_images(root: Path, wanted: list[str] | None = None) -> FileNotFoundErro
     return FileNotFoundError(
         f"expected the folders train and val, each with one folder of images per class{same}, or "
         f"one folder of images per class alone, which are split for you, in {root}; ImageNet is at "
-        f"{source_of('folder').where}{entries_of(root)}"
+        f"{source_of('folder').where}{own.entries_of(root)}"
     )
 
 
@@ -394,7 +383,7 @@ class ImageTask(Task):
             self._take_cifar(read_cifar(Path(data_dir), config.dataset))
         else:
             root = (
-                find_own(config.data, data_dir, "a folder of images") if config.data else data_dir
+                own.find(config.data, data_dir, "a folder of images") if config.data else data_dir
             )
             self._take_files(list_images(Path(root).absolute(), config.holdout), str(root))
         self.model = make_model(config, self.num_classes)
@@ -402,7 +391,7 @@ class ImageTask(Task):
     def _take_cifar(self, both: dict[str, TensorRows]) -> None:
         name: Any = self.config.dataset
         self.num_classes, self.normalise = CLASSES[name], Normalise(*_CIFAR[name])
-        train, valid = hold_out(len(both["train"]), self.config.holdout)
+        train, valid = own.hold_out(len(both["train"]), self.config.holdout)
         for part, rows in (("train", train), ("valid", valid)):
             of_part = {
                 n: column[torch.as_tensor(rows)] for n, column in both["train"].columns.items()
@@ -419,13 +408,13 @@ class ImageTask(Task):
             for path, label in listed
             for piece in (part, files.classes[label], os.fsencode(os.path.basename(path)))
         )
-        labels = f"classification, {len(files.classes)} classes: {some(files.classes)}"
+        labels = f"classification, {len(files.classes)} classes: {own.some(files.classes)}"
         where = config.data or root
-        own = own_data(
+        facts = own.facts(
             where, where, files.parts, files.split_by, pieces, labels=labels, unit="images"
         )
         # rows on --data-dir itself were recorded without a digest
-        self.own_data = own if config.data else replace(own, digest="")
+        self.own_data = facts if config.data else replace(facts, digest="")
         self.num_classes = len(files.classes)
         for part, listed in files.parts.items():
             read: Any = FolderImages(listed, _transform(config, training=part == "train"))

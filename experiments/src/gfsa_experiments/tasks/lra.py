@@ -228,11 +228,6 @@ class LraConfig(OwnTable):
     def check(self) -> None:
         super().check()
         check_multiple(self, "dim", "num_heads")
-        if self.attention == "efficient" and self.attention_dropout:
-            raise ValueError(
-                "attention=efficient never builds the map whose entries attention_dropout="
-                f"{self.attention_dropout} would drop; leave it at 0"
-            )
         if len(self.text) != 1:
             raise ValueError(f"text takes one column here, got {', '.join(self.text)}")
         if self.length < 2:

@@ -20,15 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from gfsa_experiments.data import pretrained
 from gfsa_experiments.data.own import Wanted, hold_out, name_of
-from gfsa_experiments.data.pretrained import (
-    load_classifier,
-    load_model,
-    load_tokenizer,
-    refuse_longer,
-    token_ids,
-    train_tokenizer,
-)
 from gfsa_experiments.data.tables import LabelledRows, OwnTable, read_labelled
 from gfsa_experiments.engine.config import (
     Count,
@@ -285,11 +278,12 @@ def encode(config: Any, data_dir: Path) -> Encoded:
     most = config.max_length
     if config.apart and config.model == "scratch":
         training = [texts[0][row] for row in np.unique(at[parts["train"]])]
-        tokenizer = train_tokenizer(training, config.vocab_size, _SPECIAL)
-        ids = [[_START, *each[: most - 2], _END] for each in token_ids(tokenizer, texts[0])]
+        tokenizer = pretrained.train_tokenizer(training, config.vocab_size, _SPECIAL)
+        learned = pretrained.token_ids(tokenizer, texts[0])
+        ids = [[_START, *each[: most - 2], _END] for each in learned]
         found, pad, vocabulary = {"input_ids": ids}, _PAD, tokenizer.get_vocab_size()
     else:
-        tokenizer = load_tokenizer(config.model)
+        tokenizer = pretrained.load_tokenizer(config.model)
         found = tokenizer(*texts, truncation=True, max_length=most, return_attention_mask=False)
         pad, vocabulary = tokenizer.pad_token_id, len(tokenizer)
     ids = found["input_ids"]
@@ -353,14 +347,14 @@ def make_model(config: Any, encoded: Encoded) -> nn.Module:
     """A pretrained model with a new head, or a new RoBERTa; torch's generator initialises both."""
     classes = len(encoded.rows.labels.classes)
     if not config.apart:
-        model: nn.Module = load_classifier(config.model, max(1, classes))
+        model: nn.Module = pretrained.load_classifier(config.model, max(1, classes))
         return model
     functions = len(encoded.rows.texts[0])
     if config.model == "scratch":
         return PairClassifier(_new_roberta(config, encoded), functions, classes)
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoModel
 
-    body = load_model(AutoModel, config.model, new=("pooler",))
+    body = pretrained.load_model(AutoModel, config.model, new=("pooler",))
     kind = type(body.config)
     decodes = kind in MODEL_FOR_CAUSAL_LM_MAPPING and kind not in MODEL_FOR_MASKED_LM_MAPPING
     if decodes and not body.config.is_encoder_decoder:
@@ -412,7 +406,7 @@ class TextTask(Task):
         self.model = make_model(config, encoded)
         body = getattr(self.model, "body", self.model)
         longest = max(part.width(part.rows) for part in encoded.parts.values())
-        refuse_longer(body, config.model, longest)
+        pretrained.refuse_longer(body, config.model, longest)
         self.splits = {name: part.split() for name, part in encoded.parts.items()}
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

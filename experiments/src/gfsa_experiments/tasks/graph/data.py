@@ -20,19 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gfsa_experiments.data import own
 from gfsa_experiments.data.files import check_count, read_npz, report_bad, source_of
-from gfsa_experiments.data.own import (
-    PARTS,
-    Labels,
-    Wanted,
-    decide,
-    find_own,
-    name_of,
-    own_data,
-    part_named,
-    refuse_unseen,
-    three_parts,
-)
 from gfsa_experiments.engine.task import OwnData
 from gfsa_experiments.models.graphs import Features
 
@@ -104,17 +93,17 @@ def is_own(data: str) -> bool:
 
 def own_name(data: str) -> str:
     """The name in rows: ``TUDataset-MUTAG`` for ``pyg:TUDataset:MUTAG``, a file's own otherwise."""
-    return "-".join(data.split(":")[1:]) if _IMPORTED.fullmatch(data) else name_of(data)
+    return "-".join(data.split(":")[1:]) if _IMPORTED.fullmatch(data) else own.name_of(data)
 
 
 @lru_cache(maxsize=4)
-def read_graphs(data: str, data_dir: Path, labels: Wanted = "auto") -> GraphSet:
+def read_graphs(data: str, data_dir: Path, labels: own.Wanted = "auto") -> GraphSet:
     """The data set that ``data`` names; of own graphs the labels are decided and parts chosen."""
     if data in _FACTS:
         return _known(data, data_dir)
     if _IMPORTED.fullmatch(data):
         return _own(data, data, *_imported(data, data_dir), labels)
-    path = find_own(data, data_dir, EXPECTED)
+    path = own.find(data, data_dir, EXPECTED)
     if path.suffix == ".npz":
         return _own(data, str(path), *_from_npz(path), labels)
     graphs = _load(path)
@@ -136,7 +125,7 @@ def _known(name: str, data_dir: Path) -> GraphSet:
             graph.y = graph.y[:1] * _HARTREE
     found = _usable(GraphSet(name, metric, graphs, parts, nodes, edges), path)
     if source.sizes:
-        sizes = tuple(len(found.parts[part]) for part in PARTS)
+        sizes = tuple(len(found.parts[part]) for part in own.PARTS)
         check_count(path, sizes, source.sizes, "graphs to train, validate and test on")
     return found
 
@@ -188,7 +177,7 @@ def _from_npz(path: Path, extra: bool = False) -> tuple[list[Data], Parts]:
             f"{path}: expected split to have 0 (train), 1 (valid) or 2 (test) for each of "
             f"{len(graphs)} graphs, got numbers such as {unknown[0]}"
         )
-    named = {p: [row for row, of in enumerate(split) if of == n] for n, p in enumerate(PARTS)}
+    named = {p: [row for row, of in enumerate(split) if of == n] for n, p in enumerate(own.PARTS)}
     return graphs, {part: rows for part, rows in named.items() if rows}
 
 
@@ -204,7 +193,7 @@ def _usable(found: GraphSet, path: Path) -> GraphSet:
     rows = sorted(row for part in found.parts.values() for row in part)
     faults = {row: fault for row in rows if (fault := _fault(found, found.graphs[row]))}
     report_bad(list(faults.items()), len(rows) - len(faults), path, "graphs", "graph")
-    parts = {p: [row for row in found.parts.get(p, []) if row not in faults] for p in PARTS}
+    parts = {p: [row for row in found.parts.get(p, []) if row not in faults] for p in own.PARTS}
     if not all(sizes := tuple(map(len, parts.values()))):
         raise ValueError(f"{path}: expected graphs to train, validate and test on, got {sizes}")
     return replace(found, parts=parts)
@@ -237,7 +226,9 @@ def _unknown(features: Tensor, allowed: Features) -> bool:
     return bool(((kinds < 0) | (kinds >= torch.tensor(allowed))).any())
 
 
-def _own(data: str, where: str, graphs: Sequence[Data], named: Parts, labels: Wanted) -> GraphSet:
+def _own(
+    data: str, where: str, graphs: Sequence[Data], named: Parts, labels: own.Wanted
+) -> GraphSet:
     """Graphs of the caller's own: what their labels and features are, and their parts."""
     from torch_geometric.data import Data
 
@@ -264,11 +255,11 @@ def _own(data: str, where: str, graphs: Sequence[Data], named: Parts, labels: Wa
             )
     y, metric, classes, why = _labels(torch.cat(columns["y"]), labels)
     of_class = y[:, 0].tolist() if metric == "accuracy" else None
-    parts, split_by = three_parts(named, where, of_class)
+    parts, split_by = own.three_parts(named, where, of_class)
     if of_class is not None:
         known = y[:, 0].isfinite().tolist()
         labelled = {part: [row for row in rows if known[row]] for part, rows in parts.items()}
-        refuse_unseen(Labels(classes, of_class, why), labelled, where)
+        own.refuse_unseen(own.Labels(classes, of_class, why), labelled, where)
     x, node_features = _features(columns["x"], where, "nodes")
     edge_attr, edge_features = _features(columns["edge_attr"], where, "edges")
     read = [
@@ -282,13 +273,13 @@ def _own(data: str, where: str, graphs: Sequence[Data], named: Parts, labels: Wa
         t for rows in made.parts.values() for row in rows for t in read[row].to_dict().values()
     )
     pieces = (np.ascontiguousarray(tensor.numpy()).tobytes() for tensor in tensors)
-    own = own_data(
+    facts = own.facts(
         data, where, made.parts, split_by, pieces, name=made.name, labels=why, unit="graphs"
     )
-    return replace(made, own=own)
+    return replace(made, own=facts)
 
 
-def _labels(y: Tensor, wanted: Wanted) -> tuple[Tensor, Metric, tuple[str, ...], str]:
+def _labels(y: Tensor, wanted: own.Wanted) -> tuple[Tensor, Metric, tuple[str, ...], str]:
     """The labels as float32, the metric for them, the names of the classes, and why.
 
     Several columns are binary if they have no numbers but 0 and 1 (−1 and NaN: unknown).
@@ -299,7 +290,7 @@ def _labels(y: Tensor, wanted: Wanted) -> tuple[Tensor, Metric, tuple[str, ...],
         if not known.any():
             raise ValueError(f"y is NaN or infinite in all {len(y)} graphs; give each its label")
         texts = [str(value) for value in y[known, 0].tolist()]
-        found = decide(texts, "y", wanted, advice="give every graph its class or number as y")
+        found = own.decide(texts, "y", wanted, advice="give every graph its class or number as y")
         values = torch.full(y.shape, torch.nan)
         values[known, 0] = torch.tensor(found.values)
         metric: Metric = "accuracy" if found.classes else "mae"
@@ -382,6 +373,6 @@ def _imported(data: str, data_dir: Path) -> tuple[list[Data], Parts]:
                 f"data={data} could not be constructed with {arguments}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        parts[str(part_named(split))] = [*range(len(graphs), len(graphs) + len(found))]
+        parts[str(own.part_named(split))] = [*range(len(graphs), len(graphs) + len(found))]
         graphs += found
     return graphs, parts

@@ -18,9 +18,9 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from gfsa_experiments.data import own
 from gfsa_experiments.data.corpus import EXPECTED, Corpus, corpus_of
 from gfsa_experiments.data.files import cache_folder, check_count, source_of
-from gfsa_experiments.data.own import HUB, PARTS, find_own, own_data, text_of
 from gfsa_experiments.data.pretrained import load_tokenizer, token_ids, train_tokenizer
 from gfsa_experiments.data.tables import column_of, instead_of_files
 from gfsa_experiments.engine.task import OwnData
@@ -95,8 +95,8 @@ def token_files(
     ``data`` is a corpus, or such a folder, as the cache has it; ``tokenizer`` is ``bpe``, which is
     trained on the text, or the path of a file.
     """
-    if not data.startswith(HUB):
-        path = find_own(data, data_dir, EXPECTED)
+    if not data.startswith(own.HUB):
+        path = own.find(data, data_dir, EXPECTED)
         if (path / META).is_file():
             meta = _given(path, described(tokenizer, vocab_size))
             return path, meta, "as it was prepared"
@@ -129,7 +129,7 @@ def prepare(corpus: Corpus, tokenizer: str, vocab_size: int, folder: Path) -> No
     dtype, name = dtype_for(vocabulary), described(tokenizer, vocab_size)
     parts = {
         part: _encode(encoder, documents[part], end, folder / f"{part}.bin", dtype)
-        for part in PARTS
+        for part in own.PARTS
     }
     meta = Meta(_FORMAT, corpus.name, vocabulary, end, dtype, name, parts)
     (folder / META).write_text(json.dumps(asdict(meta), indent=1) + "\n")
@@ -143,12 +143,12 @@ def dtype_for(vocabulary: int) -> str:
 def _given(path: Path, wanted: str) -> Meta:
     """What a folder holds, if its tokens are of the tokenizer that the settings ask for."""
     meta = _checked(path)
-    own = path / TOKENIZER
+    kept = path / TOKENIZER
     # a file that was given has been written anew
-    same = own.is_file() and wanted == described(str(own), 0)
+    same = kept.is_file() and wanted == described(str(kept), 0)
     if meta.tokenizer != wanted and not same:
         kind, _, size = meta.tokenizer.partition(" ")
-        hint = f"vocab_size={size}" if kind == "bpe" else f"tokenizer={own}"
+        hint = f"vocab_size={size}" if kind == "bpe" else f"tokenizer={kept}"
         raise ValueError(
             f"{path} was prepared with the tokenizer {meta.tokenizer}, the settings ask for "
             f"{wanted}; set {hint}, or data= to the text itself"
@@ -165,7 +165,7 @@ def _checked(folder: Path) -> Meta:
         meta = Meta(parts=parts, **written)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged, prepare the corpus again: {error!r}") from error
-    if meta.format != _FORMAT or set(parts) != set(PARTS):
+    if meta.format != _FORMAT or set(parts) != set(own.PARTS):
         raise ValueError(f"{path} is of another version of gfsa; prepare the corpus again")
     for part, numbers in parts.items():
         path = folder / f"{part}.bin"
@@ -181,7 +181,7 @@ def _checked(folder: Path) -> Meta:
 
 def _key(corpus: Corpus, tokenizer: str) -> str:
     """The same as long as files, their sizes and dates, and the tokenizer are the same."""
-    parts = corpus.has_parts or f"split {_SPLIT}"
+    parts = len(corpus.sources) > 1 or f"split {_SPLIT}"
     described = "".join([f"{_FORMAT} {tokenizer} {parts}", *corpus.identity()])
     return sha256(described.encode()).hexdigest()[:16]
 
@@ -241,10 +241,10 @@ def read_lines(data_dir: Path, name: str, part: str) -> list[str]:
         # the hub's empty lines lack their line feed
         lines = [text.rstrip("\n") for text in column_of(where, found, "text", "")]
     else:
-        where, lines = str(path), _lines(text_of(path))
+        where, lines = str(path), _lines(own.text_of(path))
     # the raw files contain the words that the others replace by <unk>: their counts differ
     if f"wiki.{part}.raw" not in where:
-        check_count(where, count_words(lines), source.sizes[PARTS.index(part)], "words")
+        check_count(where, count_words(lines), source.sizes[own.PARTS.index(part)], "words")
     return lines
 
 
@@ -268,7 +268,7 @@ def text_in_lines(data_dir: Path, data: str, column: str, tokenizer: str, vocab_
         corpus = corpus_of(data, data_dir, column)
         read = {p: [x for d in ds for x in _lines(d)] for p, ds in corpus.documents().items()}
     else:
-        read = {part: read_lines(data_dir, data, part) for part in PARTS}
+        read = {part: read_lines(data_dir, data, part) for part in own.PARTS}
     texts = {part: [f"{line}\n" for line in lines] for part, lines in read.items()}
     if tokenizer == "bpe":
         encoder = train_tokenizer(texts["train"], vocab_size)
@@ -280,12 +280,12 @@ def text_in_lines(data_dir: Path, data: str, column: str, tokenizer: str, vocab_
         part: np.concatenate(token_ids(encoder, lines)).astype(dtype_for(vocabulary))
         for part, lines in texts.items()
     }
-    own = None
+    facts = None
     if column:
         pieces = (piece for part, lines in texts.items() for piece in (part, *lines))
-        own = own_data(data, data, tokens, corpus.split_by, pieces, unit="tokens")
+        facts = own.facts(data, data, tokens, corpus.split_by, pieces, unit="tokens")
     words = {part: count_words(lines) for part, lines in texts.items()}
-    return Text(tokens, words, vocabulary, own=own)
+    return Text(tokens, words, vocabulary, own=facts)
 
 
 SOURCE = Path(sysconfig.get_path("stdlib"))
@@ -302,7 +302,7 @@ def part_of(module: str) -> str:
 @lru_cache(maxsize=2)
 def read_source(folder: Path) -> dict[str, bytes]:
     """The modules of each part (files, not packages), sorted by name, a zero byte between two."""
-    found: dict[str, list[bytes]] = {name: [] for name in PARTS}
+    found: dict[str, list[bytes]] = {name: [] for name in own.PARTS}
     for path in sorted(folder.glob("*.py")):
         found[part_of(path.stem)].append(path.read_bytes())
     if not all(found.values()):

@@ -26,17 +26,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from gfsa_experiments.data import own
 from gfsa_experiments.data.files import Bad, check_count, read_npz, report_bad, source_of
-from gfsa_experiments.data.own import (
-    PARTS,
-    entries_of,
-    files_in,
-    find_own,
-    own_data,
-    part_named,
-    text_of,
-    three_parts,
-)
 from gfsa_experiments.data.tables import open_table, read_rows
 from gfsa_experiments.engine.task import OwnData, Split, as_it_is
 
@@ -83,7 +74,7 @@ def read_speech(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnDat
         found = [*_an4_part(path, "train"), *_an4_part(path, "test")]
         unused = 0
     else:
-        path = find_own(data, data_dir, "a folder with transcripts and audio")
+        path = own.find(data, data_dir, "a folder with transcripts and audio")
         found, unused = _recordings(path)
     named: dict[str, list[int]] = {}
     for row, utterance in enumerate(found):
@@ -91,7 +82,7 @@ def read_speech(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnDat
     speakers = [utterance.speaker for utterance in found]
     to_split = {speakers[row] for row in named.get("train", ())}
     groups = speakers if all(speakers) and len(to_split) >= _FEWEST_SPEAKERS else None
-    parts, split_by = three_parts(named, str(path), groups=groups, holdout=holdout)
+    parts, split_by = own.three_parts(named, str(path), groups=groups, holdout=holdout)
     if any(speakers) and not all(speakers):
         split_by += f"; speakers are not kept apart, {speakers.count('')} utterances name none"
     if unused:
@@ -108,7 +99,7 @@ def read_speech(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnDat
         for one in utterances
         for piece in (part, one.name, one.speaker, one.text, str(one.frames))
     )
-    return sets, own_data(data, str(path), sets, split_by, pieces, unit="utterances")
+    return sets, own.facts(data, str(path), sets, split_by, pieces, unit="utterances")
 
 
 def _an4_part(path: Path, part: str) -> list[Utterance]:
@@ -141,7 +132,9 @@ def _an4_part(path: Path, part: str) -> list[Utterance]:
             given = len(of_one), partial(as_it_is, tensor), source
             found.append(Utterance(part, name, speaker, " ".join(text.split()), *given))
     report_bad(bad, len(found), f"{path}, {part}", "utterances", "utterance")
-    check_count(f"AN4 {part}", len(texts), source_of(AN4).sizes[PARTS.index(part)], "utterances")
+    check_count(
+        f"AN4 {part}", len(texts), source_of(AN4).sizes[own.PARTS.index(part)], "utterances"
+    )
     return found
 
 
@@ -197,11 +190,11 @@ def _mel_filters() -> Any:
 
 def _lines(root: Path) -> list[Line]:
     tables = [p for p in sorted(root.rglob("transcripts.*")) if p.name in _TABLES]
-    transcripts = [p for p in files_in(root) if p.name.endswith(".trans.txt")]
+    transcripts = [p for p in own.files_in(root) if p.name.endswith(".trans.txt")]
     if not tables and not transcripts:
         raise FileNotFoundError(
             f"expected {' or '.join(_TABLES)} (columns path and text) in the folder {root}, or "
-            f"*.trans.txt beside the recordings as in LibriSpeech{entries_of(root)}"
+            f"*.trans.txt beside the recordings as in LibriSpeech{own.entries_of(root)}"
         )
     read, places = (_of_table, tables) if tables else (_of_transcript, transcripts)
     return [line for place in places for line in read(place, root)]
@@ -214,7 +207,7 @@ def _of_table(table: Path, root: Path) -> Iterator[Line]:
     for values in read_rows(str(table), root, wanted, wanted, "speaker").values:
         row = dict(zip(wanted, values, strict=True))
         part = row.get("split", _part_of_folders(table.parent.relative_to(root)))
-        if "split" in row and part_named(part) is None:
+        if "split" in row and own.part_named(part) is None:
             raise ValueError(
                 f"{table}: expected train, valid or test in the column split, got {part!r}"
             )
@@ -223,7 +216,7 @@ def _of_table(table: Path, root: Path) -> Iterator[Line]:
 
 def _of_transcript(transcript: Path, root: Path) -> Iterator[Line]:
     part = _part_of_folders(transcript.parent.relative_to(root))
-    for line in filter(str.strip, text_of(transcript).splitlines()):
+    for line in filter(str.strip, own.text_of(transcript).splitlines()):
         name, _, text = line.strip().partition(" ")
         beside = [transcript.parent / f"{name}{ending}" for ending in _AUDIO]
         path = next((path for path in beside if path.is_file()), beside[0])
@@ -233,7 +226,7 @@ def _of_transcript(transcript: Path, root: Path) -> Iterator[Line]:
 
 def _part_in(name: str) -> str | None:
     """``train`` for ``train-clean-100``."""
-    return part_named(re.split(r"[-_.]", name)[0])
+    return own.part_named(re.split(r"[-_.]", name)[0])
 
 
 def _part_of_folders(place: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 import warnings
 import zipfile
 import zlib
@@ -83,23 +82,20 @@ def check_count(where: object, found: object, official: object, what: str = "usa
         )
 
 
-def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+def read_npz(
+    path: Path, names: Iterable[str], optional: Iterable[str] = ()
+) -> dict[str, np.ndarray]:
     """The arrays called ``names`` of an npz file, which must have them; nothing is unpickled."""
     try:
         with np.load(path, allow_pickle=False) as file:
             missing = [name for name in names if name not in file.files]
-            arrays = {name: file[name] for name in names if name not in missing}
+            arrays = {name: file[name] for name in (*names, *optional) if name in file.files}
             available = ", ".join(file.files)
     except _DAMAGED as error:
         raise ValueError(f"{path} is damaged or no npz file ({error}); get it again") from error
     if missing:
         raise ValueError(f"{path} has no array {', '.join(missing)}; it has {available}")
     return arrays
-
-
-def cache_folder() -> Path:
-    """Where prepared data is kept: ``GFSA_CACHE``, or ``~/.cache/gfsa``."""
-    return Path(os.environ.get("GFSA_CACHE") or "~/.cache/gfsa").expanduser()
 
 
 Bad = list[tuple[int | str, str]]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
@@ -137,25 +136,6 @@ def _items(split: Split, rows: list[int]) -> Any:
     """What ``collate`` takes: a whole batch, or a list of examples."""
     fetch = getattr(split.dataset, "__getitems__", None)
     return fetch(rows) if fetch else [split.dataset[row] for row in rows]
-
-
-class Classification(Task):
-    """A task of classes: cross-entropy, and accuracy in percent."""
-
-    metric = "accuracy"
-
-    @abstractmethod
-    def logits(self, model: nn.Module, batch: Any) -> Tensor:
-        """``(B, classes)``, for the ``labels`` of a batch."""
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(self.logits(model, batch).float(), batch["labels"])
-
-    def predict(self, model: nn.Module, batch: Any) -> Any:
-        return self.logits(model, batch).argmax(-1) == batch["labels"]
-
-    def score(self, predictions: list[Any]) -> dict[str, float]:
-        return {"accuracy": 100 * torch.cat(predictions).double().mean().item()}
 
 
 @dataclass(frozen=True)

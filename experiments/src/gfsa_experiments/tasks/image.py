@@ -33,7 +33,7 @@ from gfsa_experiments.engine.config import (
     TrainConfig,
     as_text,
 )
-from gfsa_experiments.engine.task import Recipe, Split, Task, TensorRows, as_it_is
+from gfsa_experiments.engine.task import Split, Task, TensorRows, as_it_is
 
 # short names of the paper's models; any other name is one of timm's
 MODELS = {
@@ -42,19 +42,16 @@ MODELS = {
     "cait_s24": "cait_s24_224",
     "swin_small": "swin_small_patch4_window7_224",
 }
-_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-_CIFAR = {
-    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+# classes, and mean and deviation of the pixels
+_CIFAR: dict[str, tuple[int, Sequence[float], Sequence[float]]] = {
+    "cifar10": (10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": (100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
-# DeiT resizes to 256 and cuts out 224
-_CROP = 224 / 256
 # black pixels around an image of CIFAR before a random crop of its size
 _PADDING = 4
 
 Cifar = Literal["cifar10", "cifar100"]
 SIDE = 32
-CLASSES: dict[Cifar, int] = {"cifar10": 10, "cifar100": 100}
 _COUNTS = {"train": 50_000, "test": 10_000}
 _JPEGS = "cifar10_jpeg.npz"
 
@@ -254,9 +251,9 @@ def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
         found = _images_in(folders[part], classes)[1]
         named[part] = range(len(files), len(files) + len(found))
         files = files + found
-    labels = [label for _, label in files]
-    rows, split_by = own.three_parts(named, str(root), labels, holdout=holdout)
-    own.refuse_unseen(own.Labels(tuple(classes), [float(n) for n in labels], ""), rows, str(root))
+    labels = own.Labels(tuple(classes), [float(label) for _, label in files], "")
+    rows, split_by = own.three_parts(named, str(root), labels.values, holdout=holdout)
+    own.refuse_unseen(labels, rows, str(root))
     parts = {part: [files[row] for row in chosen] for part, chosen in rows.items()}
     return ImageFiles(parts, classes, split_by)
 
@@ -382,15 +379,16 @@ class ImageTask(Task):
         if config.is_cifar:
             self._take_cifar(read_cifar(Path(data_dir), config.dataset))
         else:
-            root = (
-                own.find(config.data, data_dir, "a folder of images") if config.data else data_dir
-            )
+            root = data_dir
+            if config.data:
+                root = own.find(config.data, data_dir, "a folder of images")
             self._take_files(list_images(Path(root).absolute(), config.holdout), str(root))
         self.model = make_model(config, self.num_classes)
 
     def _take_cifar(self, both: dict[str, TensorRows]) -> None:
         name: Any = self.config.dataset
-        self.num_classes, self.normalise = CLASSES[name], Normalise(*_CIFAR[name])
+        self.num_classes, *of_pixels = _CIFAR[name]
+        self.normalise = Normalise(*of_pixels)
         train, valid = own.hold_out(len(both["train"]), self.config.holdout)
         for part, rows in (("train", train), ("valid", valid)):
             of_part = {
@@ -543,24 +541,15 @@ def _transform(config: ImageConfig, training: bool) -> Any:
     """timm's transform from an image to a normalised tensor."""
     from timm.data import create_transform
 
-    mean, std = _IMAGENET
-    shared = {"input_size": config.size, "interpolation": "bicubic", "mean": mean, "std": std}
+    # means, deviations and the crop of images that are not trained on are ImageNet's by default
+    given = {"input_size": config.size, "interpolation": "bicubic"}
     if not training:
-        return create_transform(**shared, crop_pct=_CROP)
+        return create_transform(**given)
     return create_transform(
-        **shared,
+        **given,
         is_training=True,
         color_jitter=0.0 if config.auto_augment else 0.3,
         auto_augment=config.auto_augment or None,
         re_prob=config.erase,
         re_mode="pixel",
     )
-
-
-RECIPE = Recipe(
-    name="image",
-    title="Image classification from scratch: DeiT, CaiT, Swin",
-    config=ImageConfig,
-    build=ImageTask,
-    extra="image",
-)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from gfsa_experiments.data.files import check_count, source_of, table
 from gfsa_experiments.data.own import PARTS, Labels, text_of
 from gfsa_experiments.data.tables import (
     LabelledRows,
+    column_of,
     instead_of_files,
     open_table,
     usable_rows,
@@ -173,11 +173,11 @@ def _examples_of_code(functions: Path, path: Path) -> list[tuple[str, ...]]:
 @lru_cache(maxsize=2)
 def _functions(path: Path) -> dict[str, tuple[str, ...]]:
     """The functions by their numbers, each with its label if it has one."""
-    text = text_of(path)
-    try:
-        if ".jsonl" in path.name:
-            listed = [json.loads(line) for line in text.splitlines()]
-            return {str(each["idx"]): (each["func"],) for each in listed}
-        return {str(i): (e["func"], str(e["target"])) for i, e in enumerate(json.loads(text))}
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}); get it again") from error
+    found = open_table(path)
+    numbered = "idx" in found.columns
+    columns = ["func"] if numbered else ["func", "target"]
+    cells = [column_of(path, found, column, "") for column in columns]
+    if bool(found[columns].isna().any(axis=None)):
+        raise ValueError(f"{path} is damaged: a function has no {' or '.join(columns)}")
+    numbers = map(str, found["idx"] if numbered else found.index)
+    return {n: tuple(map(str, row)) for n, *row in zip(numbers, *cells, strict=True)}

@@ -31,7 +31,7 @@ from gfsa_experiments.engine.config import (
     check_multiple,
     field_names,
 )
-from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
+from gfsa_experiments.engine.task import Split, Task, as_it_is
 from gfsa_experiments.tasks.text_sets import GLUE_TASKS, read_code, read_glue
 
 _LENS_EXAMPLES = 8
@@ -192,8 +192,6 @@ class Examples(Dataset[Any]):
 
     texts: dict[str, np.ndarray]
     """Ids and, if the model uses them, types of every text, padded at the end, and its length."""
-    pad: int
-    """The padding id."""
     rows: np.ndarray
     """``(examples, k)``, the k texts of each example, which are adjacent in a batch."""
     labels: np.ndarray
@@ -207,37 +205,34 @@ class Examples(Dataset[Any]):
 
     def width(self, at: np.ndarray) -> int:
         """The length that a batch of these texts is padded to."""
-        longest = int(self.texts["length"][at].max())
-        return min(-(-longest // self.multiple) * self.multiple, self.most)
+        return _rounded(int(self.texts["length"][at].max()), self.multiple, self.most)
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         at = self.rows[np.asarray(indices)].reshape(-1)
         width = self.width(at)
         mask = np.arange(width) < self.texts["length"][at][:, None]
         batch = {
-            "input_ids": _cut(self.texts["ids"][at], width, self.pad),
+            "input_ids": torch.from_numpy(self.texts["ids"][at, :width].astype(np.int64)),
             "attention_mask": torch.from_numpy(mask.astype(np.int64)),
         }
         if "types" in self.texts:
-            batch["token_type_ids"] = _cut(self.texts["types"][at], width, 0)
+            types = self.texts["types"][at, :width].astype(np.int64)
+            batch["token_type_ids"] = torch.from_numpy(types)
         return batch | {"labels": torch.from_numpy(self.labels[indices])}
 
     def split(self) -> Split:
         return Split(self, as_it_is, self.texts["length"][self.rows].max(1).tolist())
 
 
-def _filled(rows: Sequence[Sequence[int]], value: int, dtype: Any) -> np.ndarray:
-    matrix = np.full((len(rows), max(map(len, rows))), value, dtype)
+def _rounded(length: int, multiple: int, most: int) -> int:
+    return min(-(-length // multiple) * multiple, most)
+
+
+def _filled(rows: Sequence[Sequence[int]], width: int, value: int, dtype: Any) -> np.ndarray:
+    matrix = np.full((len(rows), width), value, dtype)
     for line, row in zip(matrix, rows, strict=True):
         line[: len(row)] = row
     return matrix
-
-
-def _cut(matrix: np.ndarray, width: int, value: int) -> Tensor:
-    # in numpy: torch would start threads for these few bytes
-    out = np.full((len(matrix), width), value, np.int64)
-    out[:, : matrix.shape[1]] = matrix[:, :width]
-    return torch.from_numpy(out)
 
 
 @dataclass(frozen=True)
@@ -287,9 +282,12 @@ def encode(config: Any, data_dir: Path) -> Encoded:
         found = tokenizer(*texts, truncation=True, max_length=most, return_attention_mask=False)
         pad, vocabulary = tokenizer.pad_token_id, len(tokenizer)
     ids = found["input_ids"]
-    arrays = {"ids": _filled(ids, pad, np.int32), "length": np.array([len(row) for row in ids])}
+    lengths = np.array([len(row) for row in ids])
+    # as wide as the widest batch
+    width = _rounded(int(lengths.max()), config.pad_to_multiple, most)
+    arrays = {"ids": _filled(ids, width, pad, np.int32), "length": lengths}
     if "token_type_ids" in found and not config.apart:
-        arrays["types"] = _filled(found["token_type_ids"], 0, np.uint8)
+        arrays["types"] = _filled(found["token_type_ids"], width, 0, np.uint8)
     holdout, fraction = getattr(config, "holdout", 0.0), getattr(config, "fraction", 1.0)
     kept, held = hold_out(len(parts["train"]), holdout, fraction)
     if held:
@@ -297,7 +295,7 @@ def encode(config: Any, data_dir: Path) -> Encoded:
     parts["train"] = [parts["train"][row] for row in kept]
     normal = ((values - mean) / deviation).astype(np.float32)
     examples = {
-        part: Examples(arrays, pad, at[chosen], normal[chosen], config.pad_to_multiple, most)
+        part: Examples(arrays, at[chosen], normal[chosen], config.pad_to_multiple, most)
         for part, chosen in parts.items()
     }
     return Encoded(examples, rows, vocabulary, mean, deviation)
@@ -464,23 +462,3 @@ def _measured(metric: str, labels: np.ndarray, found: np.ndarray) -> float:
         return 100 * float((found == labels).mean())
     average = "macro" if metric == "macro_f1" else "binary"
     return 100 * float(metrics.f1_score(labels, found, average=average, zero_division=0.0))
-
-
-TEXT = Recipe(
-    name="text",
-    title="Texts of your own: fine-tune a pretrained encoder on classes or numbers",
-    config=TextConfig,
-    build=TextTask,
-)
-GLUE = Recipe(
-    name="glue",
-    title="GLUE: fine-tune a pretrained encoder on CoLA, SST-2, MRPC, QQP, STS-B, MNLI, QNLI, RTE",
-    config=GlueConfig,
-    build=TextTask,
-)
-CODE = Recipe(
-    name="code",
-    title="Code: find defects (Devign) or clones (BigCloneBench), or classify your own",
-    config=CodeConfig,
-    build=TextTask,
-)

@@ -138,10 +138,8 @@ def _from_npz(path: Path, extra: bool = False) -> tuple[list[Data], Parts]:
     """
     from torch_geometric.data import Data
 
-    arrays = read_npz(path, ("n_node", "n_edge", "edge", "y"))
-    with np.load(path, allow_pickle=False) as file:
-        optional = {"node_feat", "edge_feat", "split", "atom_type", "bond_type"} & {*file.files}
-    arrays |= read_npz(path, optional - arrays.keys())
+    optional = "node_feat", "edge_feat", "split", "atom_type", "bond_type"
+    arrays = read_npz(path, ("n_node", "n_edge", "edge", "y"), optional)
     # torch has few operations on unsigned integers
     found = {
         key: torch.from_numpy(array.astype(np.int64) if array.dtype.kind in "iub" else array)
@@ -256,10 +254,6 @@ def _own(
     y, metric, classes, why = _labels(torch.cat(columns["y"]), labels)
     of_class = y[:, 0].tolist() if metric == "accuracy" else None
     parts, split_by = own.three_parts(named, where, of_class)
-    if of_class is not None:
-        known = y[:, 0].isfinite().tolist()
-        labelled = {part: [row for row in rows if known[row]] for part, rows in parts.items()}
-        own.refuse_unseen(own.Labels(classes, of_class, why), labelled, where)
     x, node_features = _features(columns["x"], where, "nodes")
     edge_attr, edge_features = _features(columns["edge_attr"], where, "edges")
     read = [
@@ -269,6 +263,7 @@ def _own(
     features = node_features, edge_features
     made = GraphSet(own_name(data), metric, read, parts, *features, len(classes))
     made = _usable(made, Path(where))
+    own.refuse_unseen(own.Labels(classes, y[:, 0].tolist(), why), made.parts, where)
     tensors = (
         t for rows in made.parts.values() for row in rows for t in read[row].to_dict().values()
     )

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.nn import GINEConv, GPSConv, ResGatedGraphConv
 
-from gfsa_experiments.baselines.blocks import GPS_BLOCK, register_block
 from gfsa_experiments.models import graphs
 
 if TYPE_CHECKING:
@@ -103,10 +102,6 @@ class DenseGPSConv(GPSConv):
         attended = F.dropout(attended.flatten(0, 1), self.dropout, self.training)
         h = local + self.norm2.module(rows + attended, real)
         return self.norm3.module(h + self.mlp(h), real).view_as(x)
-
-
-# the comparison methods find its branches where GPSConv has them
-register_block(DenseGPSConv, GPS_BLOCK)
 
 
 class WalkFeatures(nn.Module):

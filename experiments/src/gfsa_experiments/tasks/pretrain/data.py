@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sysconfig
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from torch.utils.data import Dataset
 
 from gfsa_experiments.data import own
 from gfsa_experiments.data.corpus import EXPECTED, Corpus, corpus_of
-from gfsa_experiments.data.files import cache_folder, check_count, source_of
+from gfsa_experiments.data.files import check_count, source_of
 from gfsa_experiments.data.pretrained import load_tokenizer, token_ids, train_tokenizer
 from gfsa_experiments.data.tables import column_of, instead_of_files
 from gfsa_experiments.engine.task import OwnData
@@ -101,7 +102,8 @@ def token_files(
             meta = _given(path, described(tokenizer, vocab_size))
             return path, meta, "as it was prepared"
     corpus = corpus_of(data, data_dir, column)
-    cache, wanted = cache_folder(), described(tokenizer, vocab_size)
+    wanted = described(tokenizer, vocab_size)
+    cache = Path(os.environ.get("GFSA_CACHE") or "~/.cache/gfsa").expanduser()
     folder = cache / f"tokens-{corpus.name}-{_key(corpus, wanted)}"
     if not (folder / META).is_file():
         cache.mkdir(parents=True, exist_ok=True)

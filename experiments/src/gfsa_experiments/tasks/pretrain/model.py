@@ -267,7 +267,7 @@ class CausalAttention(SoftmaxAttention):
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normalised and rotated, and values: ``(B, H, N, d)`` each."""
         q, k, v = super().heads(x)
-        q, k = (self._rotated(_normalised(part)) for part in (q, k))
+        q, k = (self._rotated(part) for part in (q, k))
         return q * self.temperature[:, None, None], k, v
 
     def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
@@ -277,13 +277,10 @@ class CausalAttention(SoftmaxAttention):
         return AttentionOperator(q, k, is_causal=True)
 
     def _rotated(self, x: Tensor) -> Tensor:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
         cosine, sine = self.cosine[: x.shape[-2]], self.sine[: x.shape[-2]]
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
-
-
-def _normalised(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
 class DecoderBlock(nn.Module):

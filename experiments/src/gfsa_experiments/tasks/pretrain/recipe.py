@@ -32,7 +32,7 @@ from gfsa_experiments.engine.config import (
 )
 from gfsa_experiments.engine.measure import Work
 from gfsa_experiments.engine.next_token_loss import IGNORED, NextTokenLoss, cross_entropy
-from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, as_it_is
+from gfsa_experiments.engine.task import OwnData, Split, Task, as_it_is
 from gfsa_experiments.tasks.pretrain.data import (
     SOURCE,
     Text,
@@ -529,23 +529,3 @@ class LanguageTask(Task):
             return ids[:, :-1], ids[:, 1:]
         # the last token of a row has no target: ignoring it is cheaper than slicing
         return ids, F.pad(ids[:, 1:], (0, 1), value=IGNORED)
-
-
-CAUSAL_LM = Recipe(
-    name="causal_lm",
-    title="Language modelling: fine-tune GPT-2, or train one from scratch",
-    config=CausalLMConfig,
-    build=LanguageTask,
-)
-PRETRAIN = Recipe(
-    name="pretrain",
-    title="Pretraining: a Qwen3-type decoder from scratch on text",
-    config=PretrainConfig,
-    build=LanguageTask,
-)
-STDLIB = Recipe(
-    name="stdlib",
-    title="Pretraining in small: a byte-level decoder on Python's own source, without any files",
-    config=StdlibConfig,
-    build=LanguageTask,
-)

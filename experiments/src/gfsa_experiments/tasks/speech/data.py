@@ -23,12 +23,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from gfsa_experiments.data import own
 from gfsa_experiments.data.files import Bad, check_count, read_npz, report_bad, source_of
-from gfsa_experiments.data.tables import open_table, read_rows
+from gfsa_experiments.data.tables import open_table, usable_rows
 from gfsa_experiments.engine.task import OwnData, Split, as_it_is
 
 AN4 = "an4"
@@ -201,10 +202,10 @@ def _lines(root: Path) -> list[Line]:
 
 
 def _of_table(table: Path, root: Path) -> Iterator[Line]:
-    columns = list(open_table(table).columns)
-    wanted = ["path", "text", *(name for name in ("speaker", "split") if name in columns)]
+    found = open_table(table)
+    wanted = ["path", "text", *({"speaker", "split"} & {*found.columns})]
     # a speaker may be unknown
-    for values in read_rows(str(table), root, wanted, wanted, "speaker").values:
+    for values in usable_rows(table, found, wanted, wanted, "speaker"):
         row = dict(zip(wanted, values, strict=True))
         part = row.get("split", _part_of_folders(table.parent.relative_to(root)))
         if "split" in row and own.part_named(part) is None:
@@ -301,9 +302,8 @@ class SpeechBatches(Dataset[dict[str, Any]]):
 def _padded(sequences: list[Tensor], multiple: int) -> Tensor:
     """``(B, N, …)``, zeros at the end, N the length of the longest, rounded up to a multiple."""
     padded = pad_sequence(sequences, batch_first=True)
-    missing = -padded.shape[1] % multiple
-    rest = padded.new_zeros(padded.shape[0], missing, *padded.shape[2:])
-    return torch.cat([padded, rest], dim=1)
+    beside = (0, 0) * (padded.dim() - 2)
+    return F.pad(padded, (*beside, 0, -padded.shape[1] % multiple))
 
 
 BLANK, BEGIN, END = 0, 1, 2
@@ -312,66 +312,57 @@ _SPECIAL = 3
 Tokens = Literal["char", "unigram", "bpe"]
 
 
-class Characters:
-    """Characters as tokens; its length counts the special ones too."""
+@dataclass(frozen=True)
+class Vocabulary:
+    """Texts as tokens; the special ones, below 3, belong to no text."""
 
-    def __init__(self, letters: str = LETTERS) -> None:
-        self._letters = letters
-        self._token = {letter: _SPECIAL + i for i, letter in enumerate(letters)}
-
-    def __len__(self) -> int:
-        return _SPECIAL + len(self._letters)
-
-    def encode(self, text: str) -> list[int]:
-        return [self._token[letter] for letter in text]
+    size: int
+    """The number of tokens, special ones included."""
+    encode: Callable[[str], list[int]]
+    join: Callable[[list[int]], str]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
-        text = "".join(self._letters[token - _SPECIAL] for token in tokens if token >= _SPECIAL)
-        return " ".join(text.split())
+        return self.join([int(token) for token in tokens if token >= _SPECIAL])
 
 
-class Pieces:
+def characters(letters: str = LETTERS) -> Vocabulary:
+    """Each of these characters is a token."""
+    token = {letter: _SPECIAL + i for i, letter in enumerate(letters)}
+
+    def join(tokens: list[int]) -> str:
+        return " ".join("".join(letters[token - _SPECIAL] for token in tokens).split())
+
+    return Vocabulary(_SPECIAL + len(letters), lambda text: [token[c] for c in text], join)
+
+
+def pieces(texts: Sequence[str], kind: Literal["unigram", "bpe"], size: int) -> Vocabulary:
     """Parts of words as tokens, learned from the training transcripts by SentencePiece."""
+    import sentencepiece
 
-    def __init__(self, texts: Sequence[str], kind: Literal["unigram", "bpe"], size: int) -> None:
-        import sentencepiece
-
-        written = io.BytesIO()
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(texts),
-                model_writer=written,
-                model_type=kind,
-                vocab_size=size,
-                character_coverage=1.0,
-                pad_id=BLANK,
-                bos_id=BEGIN,
-                eos_id=END,
-                unk_id=_SPECIAL,
-                # several threads may break ties differently
-                num_threads=1,
-                minloglevel=2,
-            )
-        except RuntimeError as error:
-            raise ValueError(
-                f"SentencePiece could not learn {size} {kind} pieces from {len(texts)} "
-                f"transcripts; set vocabulary lower, or tokens=char ({error})"
-            ) from error
-        self._model = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
-
-    def __len__(self) -> int:
-        return int(self._model.get_piece_size())
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._model.encode(text))
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
-        return str(self._model.decode([int(token) for token in tokens if token >= _SPECIAL]))
-
-
-Vocabulary = Characters | Pieces
+    written = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts),
+            model_writer=written,
+            model_type=kind,
+            vocab_size=size,
+            character_coverage=1.0,
+            pad_id=BLANK,
+            bos_id=BEGIN,
+            eos_id=END,
+            unk_id=_SPECIAL,
+            # several threads may break ties differently
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"SentencePiece could not learn {size} {kind} pieces from {len(texts)} "
+            f"transcripts; set vocabulary lower, or tokens=char ({error})"
+        ) from error
+    model = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+    return Vocabulary(int(model.get_piece_size()), model.encode, model.decode)
 
 
 @lru_cache(maxsize=2)
@@ -379,4 +370,4 @@ def learn_vocabulary(
     texts: tuple[str, ...], tokens: Tokens, size: int, letters: str = LETTERS
 ) -> Vocabulary:
     """The vocabulary for these transcripts, which consist of ``letters``."""
-    return Characters(letters) if tokens == "char" else Pieces(texts, tokens, size)
+    return characters(letters) if tokens == "char" else pieces(texts, tokens, size)

@@ -119,69 +119,37 @@ def _frame(part: Any) -> Any:
     return frame
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The wanted columns of the rows that can be used, and the parts that the data names."""
-
-    where: str
-    values: list[tuple[str, ...]]
-    """The cells of the wanted columns, as text, row by row."""
-    parts: dict[str, list[int]]
-    """The rows of each part; ``{"train": all}`` if the data names none."""
-    unused: tuple[str, ...] = ()
+Tables = dict[str, list[tuple[str, Any]]]
+"""The tables of each part, and where they are; ``train`` alone if the data names no parts."""
 
 
-def read_rows(
-    data: str, data_dir: Path, columns: Sequence[str], settings: Sequence[str], empty: str = ""
-) -> Rows:
-    """The wanted columns of all tables of ``data``: a file, a folder or ``hub:ID``.
-
-    Args:
-        data_dir: where a relative path may begin.
-        settings: the setting that names each of the columns, for messages.
-        empty: a column that a row can be used without; the text is then empty.
-    """
-    unused: tuple[str, ...] = ()
+def _tables_of(data: str, data_dir: Path, label: str) -> tuple[str, Tables, tuple[str, ...]]:
+    """Where ``data`` is, its tables, and the parts that are not used."""
     if data.startswith(own.HUB):
-        found, unused = load_parts(data)
-        where, tables = data, {part: [(f"{data} {part}", t)] for part, t in found.items()}
-        label = columns[-1]
-        for part, table in found.items():
+        parts, unused = load_parts(data)
+        for part in [*parts]:
             # as in test sets of a contest
-            if part != "train" and label in table.columns and table[label].isna().all():
+            if part != "train" and label in parts[part] and parts[part][label].isna().all():
                 unused += (f"{part}, whose {label} is hidden",)
-                del tables[part]
-    else:
-        path = own.find(data, data_dir, f"a file or folder of tables ({', '.join(ENDINGS)})")
-        where, tables = str(path), _tables_of(path)
-    values: list[tuple[str, ...]] = []
-    parts: dict[str, list[int]] = {}
-    for part, of_part in tables.items():
-        begin = len(values)
-        for name, table in of_part:
-            values += usable_rows(name, table, columns, settings, empty)
-        parts[part] = list(range(begin, len(values)))
-    return Rows(where, values, parts, unused)
-
-
-def _tables_of(path: Path) -> dict[str, list[tuple[str, Any]]]:
+                del parts[part]
+        return data, {part: [(f"{data} {part}", table)] for part, table in parts.items()}, unused
+    path = own.find(data, data_dir, f"a file or folder of tables ({', '.join(ENDINGS)})")
     if path.is_file():
-        return {"train": [(str(path), open_table(path))]}
-    parts = {f: own.part_of(f, path) for f in own.files_in(path) if own.ending_of(f) in ENDINGS}
-    if not parts:
-        raise ValueError(
-            f"{path} has no table that ends in {', '.join(ENDINGS)}{own.entries_of(path)}"
-        )
-    without = [file.name for file, part in parts.items() if part is None]
-    if 0 < len(without) < len(parts):
+        return str(path), {"train": [(str(path), open_table(path))]}, ()
+    part_of = {f: own.part_of(f, path) for f in own.files_in(path) if own.ending_of(f) in ENDINGS}
+    if not part_of:
+        there = own.entries_of(path)
+        raise ValueError(f"{path} has no table that ends in {', '.join(ENDINGS)}{there}")
+    without = [file.name for file, part in part_of.items() if part is None]
+    if 0 < len(without) < len(part_of):
         raise ValueError(
             f"{path} has files that are named after parts and others that are not, "
             f"{', '.join(without[:5])}: name all of them after train, valid or test, or none"
         )
-    found: dict[str, list[tuple[str, Any]]] = {}
-    for file, part in parts.items():
-        found.setdefault(part or "train", []).append((str(file), open_table(file)))
-    return found
+    found: Tables = {}
+    for file, named in part_of.items():
+        found.setdefault(named or "train", []).append((str(file), open_table(file)))
+    return str(path), found, ()
 
 
 def column_of(where: object, table: Any, column: str, setting: str) -> list[Any]:
@@ -249,28 +217,35 @@ def read_labelled(
     Args:
         wanted, only_classes: as for :func:`~gfsa_experiments.data.own.decide`.
     """
-    rows = read_rows(data, data_dir, (*text, label), ("text",) * len(text) + ("label",))
-    labels = own.decide([v[-1] for v in rows.values], label, wanted, only_classes=only_classes)
-    parts, split_by = own.three_parts(
-        rows.parts, rows.where, labels.values if labels.classes else None
-    )
-    own.refuse_unseen(labels, parts, rows.where)
-    if rows.unused:
-        split_by += f"; not used: {', '.join(rows.unused)}"
-    trained = {rows.values[row][:-1] for row in parts["train"]}
-    twice = {p: sum(rows.values[r][:-1] in trained for r in parts[p]) for p in ("valid", "test")}
+    where, tables, unused = _tables_of(data, data_dir, label)
+    columns, settings = (*text, label), (*["text"] * len(text), "label")
+    rows: list[tuple[str, ...]] = []
+    named: dict[str, range] = {}
+    for part, of_part in tables.items():
+        begin = len(rows)
+        for name, table in of_part:
+            rows += usable_rows(name, table, columns, settings)
+        named[part] = range(begin, len(rows))
+    labels = own.decide([row[-1] for row in rows], label, wanted, only_classes=only_classes)
+    parts, split_by = own.three_parts(named, where, labels.values if labels.classes else None)
+    own.refuse_unseen(labels, parts, where)
+    if unused:
+        split_by += f"; not used: {', '.join(unused)}"
+    texts = [row[:-1] for row in rows]
+    trained = {texts[row] for row in parts["train"]}
+    twice = {part: sum(texts[row] in trained for row in parts[part]) for part in ("valid", "test")}
     repeated = " and ".join(f"{count} of {part}" for part, count in twice.items() if count)
-    cells = {part: [c for row in of for c in rows.values[row]] for part, of in parts.items()}
+    cells = {part: [c for row in of for c in rows[row]] for part, of in parts.items()}
     facts = own.facts(
         data,
-        rows.where,
+        where,
         parts,
         split_by,
         (piece for part, of in cells.items() for piece in (part, *of)),
         labels=f"{label}: {labels.why}",
         repeated=f"{repeated} are in train, too, word for word" if repeated else "",
     )
-    return LabelledRows([values[:-1] for values in rows.values], labels, parts, facts)
+    return LabelledRows(texts, labels, parts, facts)
 
 
 @dataclass(frozen=True, kw_only=True)

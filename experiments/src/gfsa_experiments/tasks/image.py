@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from gfsa_experiments.data import own
 from gfsa_experiments.data.files import check_count, read_npz, source_of
@@ -185,6 +185,15 @@ def read_cifar(data_dir: Path, name: Cifar) -> dict[str, TensorRows]:
     raise source.missing(data_dir, source.files)
 
 
+def cifar_parts(data_dir: Path, name: Cifar, holdout: float) -> dict[str, TensorRows]:
+    """``train``, ``valid``, which is held out of it, and ``test``."""
+    both = read_cifar(data_dir, name)
+    named = zip(("train", "valid"), own.hold_out(len(both["train"]), holdout), strict=True)
+    parts = {part: TensorRows(**both["train"].__getitems__(rows)) for part, rows in named}
+    # an object of its own: a run seals its test split
+    return parts | {"test": TensorRows(**both["test"].columns)}
+
+
 def _from_torchvision(folder: Path, name: Cifar) -> dict[str, TensorRows]:
     """torchvision checks the files' digests before it unpickles them."""
     from torchvision import datasets
@@ -290,7 +299,7 @@ def _not_images(root: Path, wanted: list[str] | None = None) -> FileNotFoundErro
 
 @dataclass(eq=False)
 class FolderImages(Dataset[Any]):
-    """Pairs of a transformed RGB image and its label, read on demand."""
+    """Transformed RGB ``images`` and their ``labels``, read on demand."""
 
     files: Sequence[File]
     transform: Any
@@ -298,7 +307,7 @@ class FolderImages(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         from PIL import Image
 
         path, label = self.files[index]
@@ -307,17 +316,11 @@ class FolderImages(Dataset[Any]):
                 if image.mode.startswith("I"):
                     # of 16 bits the upper 8: Pillow would clip them, everything above 255 white
                     image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-                return self.transform(image.convert("RGB")), label
+                return {"images": self.transform(image.convert("RGB")), "labels": label}
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise ValueError(
                 f"{path} is no readable image: {error}; replace or delete it"
             ) from error
-
-
-def stack(items: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
-    """A batch of transformed images."""
-    images, labels = zip(*items, strict=True)
-    return {"images": torch.stack(images), "labels": torch.tensor(labels)}
 
 
 class Normalise:
@@ -377,25 +380,17 @@ class ImageTask(Task):
         #: of images that are not the model's input yet
         self.normalise: Normalise | None = None
         if config.is_cifar:
-            self._take_cifar(read_cifar(Path(data_dir), config.dataset))
+            name: Any = config.dataset
+            self.num_classes, *of_pixels = _CIFAR[name]
+            self.normalise = Normalise(*of_pixels)
+            parts = cifar_parts(Path(data_dir), name, config.holdout)
+            self.splits = {part: Split(rows, as_it_is) for part, rows in parts.items()}
         else:
             root = data_dir
             if config.data:
                 root = own.find(config.data, data_dir, "a folder of images")
             self._take_files(list_images(Path(root).absolute(), config.holdout), str(root))
         self.model = make_model(config, self.num_classes)
-
-    def _take_cifar(self, both: dict[str, TensorRows]) -> None:
-        name: Any = self.config.dataset
-        self.num_classes, *of_pixels = _CIFAR[name]
-        self.normalise = Normalise(*of_pixels)
-        train, valid = own.hold_out(len(both["train"]), self.config.holdout)
-        for part, rows in (("train", train), ("valid", valid)):
-            of_part = {
-                n: column[torch.as_tensor(rows)] for n, column in both["train"].columns.items()
-            }
-            self.splits[part] = Split(TensorRows(**of_part), as_it_is)
-        self.splits["test"] = Split(TensorRows(**both["test"].columns), as_it_is)
 
     def _take_files(self, files: ImageFiles, root: str) -> None:
         config = self.config
@@ -416,9 +411,8 @@ class ImageTask(Task):
         self.num_classes = len(files.classes)
         for part, listed in files.parts.items():
             read: Any = FolderImages(listed, _transform(config, training=part == "train"))
-            self.splits[part] = Split(
-                SeededItems(read, config.seed) if part == "train" else read, stack
-            )
+            items = SeededItems(read, config.seed) if part == "train" else read
+            self.splits[part] = Split(items, default_collate)
 
     def inputs(self, images: Tensor) -> Tensor:
         """Images without augmentation, as the model takes them."""

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from gfsa_experiments.data.files import check_count, read_npz, source_of
-from gfsa_experiments.data.own import hold_out, name_of
+from gfsa_experiments.data.own import name_of
 from gfsa_experiments.data.tables import OwnTable, open_table, read_labelled, usable_rows
 from gfsa_experiments.engine.config import (
     Count,
@@ -42,7 +42,7 @@ from gfsa_experiments.engine.config import (
 from gfsa_experiments.engine.task import OwnData, Split, Task, as_it_is
 from gfsa_experiments.engine.whole_files import write_whole
 from gfsa_experiments.models.attention import Attention, Encoder
-from gfsa_experiments.tasks.image import SIDE, read_cifar
+from gfsa_experiments.tasks.image import SIDE, cifar_parts
 
 COUNTS = {"train": 96_000, "val": 2_000, "test": 2_000}
 SHORTEST, LONGEST = 501, 1_999
@@ -366,12 +366,8 @@ def to_grey(pixels: Tensor) -> Tensor:
 @lru_cache(maxsize=2)
 def _images(data_dir: Path, holdout: float) -> dict[str, Sequences]:
     """Grey images as sequences of 1,024 values."""
-    both = read_cifar(data_dir, "cifar10")
-    train, valid = hold_out(len(both["train"]), holdout)
-    chosen: dict[str, tuple[str, Any]]
-    chosen = {"train": ("train", train), "valid": ("train", valid), "test": ("test", slice(None))}
     found = {}
-    for part, (of, rows) in chosen.items():
-        images, labels = (column[rows] for column in both[of].columns.values())
-        found[part] = Sequences(list(to_grey(images).numpy()), labels.numpy())
+    for part, rows in cifar_parts(data_dir, "cifar10", holdout).items():
+        grey = to_grey(rows.columns["images"]).numpy()
+        found[part] = Sequences(list(grey), rows.columns["labels"].numpy())
     return found

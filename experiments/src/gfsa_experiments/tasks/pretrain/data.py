@@ -96,13 +96,12 @@ def token_files(
     ``data`` is a corpus, or such a folder, as the cache has it; ``tokenizer`` is ``bpe``, which is
     trained on the text, or the path of a file.
     """
+    wanted = described(tokenizer, vocab_size)
     if not data.startswith(own.HUB):
         path = own.find(data, data_dir, EXPECTED)
         if (path / META).is_file():
-            meta = _given(path, described(tokenizer, vocab_size))
-            return path, meta, "as it was prepared"
+            return path, _checked(path, wanted), "as it was prepared"
     corpus = corpus_of(data, data_dir, column)
-    wanted = described(tokenizer, vocab_size)
     cache = Path(os.environ.get("GFSA_CACHE") or "~/.cache/gfsa").expanduser()
     folder = cache / f"tokens-{corpus.name}-{_key(corpus, wanted)}"
     if not (folder / META).is_file():
@@ -117,7 +116,7 @@ def token_files(
                 making.mkdir()
                 prepare(corpus, tokenizer, vocab_size, making)
                 making.replace(folder)
-    return folder, _checked(folder), corpus.split_by
+    return folder, _checked(folder, wanted), corpus.split_by
 
 
 def prepare(corpus: Corpus, tokenizer: str, vocab_size: int, folder: Path) -> None:
@@ -142,24 +141,11 @@ def dtype_for(vocabulary: int) -> str:
     return "uint16" if vocabulary <= 2**16 else "uint32"
 
 
-def _given(path: Path, wanted: str) -> Meta:
-    """What a folder holds, if its tokens are of the tokenizer that the settings ask for."""
-    meta = _checked(path)
-    kept = path / TOKENIZER
-    # a file that was given has been written anew
-    same = kept.is_file() and wanted == described(str(kept), 0)
-    if meta.tokenizer != wanted and not same:
-        kind, _, size = meta.tokenizer.partition(" ")
-        hint = f"vocab_size={size}" if kind == "bpe" else f"tokenizer={kept}"
-        raise ValueError(
-            f"{path} was prepared with the tokenizer {meta.tokenizer}, the settings ask for "
-            f"{wanted}; set {hint}, or data= to the text itself"
-        )
-    return meta
+def _checked(folder: Path, wanted: str) -> Meta:
+    """What a folder holds, if it is whole and of the tokenizer that the settings ask for.
 
-
-def _checked(folder: Path) -> Meta:
-    """What a folder holds; a disk that was full, or cleaned up, may have cut it."""
+    A disk that was full, or cleaned up, may have cut it.
+    """
     path = folder / META
     try:
         written = json.loads(path.read_text())
@@ -178,6 +164,15 @@ def _checked(folder: Path) -> Meta:
                 f"{path} has {size} bytes where {META} says {expected}; delete {folder} and "
                 "prepare the corpus again"
             )
+    kept = folder / TOKENIZER
+    # a file that was given has been written anew
+    if wanted not in (meta.tokenizer, kept.is_file() and described(str(kept), 0)):
+        kind, _, count = meta.tokenizer.partition(" ")
+        hint = f"vocab_size={count}" if kind == "bpe" else f"tokenizer={kept}"
+        raise ValueError(
+            f"{folder} was prepared with the tokenizer {meta.tokenizer}, the settings ask for "
+            f"{wanted}; set {hint}, or data= to the text itself"
+        )
     return meta
 
 

@@ -174,28 +174,8 @@ class HeadNorm(nn.Module):
         return y.to(x.dtype)
 
 
-_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout")
-
-
-def new_gpt2(
-    vocabulary: int, block: int, depth: int, width: int, heads: int, dropout: float
-) -> Any:
-    """A GPT-2 of these sizes."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = GPT2Config(
-        vocab_size=vocabulary,
-        n_positions=block,
-        n_embd=width,
-        n_layer=depth,
-        n_head=heads,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return GPT2LMHeadModel(sizes)
+# GPT-2 has the first three
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout")
 
 
 def pretrained_decoder(name: str, block: int, dropout: float | None) -> Any:
@@ -213,7 +193,7 @@ def pretrained_decoder(name: str, block: int, dropout: float | None) -> Any:
     if block > most:
         raise ValueError(f"block {block} is longer than the {most} tokens of {name}")
     if dropout is not None:
-        names = [each for each in _DROPOUTS if hasattr(sizes, each)]
+        names = [each for each in DROPOUTS if hasattr(sizes, each)]
         if not names:
             raise ValueError(f"{name} has no dropout to be set; set dropout=none")
         for each in names:

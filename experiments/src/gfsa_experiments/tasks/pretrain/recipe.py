@@ -42,10 +42,10 @@ from gfsa_experiments.tasks.pretrain.data import (
     token_files,
 )
 from gfsa_experiments.tasks.pretrain.model import (
+    DROPOUTS,
     ByteDecoder,
     build_decoder,
     causal_by_kernel,
-    new_gpt2,
     pretrained_decoder,
     probe,
 )
@@ -173,9 +173,19 @@ class CausalLMConfig(LanguageConfig):
 
     def decoder(self, vocabulary: int, end: int | None = None) -> Any:
         if self.scratch:
-            dropout = 0.1 if self.dropout is None else self.dropout
-            sizes = (self.depth, self.width, self.heads)
-            return new_gpt2(_multiple_of_64(vocabulary), self.block, *sizes, dropout)
+            from transformers import GPT2Config, GPT2LMHeadModel
+
+            sizes = GPT2Config(
+                vocab_size=_multiple_of_64(vocabulary),
+                n_positions=self.block,
+                n_embd=self.width,
+                n_layer=self.depth,
+                n_head=self.heads,
+                bos_token_id=None,
+                eos_token_id=None,
+                **dict.fromkeys(DROPOUTS[:3], 0.1 if self.dropout is None else self.dropout),
+            )
+            return GPT2LMHeadModel(sizes)
         model = pretrained_decoder(self.model, self.block, self.dropout)
         if vocabulary > model.config.vocab_size:
             raise ValueError(

@@ -170,15 +170,9 @@ class Recogniser(nn.Module):
     """
 
     def __init__(self, config: SpeechConfig, features: int, vocabulary: int) -> None:
-        try:
-            from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
-            from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
-            from speechbrain.nnet.linear import Linear
-        except ImportError as error:
-            raise ImportError(
-                f"this recipe needs SpeechBrain, which cannot be imported here ({error}): "
-                "pip install speechbrain"
-            ) from error
+        from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
+        from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+        from speechbrain.nnet.linear import Linear
 
         super().__init__()
         channels = 64

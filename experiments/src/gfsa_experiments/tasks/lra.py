@@ -123,11 +123,12 @@ def read_listops(data_dir: Path) -> dict[str, Sequences]:
     except FileNotFoundError:
         return _generated(data_dir)
     # one part without the others is a mistake
-    find = source.find
-    return {p: _read_tsv(find(data_dir, f"basic_{p}.tsv"), COUNTS[p]) for p in COUNTS}
+    paths = {part: source.find(data_dir, f"basic_{part}.tsv") for part in COUNTS}
+    return {part: _read_tsv(path, COUNTS[part]) for part, path in paths.items()}
 
 
 def _generated(data_dir: Path) -> dict[str, Sequences]:
+    """The parts that are stored, drawn if they are not."""
     stored = [folder / _GENERATED for folder in (data_dir, data_dir / "listops")]
     path = next((path for path in stored if path.is_file()), stored[-1])
     if not path.is_file():

@@ -345,9 +345,8 @@ class PretrainConfig(LanguageConfig):
         attention = sizes.width * (2 * inner + 2 * sizes.kv_heads * self.head_dim)
         weights = sizes.depth * (attention + 3 * sizes.width * sizes.mlp)
         weights += sizes.width * _multiple_of_64(vocabulary)
-        return Work(
-            self.block, self.block * (6.0 * weights + 6.0 * sizes.depth * inner * self.block)
-        )
+        flops = self.block * (6.0 * weights + 6.0 * sizes.depth * inner * self.block)
+        return Work(self.block, flops)
 
     def decoder(self, vocabulary: int, end: int | None = None) -> Any:
         model = build_decoder(self.whole(), _multiple_of_64(vocabulary), end)

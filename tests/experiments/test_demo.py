@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import gfsa
 from gfsa.cli import build
-from gfsa_experiments.tasks.pretrain.data import part_of, read_source, source_folder
+from gfsa_experiments.tasks.pretrain.data import SOURCE, part_of, read_source
 from gfsa_experiments.tasks.pretrain.model import ByteDecoder
 from gfsa_experiments.tasks.pretrain.recipe import LanguageTask, StdlibConfig
 
@@ -23,15 +23,15 @@ def decoder(block: int = 16) -> ByteDecoder:
 
 
 def test_modules_are_in_one_part_each_and_parts_are_large_enough() -> None:
-    parts = read_source(source_folder())
+    parts = read_source(SOURCE)
     sizes = {name: len(text) for name, text in parts.items()}
     assert sizes["train"] > 1_000_000
     assert min(sizes["valid"], sizes["test"]) > 100_000
-    modules = [path.stem for path in source_folder().glob("*.py")]
+    modules = [path.stem for path in SOURCE.glob("*.py")]
     assert {part_of(name) for name in modules} == set(parts)
     # the beginning of a module is in the part that its name says, and in no other
     for name in ("ast", "pickle", "socket", "tarfile", "argparse", "inspect"):
-        text = (source_folder() / f"{name}.py").read_bytes()
+        text = (SOURCE / f"{name}.py").read_bytes()
         assert [part for part, found in parts.items() if text in found] == [part_of(name)]
 
 

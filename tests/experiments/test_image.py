@@ -128,13 +128,13 @@ def test_timms_transforms_depend_on_seed_epoch_and_index(data: Path) -> None:
     write_folder(data, {"train": 4, "val": 2, "test": 2})
     task = made(data, dataset="folder", image_size=32)
     train = task.splits["train"].dataset
-    first = train[3][0]
+    first = train[3]["images"]
     assert first.shape == (3, 32, 32)
-    assert torch.equal(train[3][0], first)
+    assert torch.equal(train[3]["images"], first)
     train.epoch = 1  # type: ignore[attr-defined]
-    assert not torch.equal(train[3][0], first)
+    assert not torch.equal(train[3]["images"], first)
     valid = task.splits["valid"].dataset
-    assert torch.equal(valid[2][0], valid[2][0])
+    assert torch.equal(valid[2]["images"], valid[2]["images"])
 
 
 def test_crops_and_mirrors() -> None:

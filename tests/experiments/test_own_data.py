@@ -13,8 +13,8 @@ import pytest
 
 from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.data.corpus import corpus_of
-from gfsa_experiments.data.own import PARTS, decide, digest_of, find_own, name_of, three_parts
-from gfsa_experiments.data.tables import LabelledRows, read_labelled, read_rows
+from gfsa_experiments.data.own import PARTS, decide, digest_of, find, name_of, three_parts
+from gfsa_experiments.data.tables import LabelledRows, open_table, read_labelled, usable_rows
 from gfsa_experiments.runs.sweep import Request
 from support.hub import HubPart, fake_parts
 from support.own_data import reviews, write_table
@@ -50,7 +50,7 @@ class TestNames:
     def test_a_missing_file_names_its_neighbours(self, tmp_path: Path) -> None:
         (tmp_path / "my.csv").touch()
         with pytest.raises(FileNotFoundError, match=rf"there is no .*mi\.csv .*{tmp_path} has my"):
-            find_own(str(tmp_path / "mi.csv"), Path("data"))
+            find(str(tmp_path / "mi.csv"), Path("data"))
 
     @pytest.mark.parametrize(
         ("recipe", "settings", "label"),
@@ -86,7 +86,7 @@ class TestTables:
         else:
             row = f'"good, or ""good""; at\nleast"{separator}3'
         path.write_bytes(f"\ufeff{head}\r\n{row}\r\n".encode())
-        (values,) = read_rows(str(path), tmp_path, ["stars", "review"], ["", ""]).values
+        (values,) = usable_rows(path, open_table(path), ["stars", "review"], ["", ""])
         expected = 'a "good" one' if separator == "\t" else 'good, or "good"; at\nleast'
         assert values == ("3", expected)
 
@@ -116,8 +116,9 @@ class TestTables:
         assert found.own.splits == {"train": 30, "valid": 6, "test": 9}
         assert found.own.split_by == "the parts that it names"
         write_table(tmp_path / "more.csv", reviews(3))
+        read_labelled.cache_clear()
         with pytest.raises(ValueError, match=r"others that are not, more\.csv"):
-            read_rows(str(tmp_path), tmp_path, ["review"], ["text"])
+            labelled(tmp_path)
 
     def test_a_class_that_is_not_trained_on(self, tmp_path: Path) -> None:
         write_table(tmp_path / "train.csv", reviews(30))

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 
 import gfsa
-from gfsa.operators import blocked
-from gfsa.operators.visibility import refusal_of_spans
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model
 from gfsa_experiments.runs.run import DivergedError, carry_out, read_row
-from gfsa_experiments.tasks.pretrain import data as packing
-from gfsa_experiments.tasks.pretrain import recipe
 from gfsa_experiments.tasks.pretrain.recipe import LanguageTask
-from support.measuring import LargestTensor
 from support.tiny_pretraining import SMALL, a_batch, a_run, built, write_corpus
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -215,102 +208,6 @@ class TestTraining:
         assert torch.equal(ids[:-1, -1], ids[1:, 0])
         assert len(rows) == (len(rows._host) - 1) // 16
         assert torch.equal(ids[:, :-1].flatten(), rows._host[: len(rows) * 16].long())
-
-
-def documents_of(task: LanguageTask, *rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random documents of these lengths, row by row, and labels."""
-    ids = torch.randint(1, 290, (len(rows), sum(rows[0])))
-    for row, lengths in zip(ids, rows, strict=True):
-        row[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = task.end
-    return ids, torch.randint(1, 290, ids.shape)
-
-
-class TestBoundaries:
-    @pytest.mark.parametrize("filtered", [False, True])
-    def test_a_document_is_what_it_is_alone(self, filtered: bool, data: Path) -> None:
-        task = built(data, boundaries=True)
-        if filtered:
-            gfsa.plug(task.model, w0=0.3, w1=0.8, wK=0.2)
-        model = task.model.double()
-        end, lengths = task.end, (6, 3, 7)
-        documents = [torch.randint(1, 290, (1, n)) for n in lengths]
-        for one in documents:
-            one[:, 0] = end
-        packed = torch.cat(documents, 1)
-        labels = torch.randint(1, 290, packed.shape)
-        together = task._mean(model, packed, labels)
-        parts = zip(documents, labels.split(lengths, 1), strict=True)
-        alone = sum(len(x[0]) * task._mean(model, x, y) for x, y in parts)
-        torch.testing.assert_close(together * packed.numel(), alone)
-        assert not torch.allclose(built(data)._mean(task.model, packed, labels), together)
-
-    @pytest.mark.parametrize("gate", [False, True])
-    @pytest.mark.parametrize("layers", ["all", "lower"])
-    @pytest.mark.parametrize("options", [{"wK": 0.2}, {"K": None}], ids=["gfsa", "degree 1"])
-    def test_described_as_written_out(
-        self,
-        options: dict[str, Any],
-        layers: str,
-        gate: bool,
-        data: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        task = built(data, boundaries=True, gate=gate)
-        gfsa.plug(task.model, w0=0.3, w1=0.8, layers=layers, **options)
-        # documents of many tokens and of one, and a row that begins in the middle of one
-        ids, labels = documents_of(task, [6, 3, 7], [1, 1, 14], [16])
-        ids[2, 0] = 5
-        results = []
-        for mask_for in (packing.mask_for, lambda model, *row: packing.within_documents(*row)):
-            monkeypatch.setattr(recipe, "mask_for", mask_for)
-            task.model.zero_grad()
-            loss = task._mean(task.model, ids, labels)
-            loss.backward()
-            results.append([loss, *(p.grad for p in task.model.parameters())])
-        for described, written in zip(*results, strict=True):
-            torch.testing.assert_close(described, written, rtol=1e-5, atol=1e-6)
-
-    def test_the_packed_kernels_take_the_description(self, data: Path) -> None:
-        task = built(data, boundaries=True)
-        ids, _ = documents_of(task, [6, 10])
-        assert isinstance(packing.mask_for(task.model, ids, task.end), torch.Tensor)
-        gfsa.plug(task.model)
-        assert refusal_of_spans(packing.mask_for(task.model, ids, task.end).visible) is None
-
-    @pytest.mark.parametrize("gate", [False, True])
-    def test_no_tensor_of_all_queries_and_keys(
-        self, gate: bool, data: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        tokens = 2048
-        # torch's attention takes masks, for so many queries at a time
-        monkeypatch.setattr(blocked, "MOST_ENTRIES", 64 * tokens)
-        task = built(data, boundaries=True, gate=gate)
-        gfsa.plug(task.model)
-        ids, labels = documents_of(task, [1000, 48, 1000])
-        with LargestTensor() as largest:
-            task._mean(task.model, ids, labels).backward()
-        assert largest.bytes < tokens * tokens
-
-    @pytest.mark.parametrize(
-        ("compiled", "layers"), [(compile_blocks, "lower"), (compile_model, "all")]
-    )
-    def test_one_code_for_all_documents(
-        self, compiled: Callable[..., Any], layers: str, data: Path
-    ) -> None:
-        """And nothing that is left uncompiled."""
-        task = built(data, boundaries=True)
-        gfsa.plug(task.model, layers=layers)
-        batches = [documents_of(task, *[row] * 4) for row in ([16], [3, 13], [1] * 16, [2, 7, 7])]
-        with torch.no_grad():
-            expected = [task._mean(task.model, *batch) for batch in batches]
-        counters.clear()
-        compiled(task.model, backend="aot_eager", fullgraph=True)
-        for number, (batch, loss) in enumerate(zip(batches, expected, strict=True)):
-            torch.testing.assert_close(task._mean(task.model, *batch), loss)
-            if number == 0:
-                graphs = counters["stats"]["unique_graphs"]
-        assert counters["stats"]["unique_graphs"] == graphs
-        torch._dynamo.reset()
 
 
 class TestSettings:

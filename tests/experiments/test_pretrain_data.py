@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gfsa_experiments.runs.run import carry_out
 from gfsa_experiments.tasks.pretrain.data import TokenRows
-from gfsa_experiments.tasks.pretrain.probes import probe
+from gfsa_experiments.tasks.pretrain.model import probe
 from gfsa_experiments.tasks.pretrain.recipe import LanguageTask
 from support.tiny_pretraining import a_batch, a_run, built, document, write_corpus
 
@@ -113,7 +113,7 @@ def test_a_document_begins_where_the_text_says_so(tmp_path: Path) -> None:
     """As in texts that were made for GPT-2; they were counted as one document."""
     text = "<|endoftext|>\n".join(map(document, range(100)))
     (tmp_path / "own.txt").write_text(text)
-    task = task_on(str(tmp_path / "own.txt"), tmp_path, boundaries=True)
+    task = task_on(str(tmp_path / "own.txt"), tmp_path)
     starts = [int((rows._host == task.end).sum()) for rows in task.rows.values()]
     assert sum(starts) > 99
     counts = "{} train, {} valid, {} test documents".format(*starts)

@@ -16,10 +16,10 @@ from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import carry_out
 from gfsa_experiments.tasks.speech.data import (
     BLANK,
-    Characters,
-    Pieces,
     SpeechBatches,
     Utterance,
+    characters,
+    pieces,
     read_speech,
 )
 from gfsa_experiments.tasks.speech.recipe import SpeechConfig, SpeechTask, augmentations
@@ -98,7 +98,7 @@ def test_librispeech_folders(tmp_path: Path) -> None:
 def test_batches_are_padded_to_multiples(tmp_path: Path) -> None:
     write_an4(tmp_path)
     train, _ = read_an4(tmp_path)
-    letters = Characters()
+    letters = characters()
     batches = SpeechBatches([train[3], *train], letters.encode, 32, 16)
     assert len(batches) == 25
     batch = batches.__getitems__([0, 2, 4])
@@ -119,7 +119,7 @@ def test_batches_are_padded_to_multiples(tmp_path: Path) -> None:
 def test_utterances_too_short_for_their_text_are_reported(tmp_path: Path) -> None:
     write_an4(tmp_path)
     train, _ = read_an4(tmp_path)
-    batches = SpeechBatches(train, Characters().encode, 32, 16)
+    batches = SpeechBatches(train, characters().encode, 32, 16)
     with pytest.warns(UserWarning, match="24 of 24 utterances have fewer than one frame in 16"):
         batches.warn_of_unalignable(16)
 
@@ -127,19 +127,19 @@ def test_utterances_too_short_for_their_text_are_reported(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_pieces_of_words_are_read_back(kind: str) -> None:
     texts = [sentence(i) for i in range(200)]
-    pieces = Pieces(texts, kind, 21)  # type: ignore[arg-type]
-    assert len(pieces) == 21
+    learned = pieces(texts, kind, 21)  # type: ignore[arg-type]
+    assert learned.size == 21
     for text in (sentence(5), " ".join(WORDS)):
-        tokens = pieces.encode(text)
+        tokens = learned.encode(text)
         assert min(tokens) > 2
-        assert pieces.decode([BLANK, *tokens, 2]) == text
+        assert learned.decode([BLANK, *tokens, 2]) == text
     with pytest.raises(ValueError, match=r"could not learn 5000 .* pieces from 200"):
-        Pieces(texts, kind, 5000)  # type: ignore[arg-type]
+        pieces(texts, kind, 5000)  # type: ignore[arg-type]
 
 
 def test_characters() -> None:
-    letters = Characters()
-    assert len(letters) == 31
+    letters = characters()
+    assert letters.size == 31
     assert letters.decode(letters.encode("IT'S SIX")) == "IT'S SIX"
     assert letters.decode([1, *letters.encode(" A  B "), 2]) == "A B"
 

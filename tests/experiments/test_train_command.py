@@ -168,7 +168,7 @@ def test_an_interrupted_run_is_said_to_go_on_where_it_does(
         ),
         ([TOY, "--set", "epochs=1", "--set", "max_steps=3"], "both say when to stop"),
         ([TOY, "--set", "schedule=constant", "--set", "min_lr=0.1"], "min_lr (schedule=constant"),
-        (["lra", "--method", "gfsa", "--set", "attention=linformer"], "cannot be applied to"),
+        (["pretrain", "--method", "layerscale"], "cannot be applied to"),
         ([TOY, "--seeds", "0-999999999"], "at most 10000 numbers"),
         ([TOY, "--set", "epochs=1e308"], "epochs must lie in (0, 1e+09]"),
         ([], "--list"),

@@ -35,7 +35,7 @@ LENGTHS = [9, 6, 1]
 
 
 def small(attention: str, **options: object) -> Encoder:
-    sizes = {"dim": 12, "depth": 2, "num_heads": 3, "ffn_dim": 16, "projected": 4}
+    sizes = {"dim": 12, "depth": 2, "num_heads": 3, "ffn_dim": 16}
     model = Encoder(11, 5, 12, attention, **{**sizes, **options})
     return randomise(model).double().eval()
 
@@ -88,26 +88,9 @@ def test_forward_is_the_formula_with_and_without_a_filter(attention: str) -> Non
 
 
 @torch.no_grad()
-def test_linformer_is_its_formula() -> None:
-    attention = small("linformer").blocks[0].attention
-    x = torch.randn(1, 7, 12, dtype=torch.float64)
-    q, k, v = attention.heads(x)
-    E, F = attention.squeeze_keys[:, :7], attention.squeeze_values[:, :7]
-    heads = [softmax(q[0, h] @ (E @ k[0, h]).T / 4**0.5) @ (F @ v[0, h]) for h in range(3)]
-    expected = torch.cat(heads, dim=1) @ attention.out.weight.T + attention.out.bias
-    torch.testing.assert_close(attention(x)[0], expected, rtol=0, atol=1e-12)
-    assert attention.squeeze_keys.shape == (4, 13)
-
-
-def test_linformer_takes_no_filter() -> None:
-    with pytest.raises(ValueError, match=r"not square .* no powers"):
-        gfsa.plug(small("linformer"))
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("attention", "plugged"),
-    [(kind, plugged) for kind in FILTERED for plugged in (False, True)] + [("linformer", False)],
+    [(kind, plugged) for kind in FILTERED for plugged in (False, True)],
 )
 def test_padding_changes_nothing(attention: str, plugged: bool) -> None:
     model, (tokens, padding) = small(attention), sequences()
@@ -143,12 +126,11 @@ def test_size_of_the_benchmark_model() -> None:
     with torch.device("meta"):
         sizes = {
             attention: sum(p.numel() for p in Encoder(16, 10, 2000, attention).parameters())
-            for attention in ("softmax", "efficient", "linformer")
+            for attention in ("softmax", "efficient")
         }
     block = 4 * (512 * 512 + 512) + 2 * 512 * 1024 + 1024 + 512 + 4 * 512
     rest = 16 * 512 + 2002 * 512 + 2 * 512 + 512 * 1024 + 1024 + 1024 * 10 + 10
     assert sizes["softmax"] == sizes["efficient"] == 4 * block + rest
-    assert sizes["linformer"] == 4 * (block + 2 * 256 * 2001) + rest
 
 
 def test_what_makes_no_sense_is_refused() -> None:

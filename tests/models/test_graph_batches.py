@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader
 from gfsa_experiments.models import GraphormerCollator, GraphViTCollator
 from gfsa_experiments.models.graph_vit import bisection
 from gfsa_experiments.models.graphs import (
+    Prepared,
+    Several,
     dense_adjacency,
     distances,
-    pad,
     path_edges,
     random_walk_encoding,
 )
@@ -105,10 +106,13 @@ def test_arguments_of_the_collators_are_checked() -> None:
 
 
 def test_padding_fills_every_dimension() -> None:
-    padded = pad([torch.ones(1, 1), 2 * torch.ones(2, 2)], 3, 7.0, axes=2)
+    def pad(*rows: torch.Tensor, **how: int) -> torch.Tensor:
+        return Several([Prepared(x=x) for x in rows]).pad("x", value=7.0, **how)
+
+    padded = pad(torch.ones(1, 1), 2 * torch.ones(2, 2), size=3, axes=2)
     assert padded[0].tolist() == [[1, 7, 7], [7, 7, 7], [7, 7, 7]]
     assert padded[1].tolist() == [[2, 2, 7], [2, 2, 7], [7, 7, 7]]
-    assert pad([torch.ones(1, 2), torch.ones(2, 2)], 2, 7.0).tolist() == [
+    assert pad(torch.ones(1, 2), torch.ones(2, 2), size=2).tolist() == [
         [[1, 1], [7, 7]],
         [[1, 1], [1, 1]],
     ]

@@ -31,8 +31,6 @@ SETTINGS: dict[str, Any] = {
     "eval_rows": 6,
     "eval_batch_size": 2,
     "save_model": True,
-    # packed documents are described to the filters, in both ways to train on two processes
-    "boundaries": True,
 }
 
 

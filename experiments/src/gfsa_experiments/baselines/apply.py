@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gfsa.operators.base import at_least_float32
 from gfsa.plugs.api import plan_filters, plug
 from gfsa.plugs.distributed import refuse_distributed
 from gfsa.plugs.install import all_or_nothing, install, uninstall
@@ -143,8 +144,8 @@ def remove(model: nn.Module) -> None:
     refuse_wrapped(plugged)
     with all_or_nothing(model):
         uninstall(model, list(plugged.values()))
-        remove_hooks(model)
         for module in list(model.modules()):
+            _remove_hooks(module)
             if isinstance(module._modules.get(CHILD), nn.ModuleDict):
                 delattr(module, CHILD)
             if module.__dict__.pop("_gfsa_nested", False):
@@ -260,12 +261,10 @@ def _places(
 
 
 def _build(kind: Any, block: nn.Module, anatomy: Anatomy, options: dict[str, Any]) -> TokenMethod:
-    if kind is ContraNorm:
-        return ContraNorm(**options)
+    sizes = () if kind is ContraNorm else (width_of(block, anatomy),)
+    method: TokenMethod = kind(*sizes, **options)
     weight = next(block.parameters())
-    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    method: TokenMethod = kind(width_of(block, anatomy), **options)
-    return method.to(weight.device, dtype)
+    return method.to(weight.device, at_least_float32(weight.dtype))
 
 
 def _install_in_block(
@@ -324,13 +323,11 @@ def is_own_hook(hook: Any) -> bool:
     return isinstance(hook, AtPlace) or isinstance(getattr(hook, "__self__", None), Scope)
 
 
-def remove_hooks(model: nn.Module) -> None:
-    """Remove every hook of this package; a copied or unpickled model has no handles to them."""
-    for module in model.modules():
-        m: Any = module
-        before = m._forward_pre_hooks, m._forward_pre_hooks_with_kwargs
-        after = m._forward_hooks, m._forward_hooks_with_kwargs, m._forward_hooks_always_called
-        for tables in (before, after):
-            for key in [key for key, hook in tables[0].items() if is_own_hook(hook)]:
-                for table in tables:
-                    table.pop(key, None)
+def _remove_hooks(module: Any) -> None:
+    """Remove the hooks of this package; a copied or unpickled model has no handles to them."""
+    before = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+    others = module._forward_hooks_with_kwargs, module._forward_hooks_always_called
+    for hooks, *about in (before, (module._forward_hooks, *others)):
+        for key in [key for key, hook in hooks.items() if is_own_hook(hook)]:
+            for table in (hooks, *about):
+                table.pop(key, None)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from gfsa.operators import Visibility
-from gfsa_experiments.models.attention import Block, SoftmaxAttention
+from gfsa_experiments.models.attention import SoftmaxAttention
 
 
 @dataclass(frozen=True)
@@ -44,95 +46,11 @@ class Anatomy:
     """Paths of the parameters of a LayerScale that the block may have of its own."""
 
 
-def _pre_norm(
-    attention: str, mlp: str, first: str, second: str, own_scales: tuple[str, ...] = ()
-) -> Anatomy:
-    branches = {"attention": Place(attention), "mlp": Place(mlp)}
-    return Anatomy(attention, branches, (first, second), second, own_scales=own_scales)
-
-
-_BERT = Anatomy(
-    "attention.self",
-    {"attention": Place("attention.output.dense"), "mlp": Place("output.dense")},
-    ("attention.output.LayerNorm", "output.LayerNorm"),
-    "attention.output.LayerNorm",
-)
-_ALBERT = Anatomy(
-    "attention",
-    {"attention": Place("attention.dense"), "mlp": Place("ffn_output")},
-    ("attention.LayerNorm", "full_layer_layer_norm"),
-    "attention.LayerNorm",
-)
-_SWIN = Anatomy(
-    "attn",
-    # attention returns windows; they are merged again in the input of drop_path1
-    {"attention": Place("drop_path1", "input"), "mlp": Place("mlp")},
-    ("norm1", "norm2"),
-    "norm2",
-)
-_CONFORMER = Anatomy(
-    "mha_layer",
-    {
-        "ffn1": Place("ffn_module1"),
-        "attention": Place("mha_layer"),
-        "convolution": Place("convolution_module"),
-        "ffn2": Place("ffn_module2"),
-    },
-    ("norm1", "norm2"),
-    why_no_norm="a convolution comes between its attention and its next norm",
-)
-GPS_BLOCK = Anatomy(
-    "attn",
-    {"attention": Place("attn"), "mlp": Place("mlp")},
-    why_no_norm="its norms get the nodes of all graphs in one list, without their boundaries",
-    masks_at="attn",
-)
-"""``GPSConv`` of PyTorch Geometric, and classes that are built like it."""
-
-
-def _by_order(attention: str, mlp: str, norm_first: str) -> Callable[[Any], Anatomy]:
-    """Blocks that have an option for norms before or after their branches."""
-
-    def anatomy(block: Any) -> Anatomy:
-        after = "norm2" if getattr(block, norm_first) else "norm1"
-        branches = {"attention": Place(attention), "mlp": Place(mlp)}
-        return Anatomy(attention, branches, ("norm1", "norm2"), after)
-
-    return anatomy
-
-
-# by the name of the class: the libraries themselves are not imported
-_KNOWN: dict[str, Anatomy | Callable[[Any], Anatomy]] = {
-    **{
-        f"transformers.models.{name.lower()}.modeling_{name.lower()}.{name}Layer": _BERT
-        for name in ("Bert", "Roberta", "Camembert", "Electra")
-    },
-    "transformers.models.xlm_roberta.modeling_xlm_roberta.XLMRobertaLayer": _BERT,
-    "transformers.models.albert.modeling_albert.AlbertLayer": _ALBERT,
-    "transformers.models.gpt2.modeling_gpt2.GPT2Block": _pre_norm("attn", "mlp", "ln_1", "ln_2"),
-    "transformers.models.vit.modeling_vit.ViTLayer": _pre_norm(
-        "attention", "mlp", "layernorm_before", "layernorm_after"
-    ),
-    "timm.models.vision_transformer.Block": _pre_norm(
-        "attn", "mlp", "norm1", "norm2", ("ls1.gamma", "ls2.gamma")
-    ),
-    "timm.models.cait.LayerScaleBlock": _pre_norm(
-        "attn", "mlp", "norm1", "norm2", ("gamma_1", "gamma_2")
-    ),
-    "timm.models.swin_transformer.SwinTransformerBlock": _SWIN,
-    "torch.nn.modules.transformer.TransformerEncoderLayer": _by_order(
-        "self_attn", "linear2", "norm_first"
-    ),
-    "torch_geometric.nn.conv.gps_conv.GPSConv": GPS_BLOCK,
-    "speechbrain.lobes.models.transformer.Transformer.TransformerEncoderLayer": _by_order(
-        "self_att", "pos_ffn", "normalize_before"
-    ),
-    "speechbrain.lobes.models.transformer.Conformer.ConformerEncoderLayer": _CONFORMER,
-}
-
-_registered: dict[type[nn.Module], Anatomy] = {
-    Block: _pre_norm("attention", "mlp", "attention_norm", "mlp_norm")
-}
+# by the name of the class: the libraries themselves are not imported. Swin's attention returns
+# windows, which are merged again in the input of drop_path1
+_TABLE = files("gfsa_experiments.baselines").joinpath("blocks.csv").read_text(encoding="utf-8")
+_KNOWN = {line["class"]: line for line in csv.DictReader(_TABLE.splitlines())}
+_registered: dict[type[nn.Module], Anatomy] = {}
 
 FAMILIES = (
     "transformers' BERT, RoBERTa, ALBERT, GPT-2 and ViT, timm's ViT/DeiT, CaiT and Swin, "
@@ -166,8 +84,23 @@ def anatomy_of(block: nn.Module) -> Anatomy | None:
     for cls in kind.__mro__:
         known = _registered.get(cls) or _KNOWN.get(f"{cls.__module__}.{cls.__qualname__}")
         if known is not None and kind.forward is cls.forward:
-            return known if isinstance(known, Anatomy) else known(block)
+            return known if isinstance(known, Anatomy) else _anatomy(known, block)
     return None
+
+
+def _anatomy(line: dict[str, str], block: nn.Module) -> Anatomy:
+    """The anatomy that a line of the table describes."""
+    branches = {}
+    for branch in line["branches"].split():
+        name, _, place = branch.partition("=")
+        module, _, side = place.partition(":")
+        branches[name] = Place(module, "input" if side == "input" else "output")
+    norms, after = tuple(line["norms"].split()), line["after_attention"] or None
+    if line["norm_first"]:
+        # an option of the block: norms before its branches, or after them
+        after = norms[bool(getattr(block, line["norm_first"]))]
+    rest = line["why_no_norm"], line["masks_at"], tuple(line["own_scales"].split())
+    return Anatomy(line["attention"], branches, norms, after, *rest)
 
 
 def width_of(block: nn.Module, anatomy: Anatomy) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
@@ -35,25 +35,24 @@ class _Now(threading.local):
     running, tokens, visits = False, 0, 0
     visible: Visibility | None = None
 
+    def __reduce__(self) -> Any:
+        # a copy begins anew
+        return _Now, ()
 
+
+@dataclass(eq=False)
 class Scope:
     """The state of one block while it runs; its methods ``before`` and ``after`` are hooks.
 
     A copied model has its own scopes, and so has each thread.
-
-    ``reader`` reads the tokens and which of them see each other from the block's arguments; a
-    method acts at so many ``places`` of the block: fewer visits are an error.
     """
 
-    def __init__(self, name: str, reader: Reader | None, places: int = 0) -> None:
-        self.name, self.reader, self.places = name, reader, places
-        self.now = _Now()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "reader": self.reader, "places": self.places}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, now=_Now())
+    name: str
+    reader: Reader | None
+    """Reads the tokens, and which of them see each other, from the block's arguments."""
+    places: int = 0
+    """Where a method acts in the block: fewer visits are an error."""
+    now: _Now = field(default_factory=_Now)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         now = self.now

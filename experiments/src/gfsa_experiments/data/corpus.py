@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -10,18 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from gfsa_experiments.data.own import (
-    HUB,
-    PACKED,
-    PARTS,
-    ending_of,
-    entries_of,
-    files_in,
-    find_own,
-    name_of,
-    part_of,
-    text_of,
-)
+from gfsa_experiments.data import own
 from gfsa_experiments.data.tables import ENDINGS as TABLES
 from gfsa_experiments.data.tables import column_of, load_parts, open_table
 
@@ -42,21 +32,20 @@ def split_documents(documents: Sequence[str], root: str) -> dict[str, list[str]]
     the document that lies across the border is cut: at the end of a line if one is near, of a word,
     or between two characters. No other document is.
     """
-    ends = list(itertools.accumulate(map(len, documents)))
-    size = ends[-1] if ends else 0
-    begins = [1 - 2 * SHARE, 1 - SHARE]
-    borders = [_border(documents, ends, int(share * size), int(_REACH * size)) for share in begins]
-    parts: dict[str, list[str]] = {name: [] for name in PARTS}
-    for document, end in zip(documents, ends, strict=True):
-        start = end - len(document)
+    ends = [0, *itertools.accumulate(map(len, documents))]
+    size = ends[-1]
+    begins = [int(share * size) for share in (1 - 2 * SHARE, 1 - SHARE)]
+    borders = [_border(documents, ends, at, int(_REACH * size)) for at in begins]
+    parts: dict[str, list[str]] = {name: [] for name in own.PARTS}
+    for document, start in zip(documents, ends, strict=False):
         cuts = [min(max(border - start, 0), len(document)) for border in borders]
-        for name, first, last in zip(PARTS, [0, *cuts], [*cuts, len(document)], strict=True):
+        for name, first, last in zip(own.PARTS, [0, *cuts], [*cuts, len(document)], strict=True):
             # blanks that a cut leaves alone are no document
             if document[first:last].strip():
                 parts[name].append(document[first:last])
     if not all(parts.values()):
         raise ValueError(
-            f"{root} is too little text to be split into {', '.join(PARTS)}: it has {size:,} "
+            f"{root} is too little text to be split into {', '.join(own.PARTS)}: it has {size:,} "
             f"characters in {len(documents):,} documents; give more, or a file for each part"
         )
     return parts
@@ -64,12 +53,10 @@ def split_documents(documents: Sequence[str], root: str) -> dict[str, list[str]]
 
 def _border(documents: Sequence[str], ends: Sequence[int], at: int, reach: int) -> int:
     """Where to cut the text at about ``at``, at most ``reach`` characters earlier."""
-    number = sum(end <= at for end in ends)
-    before = ends[number - 1] if number else 0
-    if number and at - before <= reach:
+    number = bisect.bisect(ends, at) - 1
+    before = ends[number]
+    if number == len(documents) or (number and at - before <= reach):
         return before
-    if number == len(documents):
-        return at
     near = documents[number][max(0, at - reach - before) : at - before]
     found = [[match.end() for match in kind.finditer(near)] for kind in _ENDS]
     return at - len(near) + next((places[-1] for places in found if places), len(near))
@@ -94,10 +81,6 @@ class Corpus:
     """Other files of the folder, by their path in it."""
 
     @property
-    def has_parts(self) -> bool:
-        return len(self.sources) > 1
-
-    @property
     def split_by(self) -> str:
         """How the parts were made, as a sentence."""
         percent = f"{100 * SHARE:g} %"
@@ -105,7 +88,7 @@ class Corpus:
         if len(self.sources) == 2:
             start = "" if "test" in self.sources else "its valid is reported as test; "
             said = f"{start}the last {percent} of its documents to train on are valid"
-        elif not self.has_parts:
+        elif len(self.sources) == 1:
             said = f"about the last {percent} of the text is test, the {percent} before it valid"
         more = f" and {len(self.unread) - 3} more" if len(self.unread) > 3 else ""
         return said + (f"; not read: {', '.join(self.unread[:3])}{more}" if self.unread else "")
@@ -113,7 +96,7 @@ class Corpus:
     def documents(self) -> dict[str, list[str]]:
         """The documents of each part."""
         found = {part: list(self._read(part)) for part in self.sources}
-        if not self.has_parts:
+        if len(self.sources) == 1:
             found = split_documents(found["train"], self.root)
         elif len(found) == 2:
             # a data set of the hub
@@ -124,7 +107,7 @@ class Corpus:
         for name, documents in found.items():
             if not any(documents):
                 raise ValueError(f"the {name} part of {self.root} has no text in it")
-        return {name: found[name] for name in PARTS}
+        return {name: found[name] for name in own.PARTS}
 
     def _read(self, part: str) -> Iterator[str]:
         """The documents of one part; in a file of text a NUL separates them."""
@@ -133,10 +116,10 @@ class Corpus:
             yield from self._texts(f"{self.root} {part}", source)
             return
         for path in source:
-            if ending_of(path) in TABLES:
+            if own.ending_of(path) in TABLES:
                 yield from self._texts(str(path), open_table(path))
             else:
-                yield from (document for document in text_of(path).split("\0") if document.strip())
+                yield from filter(str.strip, own.text_of(path).split("\0"))
 
     def _texts(self, where: str, table: Any) -> Iterator[str]:
         for number, text in enumerate(column_of(where, table, self.column, "text"), start=1):
@@ -166,35 +149,35 @@ class Corpus:
 
 def corpus_of(data: str, data_dir: Path, column: str = "text") -> Corpus:
     """The corpus that ``data`` names: a file or folder, or ``hub:ID``."""
-    if data.startswith(HUB):
+    if data.startswith(own.HUB):
         sources, unused = load_parts(data)
         if "train" not in sources:
             raise ValueError(
                 f"{data} has the parts {', '.join((*sources, *unused))}, but none to train on; "
                 "export what you need to a file"
             )
-        return Corpus(name_of(data), data, column, sources)
-    path = find_own(data, data_dir, EXPECTED)
+        return Corpus(own.name_of(data), data, column, sources)
+    path = own.find(data, data_dir, EXPECTED)
     name = path.resolve().name.partition(".")[0]
     if path.is_file():
         # a file that is named is read, whatever its ending
         return Corpus(name, str(path), column, {"train": (path,)})
-    files = files_in(path)
-    texts = [p for p in files if ending_of(p) in _IN_FOLDERS]
+    files = own.files_in(path)
+    texts = [p for p in files if own.ending_of(p) in _IN_FOLDERS]
     if not texts:
         raise ValueError(
             f"{path} has no text to read: expected files that end in {', '.join(_IN_FOLDERS)}, "
-            f"packed ({', '.join(PACKED)}) or not, or data= to one file of any ending"
-            f"{entries_of(path)}"
+            f"packed ({', '.join(own.PACKED)}) or not, or data= to one file of any ending"
+            f"{own.entries_of(path)}"
         )
     # a README beside the parts is about the text
-    parts = {part: tuple(p for p in texts if part_of(p, path) == part) for part in PARTS}
+    parts = {part: tuple(p for p in texts if own.part_of(p, path) == part) for part in own.PARTS}
     parts = {part: found for part, found in parts.items() if found}
-    if parts and parts.keys() != set(PARTS):
+    if parts and parts.keys() != set(own.PARTS):
         there = ", ".join(f"{p} ({found[0].relative_to(path)})" for p, found in parts.items())
         raise ValueError(
             f"{path} has files for {there}, but none for "
-            f"{', '.join(part for part in PARTS if part not in parts)}: name files or folders "
+            f"{', '.join(part for part in own.PARTS if part not in parts)}: name files or folders "
             "after all three parts, or after none, to have them split"
         )
     parts = parts or {"train": tuple(texts)}

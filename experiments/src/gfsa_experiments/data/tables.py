@@ -15,22 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gfsa_experiments.data.files import BadRows
-from gfsa_experiments.data.own import (
-    HUB,
-    Labels,
-    Wanted,
-    decide,
-    ending_of,
-    entries_of,
-    files_in,
-    find_own,
-    own_data,
-    part_named,
-    part_of,
-    refuse_unseen,
-    three_parts,
-)
+from gfsa_experiments.data import own
+from gfsa_experiments.data.files import Bad, report_bad
+from gfsa_experiments.data.own import Labels, Wanted
 from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.task import OwnData
 
@@ -48,7 +35,7 @@ def open_table(path: Path, **options: Any) -> Any:
     """
     import pandas as pd
 
-    ending = ending_of(path)
+    ending = own.ending_of(path)
     try:
         if ending == ".parquet":
             return pd.read_parquet(path)
@@ -82,7 +69,7 @@ def from_hub(data: str, split: str | None = None) -> Any:
         datasets = importlib.import_module("datasets")
     except ModuleNotFoundError:
         raise FileNotFoundError(f"{data}: pip install datasets, which fetches it") from None
-    which = filter(None, data.removeprefix(HUB).split(":"))
+    which = filter(None, data.removeprefix(own.HUB).split(":"))
     try:
         return datasets.load_dataset(*which, **({} if split is None else {"split": split}))
     except Exception as error:
@@ -116,8 +103,8 @@ def instead_of_files(
 def load_parts(data: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The parts of a data set of the hub as DataFrames, and the names of those not used."""
     found = from_hub(data)
-    parts = {part_named(str(name)): name for name in found if part_named(str(name))}
-    unused = tuple(str(name) for name in found if part_named(str(name)) is None)
+    parts = {own.part_named(str(name)): name for name in found if own.part_named(str(name))}
+    unused = tuple(str(name) for name in found if own.part_named(str(name)) is None)
     if not parts and len(unused) == 1:
         parts, unused = {"train": unused[0]}, ()
     return {str(part): _frame(found[name]) for part, name in parts.items()}, unused
@@ -132,67 +119,37 @@ def _frame(part: Any) -> Any:
     return frame
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The wanted columns of the rows that can be used, and the parts that the data names."""
-
-    where: str
-    values: list[tuple[str, ...]]
-    """The cells of the wanted columns, as text, row by row."""
-    parts: dict[str, list[int]]
-    """The rows of each part; ``{"train": all}`` if the data names none."""
-    unused: tuple[str, ...] = ()
+Tables = dict[str, list[tuple[str, Any]]]
+"""The tables of each part, and where they are; ``train`` alone if the data names no parts."""
 
 
-def read_rows(
-    data: str, data_dir: Path, columns: Sequence[str], settings: Sequence[str], empty: str = ""
-) -> Rows:
-    """The wanted columns of all tables of ``data``: a file, a folder or ``hub:ID``.
-
-    Args:
-        data_dir: where a relative path may begin.
-        settings: the setting that names each of the columns, for messages.
-        empty: a column that a row can be used without; the text is then empty.
-    """
-    unused: tuple[str, ...] = ()
-    if data.startswith(HUB):
-        found, unused = load_parts(data)
-        where, tables = data, {part: [(f"{data} {part}", t)] for part, t in found.items()}
-        label = columns[-1]
-        for part, table in found.items():
+def _tables_of(data: str, data_dir: Path, label: str) -> tuple[str, Tables, tuple[str, ...]]:
+    """Where ``data`` is, its tables, and the parts that are not used."""
+    if data.startswith(own.HUB):
+        parts, unused = load_parts(data)
+        for part in [*parts]:
             # as in test sets of a contest
-            if part != "train" and label in table.columns and table[label].isna().all():
+            if part != "train" and label in parts[part] and parts[part][label].isna().all():
                 unused += (f"{part}, whose {label} is hidden",)
-                del tables[part]
-    else:
-        path = find_own(data, data_dir, f"a file or folder of tables ({', '.join(ENDINGS)})")
-        where, tables = str(path), _tables_of(path)
-    values: list[tuple[str, ...]] = []
-    parts: dict[str, list[int]] = {}
-    for part, of_part in tables.items():
-        begin = len(values)
-        for name, table in of_part:
-            values += usable_rows(name, table, columns, settings, empty)
-        parts[part] = list(range(begin, len(values)))
-    return Rows(where, values, parts, unused)
-
-
-def _tables_of(path: Path) -> dict[str, list[tuple[str, Any]]]:
+                del parts[part]
+        return data, {part: [(f"{data} {part}", table)] for part, table in parts.items()}, unused
+    path = own.find(data, data_dir, f"a file or folder of tables ({', '.join(ENDINGS)})")
     if path.is_file():
-        return {"train": [(str(path), open_table(path))]}
-    parts = {f: part_of(f, path) for f in files_in(path) if ending_of(f) in ENDINGS}
-    if not parts:
-        raise ValueError(f"{path} has no table that ends in {', '.join(ENDINGS)}{entries_of(path)}")
-    without = [file.name for file, part in parts.items() if part is None]
-    if 0 < len(without) < len(parts):
+        return str(path), {"train": [(str(path), open_table(path))]}, ()
+    part_of = {f: own.part_of(f, path) for f in own.files_in(path) if own.ending_of(f) in ENDINGS}
+    if not part_of:
+        there = own.entries_of(path)
+        raise ValueError(f"{path} has no table that ends in {', '.join(ENDINGS)}{there}")
+    without = [file.name for file, part in part_of.items() if part is None]
+    if 0 < len(without) < len(part_of):
         raise ValueError(
             f"{path} has files that are named after parts and others that are not, "
             f"{', '.join(without[:5])}: name all of them after train, valid or test, or none"
         )
-    found: dict[str, list[tuple[str, Any]]] = {}
-    for file, part in parts.items():
-        found.setdefault(part or "train", []).append((str(file), open_table(file)))
-    return found
+    found: Tables = {}
+    for file, named in part_of.items():
+        found.setdefault(named or "train", []).append((str(file), open_table(file)))
+    return str(path), found, ()
 
 
 def column_of(where: object, table: Any, column: str, setting: str) -> list[Any]:
@@ -213,7 +170,8 @@ def usable_rows(
 ) -> list[tuple[str, ...]]:
     """The rows of one table that have a text in every wanted column; others are reported."""
     cells = [column_of(where, table, c, s) for c, s in zip(columns, settings, strict=True)]
-    bad, found = BadRows(str(where)), []
+    bad: Bad = []
+    found = []
     for number, row in enumerate(zip(*cells, strict=True), start=1):
         for column, cell in zip(columns, row, strict=True):
             if isinstance(cell, bytes | list | dict):
@@ -226,10 +184,11 @@ def usable_rows(
         lacking = [c for c, text in zip(columns, texts, strict=True) if not text and c != empty]
         # JSON may have halves of surrogate pairs; no tokenizer takes them
         if lacking or any(map(_HALF.search, texts)):
-            bad.add(number, f"nothing in {', '.join(lacking)}" if lacking else "half a character")
+            why = f"nothing in {', '.join(lacking)}" if lacking else "half a character"
+            bad.append((number, why))
         else:
             found.append(texts)
-    bad.report(len(found))
+    report_bad(bad, len(found), str(where))
     return found
 
 
@@ -258,26 +217,35 @@ def read_labelled(
     Args:
         wanted, only_classes: as for :func:`~gfsa_experiments.data.own.decide`.
     """
-    rows = read_rows(data, data_dir, (*text, label), ("text",) * len(text) + ("label",))
-    labels = decide([v[-1] for v in rows.values], label, wanted, only_classes=only_classes)
-    parts, split_by = three_parts(rows.parts, rows.where, labels.values if labels.classes else None)
-    refuse_unseen(labels, parts, rows.where)
-    if rows.unused:
-        split_by += f"; not used: {', '.join(rows.unused)}"
-    trained = {rows.values[row][:-1] for row in parts["train"]}
-    twice = {p: sum(rows.values[r][:-1] in trained for r in parts[p]) for p in ("valid", "test")}
+    where, tables, unused = _tables_of(data, data_dir, label)
+    columns, settings = (*text, label), (*["text"] * len(text), "label")
+    rows: list[tuple[str, ...]] = []
+    named: dict[str, range] = {}
+    for part, of_part in tables.items():
+        begin = len(rows)
+        for name, table in of_part:
+            rows += usable_rows(name, table, columns, settings)
+        named[part] = range(begin, len(rows))
+    labels = own.decide([row[-1] for row in rows], label, wanted, only_classes=only_classes)
+    parts, split_by = own.three_parts(named, where, labels.values if labels.classes else None)
+    own.refuse_unseen(labels, parts, where)
+    if unused:
+        split_by += f"; not used: {', '.join(unused)}"
+    texts = [row[:-1] for row in rows]
+    trained = {texts[row] for row in parts["train"]}
+    twice = {part: sum(texts[row] in trained for row in parts[part]) for part in ("valid", "test")}
     repeated = " and ".join(f"{count} of {part}" for part, count in twice.items() if count)
-    cells = {part: [c for row in of for c in rows.values[row]] for part, of in parts.items()}
-    own = own_data(
+    cells = {part: [c for row in of for c in rows[row]] for part, of in parts.items()}
+    facts = own.facts(
         data,
-        rows.where,
+        where,
         parts,
         split_by,
         (piece for part, of in cells.items() for piece in (part, *of)),
         labels=f"{label}: {labels.why}",
         repeated=f"{repeated} are in train, too, word for word" if repeated else "",
     )
-    return LabelledRows([values[:-1] for values in rows.values], labels, parts, own)
+    return LabelledRows(texts, labels, parts, facts)
 
 
 @dataclass(frozen=True, kw_only=True)

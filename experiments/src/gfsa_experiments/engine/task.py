@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
@@ -137,40 +136,6 @@ def _items(split: Split, rows: list[int]) -> Any:
     """What ``collate`` takes: a whole batch, or a list of examples."""
     fetch = getattr(split.dataset, "__getitems__", None)
     return fetch(rows) if fetch else [split.dataset[row] for row in rows]
-
-
-class Classification(Task):
-    """A task of classes: cross-entropy, and accuracy in percent."""
-
-    metric = "accuracy"
-
-    @abstractmethod
-    def logits(self, model: nn.Module, batch: Any) -> Tensor:
-        """``(B, classes)``, for the ``labels`` of a batch."""
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(self.logits(model, batch).float(), batch["labels"])
-
-    def predict(self, model: nn.Module, batch: Any) -> Any:
-        return self.logits(model, batch).argmax(-1) == batch["labels"]
-
-    def score(self, predictions: list[Any]) -> dict[str, float]:
-        return {"accuracy": 100 * torch.cat(predictions).double().mean().item()}
-
-
-@dataclass(frozen=True)
-class DataSource:
-    """A data set that a recipe reads, for error messages."""
-
-    name: str
-    files: str
-    """Its files, relative to ``--data-dir``."""
-    where: str
-    """Where to get them."""
-    folders: tuple[str, ...] = ("",)
-    """The folders below ``--data-dir`` that may have them."""
-    sizes: tuple[int, ...] = ()
-    """The official numbers of examples to train, validate and test on, where they are checked."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from gfsa.operators import AttentionOperator, DenseOperator, LinearOperator, Ope
 from gfsa.operators.call import DropoutPlace, autocast, no_autocast
 from gfsa.plugs import Adapter, register_adapter
 
-Attention = Literal["softmax", "efficient", "linformer"]
+Attention = Literal["softmax", "efficient"]
 
 
 class SelfAttention(nn.Module, ABC):
@@ -139,44 +139,15 @@ class EfficientAttention(SelfAttention):
 
     def __init__(self, dim: int, num_heads: int, dropout: float = 0.0) -> None:
         if dropout:
-            raise ValueError(f"efficient attention never builds the map: {dropout=} must be 0")
+            raise ValueError(
+                "efficient attention never builds the map whose entries attention dropout would "
+                f"drop: leave it at 0, got {dropout}"
+            )
         super().__init__(dim, num_heads)
 
     def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
         (padding,) = graph or (None,)
         return LinearOperator(q, k, padding)
-
-
-class LinformerAttention(SelfAttention):
-    r"""Linformer, :math:`\mathrm{softmax}(q\,(E k)^\top / \sqrt d)\;(F v)`: a reference.
-
-    E and F, ``(projected, max_length)``, project the tokens, those that the model adds included.
-    The map is N×projected, so it has no powers and takes no filter.
-    """
-
-    def __init__(
-        self, dim: int, num_heads: int, dropout: float, max_length: int, projected: int
-    ) -> None:
-        super().__init__(dim, num_heads, dropout)
-        self.squeeze_keys = nn.Parameter(torch.empty(projected, max_length))
-        self.squeeze_values = nn.Parameter(torch.empty(projected, max_length))
-        for weight in (self.squeeze_keys, self.squeeze_values):
-            nn.init.normal_(weight, std=max_length**-0.5)
-
-    def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
-        raise TypeError("Linformer's map is not square: it has no operator")
-
-    def forward(self, x: Tensor, *graph: Tensor | None) -> Tensor:
-        (padding,) = graph or (None,)
-        q, k, v = self.heads(x)
-        if padding is not None:
-            k = k.masked_fill(padding[:, None, :, None], 0.0)
-            v = v.masked_fill(padding[:, None, :, None], 0.0)
-        length = x.shape[1]
-        k = self.squeeze_keys[:, :length] @ k
-        v = self.squeeze_values[:, :length] @ v
-        dropout, _ = self.drop()
-        return self.merge(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout))
 
 
 class Block(nn.Module):
@@ -223,12 +194,10 @@ class Encoder(nn.Module):
     Args:
         vocabulary, num_classes: numbers of different tokens and of outputs.
         max_length: the longest sequence, CLS not counted.
-        attention: ``"softmax"``; ``"efficient"``, linear in the length; or ``"linformer"``, a
-            reference that takes no filter.
+        attention: ``"softmax"``, or ``"efficient"``, which is linear in the length.
         dim, depth, num_heads, ffn_dim: sizes; the defaults are the benchmark's.
         dropout: on embeddings and branches.
         attention_dropout: on entries of the attention map (none with ``"efficient"``).
-        projected: rows that Linformer projects the sequence to.
     """
 
     def __init__(
@@ -244,18 +213,12 @@ class Encoder(nn.Module):
         ffn_dim: int = 1024,
         dropout: float = 0.1,
         attention_dropout: float = 0.0,
-        projected: int = 256,
     ) -> None:
         super().__init__()
         if attention not in get_args(Attention):
             raise ValueError(f"attention must be one of {get_args(Attention)}, got {attention!r}")
-
-        def build_attention() -> SelfAttention:
-            sizes = dim, num_heads, attention_dropout
-            if attention == "linformer":
-                return LinformerAttention(*sizes, max_length + 1, projected)
-            return (SoftmaxAttention if attention == "softmax" else EfficientAttention)(*sizes)
-
+        kind = SoftmaxAttention if attention == "softmax" else EfficientAttention
+        sizes = dim, num_heads, attention_dropout
         self.attention = attention
         self.max_length = max_length
         self.tokens = nn.Embedding(vocabulary, dim)
@@ -263,7 +226,7 @@ class Encoder(nn.Module):
         self.cls = nn.Parameter(torch.empty(dim))
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            Block(build_attention(), dim, ffn_dim, dropout) for _ in range(depth)
+            Block(kind(*sizes), dim, ffn_dim, dropout) for _ in range(depth)
         )
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Sequential(
@@ -310,11 +273,6 @@ class OwnAttention(Adapter):
     def num_heads(self, module: nn.Module) -> int:
         assert isinstance(module, SelfAttention)
         return module.num_heads
-
-    def refusal(self, name: str, module: nn.Module) -> str | None:
-        if isinstance(module, LinformerAttention):
-            return "Linformer's map is not square (tokens × projected rows): it has no powers"
-        return None
 
     def install(self, module: nn.Module) -> None:
         pass

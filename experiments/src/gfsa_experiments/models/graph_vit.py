@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,26 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gfsa_experiments.models import graphs
 from gfsa_experiments.models.attention import Block, HadamardAttention
-from gfsa_experiments.models.graphs import (
-    Batch,
-    Collator,
-    FeatureEncoder,
-    Features,
-    MaskedBatchNorm,
-    MaskedSequential,
-    Prepared,
-    dense_adjacency,
-    each,
-    filled,
-    mean_by,
-    pad,
-    pad_rows,
-    padding_of,
-    random_walk_encoding,
-    shifted,
-    stack_labels,
-)
 
 Partition = Callable[[Tensor, int, int], Tensor]
 """``(edge_index, num_nodes, num_parts) -> (num_nodes,)``: the part of each node, counted from 0."""
@@ -41,7 +23,7 @@ def bisection(edge_index: Tensor, num_nodes: int, num_parts: int) -> Tensor:
     Deterministic. The size of most parts is within half of the mean; if there are no more nodes
     than parts, each node is a part. Meant for graphs that are nearly trees, such as molecules.
     """
-    links = dense_adjacency(torch.cat([edge_index, edge_index.flip(0)], 1), num_nodes).numpy()
+    links = graphs.dense_adjacency(edge_index, num_nodes, both_ways=True).numpy()
     neighbours = [row.nonzero()[0].tolist() for row in links]
     part = torch.zeros(num_nodes, dtype=torch.long)
     waiting = [([*range(num_nodes)], 0, min(num_parts, num_nodes))]
@@ -104,7 +86,7 @@ def _breadth_first(
 
 
 @dataclass
-class GraphViTBatch(Batch):
+class GraphViTBatch(graphs.Batch):
     """B graphs of at most P patches.
 
     Nodes and edges of all graphs are concatenated: ``x``, ``(N, F)``, ``edge_attr``, ``(E, F)``,
@@ -133,7 +115,7 @@ class GraphViTBatch(Batch):
 
 
 @dataclass(frozen=True)
-class GraphViTCollator(Collator):
+class GraphViTCollator(graphs.Collator):
     """Graphs to a :class:`GraphViTBatch`; hand it to a data loader as ``collate_fn``.
 
     Args:
@@ -166,7 +148,7 @@ class GraphViTCollator(Collator):
             raise ValueError(f"expected for each of {num_nodes} nodes a part, got shape {shape}")
         # number the parts without gaps: the partitioner may have left some empty
         part = torch.unique(part, return_inverse=True)[1]
-        adjacency = dense_adjacency(edge_index, num_nodes)
+        adjacency = graphs.dense_adjacency(edge_index, num_nodes)
         # (P, N), True where a patch contains a node: its part and the neighbours of that
         inside = part == torch.arange(int(part.max()) + 1)[:, None]
         for _ in range(self.hops):
@@ -179,43 +161,43 @@ class GraphViTCollator(Collator):
         patch_of_edge, edge = (ends >= 0).all(1).nonzero().T
         shared = inside.float() @ inside.float().T
         return {
-            "walk": random_walk_encoding(adjacency, self.walk_steps),
+            "walk": graphs.random_walk_encoding(adjacency, self.walk_steps),
             "copy_node": node.int(),
             "copy_patch": patch.int(),
             "copy_edges": ends[patch_of_edge, :, edge].T.int(),
             "copy_edge_id": edge.int(),
             "adjacency": shared,
-            "patch_walk": random_walk_encoding(shared, self.patch_walk_steps),
+            "patch_walk": graphs.random_walk_encoding(shared, self.patch_walk_steps),
         }
 
-    def join(self, graphs: Sequence[Prepared]) -> GraphViTBatch:
-        nodes, edges, copies, patches = (
-            [*map(len, each(graphs, name))] for name in ("x", "edge_attr", "copy_node", "adjacency")
+    def join(self, several: graphs.Several) -> GraphViTBatch:
+        nodes, edges, copies, patches = map(
+            several.sizes, ("x", "edge_attr", "copy_node", "adjacency")
         )
-        copy_node = shifted(each(graphs, "copy_node"), nodes)
-        copy_edges = shifted(each(graphs, "copy_edges"), copies)
-        copy_edge_id = shifted(each(graphs, "copy_edge_id"), edges)
+        copy_edge_id = several.shifted("copy_edge_id", edges)
         # padding copies need a patch to be in
         slots = max(patches) if self.pad_to_multiple == 1 else self.num_patches + 1
-        copy_patch = shifted(each(graphs, "copy_patch"), [slots] * len(graphs))
-        padding = padding_of(patches, slots)
+        copy_patch = several.shifted("copy_patch", [slots] * len(patches))
+        padding = several.padding("adjacency", slots)
         n, e, c = sum(nodes), sum(edges), sum(copies)
         some_nodes, some_edges, some_copies = self.few(n), self.few(e), self.few(c)
-        joins = self.few(len(copy_edge_id))
+        joins, spare = self.few(len(copy_edge_id)), torch.arange(c, some_copies)
         return GraphViTBatch(
-            x=pad_rows(each(graphs, "x"), some_nodes),
-            edge_attr=pad_rows(each(graphs, "edge_attr"), some_edges),
-            walk=pad_rows(each(graphs, "walk"), some_nodes),
-            copy_node=filled(copy_node, some_copies, torch.arange(n, some_nodes)),
-            copy_patch=filled(copy_patch, some_copies, padding.flatten().nonzero()[:, 0]),
-            copy_edges=filled(copy_edges, joins, torch.arange(c, some_copies)),
-            copy_edge_id=filled(copy_edge_id, joins, torch.arange(e, some_edges)),
-            patch_walk=pad(each(graphs, "patch_walk"), slots),
-            adjacency=pad(each(graphs, "adjacency"), slots, axes=2),
+            x=several.rows("x", some_nodes),
+            edge_attr=several.rows("edge_attr", some_edges),
+            walk=several.rows("walk", some_nodes),
+            copy_node=graphs.filled(
+                several.shifted("copy_node", nodes), some_copies, torch.arange(n, some_nodes)
+            ),
+            copy_patch=graphs.filled(copy_patch, some_copies, padding.flatten().nonzero()[:, 0]),
+            copy_edges=graphs.filled(several.shifted("copy_edges", copies), joins, spare),
+            copy_edge_id=graphs.filled(copy_edge_id, joins, torch.arange(e, some_edges)),
+            patch_walk=several.pad("patch_walk", slots),
+            adjacency=several.pad("adjacency", slots, axes=2),
             padding=padding,
             real_nodes=torch.arange(some_nodes) < n,
             real_copies=torch.arange(some_copies) < c,
-            y=stack_labels(graphs),
+            y=several.labels(),
         )
 
 
@@ -229,8 +211,8 @@ class GINELayer(nn.Module):
     def __init__(self, dim: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.epsilon = nn.Parameter(torch.zeros(()))
-        self.mlp = MaskedSequential(*_norm_relu(dim, dim), nn.Linear(dim, dim, bias=False))
-        self.norm = MaskedBatchNorm(dim)
+        self.mlp = graphs.MaskedSequential(*_norm_relu(dim, dim), nn.Linear(dim, dim, bias=False))
+        self.norm = graphs.MaskedBatchNorm(dim)
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(dim, dim)
 
@@ -254,7 +236,7 @@ class WalkEncoder(nn.Module):
     def __init__(self, steps: int, dim: int) -> None:
         super().__init__()
         self.steps = steps
-        self.encode = MaskedSequential(*_norm_relu(steps, dim)) if steps else None
+        self.encode = graphs.MaskedSequential(*_norm_relu(steps, dim)) if steps else None
 
     def forward(self, x: Tensor, walk: Tensor, real: Tensor) -> Tensor:
         """``x``: ``(N, dim)``; ``walk``: ``(N, steps)``; ``real``: ``(N,)``, False for padding."""
@@ -289,8 +271,8 @@ class GraphViT(nn.Module):
 
     def __init__(
         self,
-        node_features: Features,
-        edge_features: Features,
+        node_features: graphs.Features,
+        edge_features: graphs.Features,
         num_outputs: int = 1,
         *,
         dim: int = 128,
@@ -303,13 +285,13 @@ class GraphViT(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.nodes = FeatureEncoder(node_features, dim)
-        self.edges = FeatureEncoder(edge_features, dim)
+        self.nodes = graphs.FeatureEncoder(node_features, dim)
+        self.edges = graphs.FeatureEncoder(edge_features, dim)
         self.walk = WalkEncoder(walk_steps, dim)
         self.patch_walk = WalkEncoder(patch_walk_steps, dim)
         self.gnn = nn.ModuleList(GINELayer(dim, gnn_dropout) for _ in range(gnn_depth))
         self.patch_to_node = nn.ModuleList(
-            MaskedSequential(*_norm_relu(dim, dim)) for _ in range(gnn_depth - 1)
+            graphs.MaskedSequential(*_norm_relu(dim, dim)) for _ in range(gnn_depth - 1)
         )
         attention = partial(HadamardAttention, dim, num_heads, dropout)
         self.blocks = nn.ModuleList(
@@ -335,15 +317,15 @@ class GraphViT(nn.Module):
         patches, nodes = len(there), len(batch.x)
         for number, layer in enumerate(self.gnn):
             if number:
-                mean = mean_by(batch.copy_patch, h, patches)
+                mean = graphs.mean_by(batch.copy_patch, h, patches)
                 of_patch = self.patch_to_node[number - 1](mean, there)
                 h = h + of_patch.index_select(0, batch.copy_patch)
-                h = mean_by(batch.copy_node, h, nodes).index_select(0, batch.copy_node)
+                h = graphs.mean_by(batch.copy_node, h, nodes).index_select(0, batch.copy_node)
             h = layer(h, batch.copy_edges, e, real)
-        tokens = mean_by(batch.copy_patch, h, patches)
+        tokens = graphs.mean_by(batch.copy_patch, h, patches)
         return self.patch_walk(tokens, batch.patch_walk.flatten(0, 1), there)
 
 
 def _norm_relu(inputs: int, outputs: int) -> list[nn.Module]:
     # no bias: the norm would subtract it
-    return [nn.Linear(inputs, outputs, bias=False), MaskedBatchNorm(outputs), nn.ReLU()]
+    return [nn.Linear(inputs, outputs, bias=False), graphs.MaskedBatchNorm(outputs), nn.ReLU()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,27 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gfsa_experiments.models import graphs
 from gfsa_experiments.models.attention import Block, SoftmaxAttention
-from gfsa_experiments.models.graphs import (
-    Batch,
-    Collator,
-    FeatureEncoder,
-    Features,
-    Prepared,
-    above,
-    distances,
-    each,
-    pad,
-    pad_rows,
-    padding_of,
-    path_edges,
-    stack_labels,
-    starts,
-)
 
 
 @dataclass
-class GraphormerBatch(Batch):
+class GraphormerBatch(graphs.Batch):
     """B graphs, padded to N nodes; the E edges of all graphs concatenated.
 
     ``x``: ``(B, N, F)``; ``padding``: ``(B, N)``, True where there is no node; ``in_degree``,
@@ -50,7 +34,7 @@ class GraphormerBatch(Batch):
 
 
 @dataclass(frozen=True)
-class GraphormerCollator(Collator):
+class GraphormerCollator(graphs.Collator):
     """Graphs to a :class:`GraphormerBatch`; hand it to a data loader as ``collate_fn``.
 
     Args:
@@ -69,29 +53,30 @@ class GraphormerCollator(Collator):
         """Degrees, distances and paths, in the smallest integers that hold them."""
         source, target = edge_index
         small = torch.int16 if max(num_nodes, len(source)) < 2**15 else torch.int32
-        distance = distances(edge_index, num_nodes)
+        distance = graphs.distances(edge_index, num_nodes)
         return {
             "in_degree": torch.bincount(target, minlength=num_nodes),
             "out_degree": torch.bincount(source, minlength=num_nodes),
             "distance": distance.to(small),
-            "paths": path_edges(edge_index, distance, self.max_hops).to(small),
+            "paths": graphs.path_edges(edge_index, distance, self.max_hops).to(small),
         }
 
-    def join(self, graphs: Sequence[Prepared]) -> GraphormerBatch:
-        nodes, edges = ([*map(len, each(graphs, name))] for name in ("x", "edge_attr"))
+    def join(self, several: graphs.Several) -> GraphormerBatch:
+        edges = several.sizes("edge_attr")
         # a multiple together with the virtual node, which suits attention kernels
-        size = above(max(nodes), self.pad_to_multiple) - 1
-        paths = pad(each(graphs, "paths"), size, -1, axes=2).int()
+        size = graphs.above(max(several.sizes("x")), self.pad_to_multiple) - 1
+        paths = several.pad("paths", size, -1, axes=2).int()
+        # edges are concatenated: those of a graph are numbered after those before it
+        first = graphs.starts(edges).int()[:, None, None, None]
         return GraphormerBatch(
-            x=pad(each(graphs, "x"), size),
-            padding=padding_of(nodes, size),
-            in_degree=pad(each(graphs, "in_degree"), size),
-            out_degree=pad(each(graphs, "out_degree"), size),
-            distance=pad(each(graphs, "distance"), size, -1, axes=2).int(),
-            edge_attr=pad_rows(each(graphs, "edge_attr"), self.few(sum(edges))),
-            # edges are concatenated: those of a graph are numbered after those before it
-            paths=torch.where(paths < 0, paths, paths + starts(edges).int()[:, None, None, None]),
-            y=stack_labels(graphs),
+            x=several.pad("x", size),
+            padding=several.padding("x", size),
+            in_degree=several.pad("in_degree", size),
+            out_degree=several.pad("out_degree", size),
+            distance=several.pad("distance", size, -1, axes=2).int(),
+            edge_attr=several.rows("edge_attr", self.few(sum(edges))),
+            paths=torch.where(paths < 0, paths, paths + first),
+            y=several.labels(),
         )
 
 
@@ -106,12 +91,12 @@ class GraphBias(nn.Module):
     """
 
     def __init__(
-        self, edge_features: Features, num_heads: int, num_distances: int, max_hops: int
+        self, edge_features: graphs.Features, num_heads: int, num_distances: int, max_hops: int
     ) -> None:
         super().__init__()
         self.spatial = nn.Embedding(num_distances, num_heads)
         self.virtual = nn.Parameter(torch.empty(num_heads))
-        self.edges = FeatureEncoder(edge_features, num_heads)
+        self.edges = graphs.FeatureEncoder(edge_features, num_heads)
         self.hops = nn.Parameter(torch.empty(max_hops, num_heads, num_heads))
         nn.init.normal_(self.virtual, std=0.02)
         nn.init.normal_(self.hops, std=0.02)
@@ -171,8 +156,8 @@ class Graphormer(nn.Module):
 
     def __init__(
         self,
-        node_features: Features,
-        edge_features: Features,
+        node_features: graphs.Features,
+        edge_features: graphs.Features,
         num_outputs: int = 1,
         *,
         dim: int,
@@ -187,7 +172,7 @@ class Graphormer(nn.Module):
         attention_dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        self.nodes = FeatureEncoder(node_features, dim)
+        self.nodes = graphs.FeatureEncoder(node_features, dim)
         self.in_degree = nn.Embedding(num_degrees, dim)
         self.out_degree = nn.Embedding(num_degrees, dim)
         self.virtual_node = nn.Parameter(torch.empty(dim))
@@ -204,8 +189,8 @@ class Graphormer(nn.Module):
     @classmethod
     def slim(
         cls,
-        node_features: Features = (64,),
-        edge_features: Features = (64,),
+        node_features: graphs.Features = (64,),
+        edge_features: graphs.Features = (64,),
         num_outputs: int = 1,
         **options: Any,
     ) -> Graphormer:
@@ -216,8 +201,8 @@ class Graphormer(nn.Module):
     @classmethod
     def base(
         cls,
-        node_features: Features = (512,) * 9,
-        edge_features: Features = (512,) * 3,
+        node_features: graphs.Features = (512,) * 9,
+        edge_features: graphs.Features = (512,) * 3,
         num_outputs: int = 1,
         **options: Any,
     ) -> Graphormer:

@@ -30,11 +30,6 @@ class Prepared(SimpleNamespace):
     """A graph with what a collator computes of it once: store these instead of the raw graphs."""
 
 
-def each(graphs: Sequence[Prepared], name: str) -> list[Any]:
-    """One attribute of every graph."""
-    return [getattr(graph, name) for graph in graphs]
-
-
 class Batch:
     """A dataclass of tensors that moves between devices, for data loaders and accelerate."""
 
@@ -88,12 +83,13 @@ class Collator(ABC):
         """What a model needs beside the features of nodes and edges."""
 
     @abstractmethod
-    def join(self, graphs: Sequence[Prepared]) -> Any:
+    def join(self, graphs: Several) -> Any:
         """The batch of some graphs."""
 
     def __call__(self, graphs: Sequence[Graph | Prepared]) -> Any:
         with on_the_host():
-            return self.join([g if isinstance(g, Prepared) else self.prepare(g) for g in graphs])
+            prepared = [g if isinstance(g, Prepared) else self.prepare(g) for g in graphs]
+            return self.join(Several(prepared))
 
     def few(self, count: int) -> int:
         """A number above ``count``, one of four per power of two; ``count`` without padding."""
@@ -113,14 +109,53 @@ def starts(sizes: Sequence[int]) -> Tensor:
     return counts.cumsum(0) - counts
 
 
-def shifted(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """``(..., n)`` numbers of each graph's own things, concatenated, as numbers of all things.
+class Several:
+    """Graphs that become one batch: an attribute of all of them, joined to one tensor."""
 
-    Args:
-        sizes: how many things each graph has: the numbers of a graph start after those before it.
-    """
-    by = starts(sizes).repeat_interleave(torch.tensor([part.shape[-1] for part in parts]))
-    return torch.cat(list(parts), -1) + by
+    def __init__(self, graphs: Sequence[Prepared]) -> None:
+        self.graphs = graphs
+
+    def each(self, name: str) -> list[Any]:
+        """The attribute of every graph."""
+        return [getattr(graph, name) for graph in self.graphs]
+
+    def sizes(self, name: str) -> list[int]:
+        return [len(rows) for rows in self.each(name)]
+
+    def padding(self, name: str, size: int) -> Tensor:
+        """``(B, size)``, True behind the rows that graph b has."""
+        return torch.arange(size) >= torch.tensor(self.sizes(name))[:, None]
+
+    def pad(self, name: str, size: int, value: float = 0, axes: int = 1) -> Tensor:
+        """``(B, size, ...)``: the first ``axes`` axes, which differ in length, are padded."""
+        rows, there = self.each(name), ~self.padding(name, size)
+        if axes == 2:
+            there = there[:, :, None] & there[:, None, :]
+        content = torch.cat([row.flatten(0, axes - 1) for row in rows])
+        padded = content.new_full((there.numel(), *content.shape[1:]), value)
+        padded.index_copy_(0, there.flatten().nonzero()[:, 0], content)
+        return padded.view(*there.shape, *content.shape[1:])
+
+    def rows(self, name: str, count: int) -> Tensor:
+        """``(count, ...)``: the rows of all graphs, then zeros."""
+        joined = torch.cat(self.each(name))
+        return torch.cat([joined, joined.new_zeros(count - len(joined), *joined.shape[1:])])
+
+    def shifted(self, name: str, sizes: Sequence[int]) -> Tensor:
+        """``(..., n)``: numbers of a graph's own things as numbers of the things of all graphs.
+
+        ``sizes`` are how many things each graph has.
+        """
+        parts = self.each(name)
+        by = starts(sizes).repeat_interleave(torch.tensor([part.shape[-1] for part in parts]))
+        return torch.cat(parts, -1) + by
+
+    def labels(self) -> Tensor | None:
+        """``(B, T)``, or None if no graph has a label."""
+        sizes = [None if y is None else len(y) for y in self.each("y")]
+        if len(set(sizes)) > 1:
+            raise ValueError(f"expected the same number of labels for every graph, got {sizes}")
+        return None if sizes[0] is None else torch.stack(self.each("y"))
 
 
 def filled(values: Tensor, count: int, fillers: Tensor) -> Tensor:
@@ -133,36 +168,6 @@ def filled(values: Tensor, count: int, fillers: Tensor) -> Tensor:
         return values
     filling = fillers[missing % len(fillers)]
     return torch.cat([values, filling.expand(*values.shape[:-1], -1)], -1)
-
-
-def padding_of(counts: Sequence[int], size: int) -> Tensor:
-    """``(B, size)``, True behind the first ``counts[b]`` places of row b."""
-    return torch.arange(size) >= torch.tensor(counts)[:, None]
-
-
-def pad(rows: Sequence[Tensor], size: int, value: float = 0, axes: int = 1) -> Tensor:
-    """Tensors whose first ``axes`` axes have different lengths as one, ``(B, size, ...)``."""
-    there = ~padding_of([len(row) for row in rows], size)
-    if axes == 2:
-        there = there[:, :, None] & there[:, None, :]
-    content = torch.cat([row.flatten(0, axes - 1) for row in rows])
-    padded = content.new_full((there.numel(), *content.shape[1:]), value)
-    padded.index_copy_(0, there.flatten().nonzero()[:, 0], content)
-    return padded.view(*there.shape, *content.shape[1:])
-
-
-def pad_rows(rows: Sequence[Tensor], count: int) -> Tensor:
-    """``(count, ...)``: the rows of several tensors, then zeros."""
-    joined = torch.cat(list(rows))
-    return torch.cat([joined, joined.new_zeros(count - len(joined), *joined.shape[1:])])
-
-
-def stack_labels(graphs: Sequence[Prepared]) -> Tensor | None:
-    """``(B, T)``, or None if no graph has a label."""
-    sizes = [None if y is None else len(y) for y in each(graphs, "y")]
-    if len(set(sizes)) > 1:
-        raise ValueError(f"expected the same number of labels for every graph, got {sizes}")
-    return None if sizes[0] is None else torch.stack(each(graphs, "y"))
 
 
 def _columns(features: Any) -> Tensor:
@@ -233,12 +238,12 @@ def random_walk_encoding(adjacency: Tensor, steps: int) -> Tensor:
     return returns
 
 
-def dense_adjacency(edge_index: Tensor, num_nodes: int) -> Tensor:
+def dense_adjacency(edge_index: Tensor, num_nodes: int, both_ways: bool = False) -> Tensor:
     """``(N, N)`` of zeros and ones; parallel edges count once."""
     check_edges(edge_index, num_nodes)
     adjacency = torch.zeros(num_nodes, num_nodes)
     adjacency[edge_index[0], edge_index[1]] = 1.0
-    return adjacency
+    return torch.maximum(adjacency, adjacency.T) if both_ways else adjacency
 
 
 def check_edges(edge_index: Tensor, num_nodes: int) -> None:

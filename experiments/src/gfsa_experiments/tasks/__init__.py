@@ -1,7 +1,7 @@
 """The tasks: recipes, and the readers of their data.
 
 A recipe is a :class:`~gfsa_experiments.engine.task.Recipe`; the command line finds it by its line
-here, or in a module of the user's own, where it is called ``RECIPE``.
+in ``recipes.csv``, or in a module of the user's own, where it is called ``RECIPE``.
 """
 
 from __future__ import annotations
@@ -9,21 +9,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from gfsa_experiments.data.files import table
+
 if TYPE_CHECKING:
     from gfsa_experiments.engine.task import Recipe
 
-RECIPES = {
-    "glue": "gfsa_experiments.tasks.texts:GLUE",
-    "text": "gfsa_experiments.tasks.texts:TEXT",
-    "causal_lm": "gfsa_experiments.tasks.pretrain.recipe:CAUSAL_LM",
-    "code": "gfsa_experiments.tasks.texts:CODE",
-    "image": "gfsa_experiments.tasks.image",
-    "graph": "gfsa_experiments.tasks.graph.recipe",
-    "speech": "gfsa_experiments.tasks.speech.recipe",
-    "lra": "gfsa_experiments.tasks.lra",
-    "pretrain": "gfsa_experiments.tasks.pretrain.recipe:PRETRAIN",
-    "stdlib": "gfsa_experiments.tasks.pretrain.recipe:STDLIB",
-}
+RECIPES = {line["name"]: line for line in table("gfsa_experiments.tasks", "recipes.csv")}
 
 
 def find_recipe(name: str) -> Recipe:
@@ -33,8 +24,8 @@ def find_recipe(name: str) -> Recipe:
             f"there is no recipe {name!r}; there are {', '.join(RECIPES)}, "
             "or name a module of your own that has a RECIPE, with a dot: package.module"
         )
-    module, _, attribute = RECIPES.get(name, name).partition(":")
-    attribute = attribute or "RECIPE"
+    line = RECIPES.get(name)
+    module = name if line is None else f"gfsa_experiments.tasks.{line['module']}"
     try:
         found = import_module(module)
     except ModuleNotFoundError as error:
@@ -45,10 +36,13 @@ def find_recipe(name: str) -> Recipe:
         raise ValueError(f"the module {module} cannot be imported: {error}") from error
     from gfsa_experiments.engine.task import Recipe
 
-    recipe = getattr(found, attribute, None)
+    if line is not None:
+        parts = getattr(found, line["config"]), getattr(found, line["task"])
+        return Recipe(name, line["title"], *parts, line["extra"])
+    recipe = getattr(found, "RECIPE", None)
     if not isinstance(recipe, Recipe):
         raise ValueError(
-            f"the module {module} has no {attribute}, or it is not a "
+            f"the module {module} has no RECIPE, or it is not a "
             f"gfsa_experiments.engine.task.Recipe: got {type(recipe).__name__}"
         )
     return recipe

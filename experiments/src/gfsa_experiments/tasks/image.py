@@ -20,21 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
-from gfsa_experiments.data.files import check_count, not_found, read_npz, source_of
-from gfsa_experiments.data.own import (
-    Labels,
-    entries_of,
-    find_own,
-    hold_out,
-    name_of,
-    own_data,
-    part_named,
-    refuse_unseen,
-    some,
-    three_parts,
-)
+from gfsa_experiments.data import own
+from gfsa_experiments.data.files import check_count, read_npz, source_of
 from gfsa_experiments.engine.batches import SeededItems
 from gfsa_experiments.engine.config import (
     CountOrZero,
@@ -44,7 +33,7 @@ from gfsa_experiments.engine.config import (
     TrainConfig,
     as_text,
 )
-from gfsa_experiments.engine.task import Recipe, Split, Task, TensorRows, as_it_is
+from gfsa_experiments.engine.task import Split, Task, TensorRows, as_it_is
 
 # short names of the paper's models; any other name is one of timm's
 MODELS = {
@@ -53,19 +42,16 @@ MODELS = {
     "cait_s24": "cait_s24_224",
     "swin_small": "swin_small_patch4_window7_224",
 }
-_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-_CIFAR = {
-    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+# classes, and mean and deviation of the pixels
+_CIFAR: dict[str, tuple[int, Sequence[float], Sequence[float]]] = {
+    "cifar10": (10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": (100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
-# DeiT resizes to 256 and cuts out 224
-_CROP = 224 / 256
 # black pixels around an image of CIFAR before a random crop of its size
 _PADDING = 4
 
 Cifar = Literal["cifar10", "cifar100"]
 SIDE = 32
-CLASSES: dict[Cifar, int] = {"cifar10": 10, "cifar100": 100}
 _COUNTS = {"train": 50_000, "test": 10_000}
 _JPEGS = "cifar10_jpeg.npz"
 
@@ -132,7 +118,7 @@ class ImageConfig(TrainConfig):
             )
 
     def label(self) -> str:
-        folder = f"folder={name_of(self.data)}" if self.data else "folder"
+        folder = f"folder={own.name_of(self.data)}" if self.data else "folder"
         data = self.dataset if self.is_cifar else folder
         return f"{data} {self.model}" + (f"-d{self.depth}" if self.depth else "")
 
@@ -196,7 +182,16 @@ def read_cifar(data_dir: Path, name: Cifar) -> dict[str, TensorRows]:
             return _read_jpegs(folder / _JPEGS)
         if (folder / ("cifar-10-batches-py" if name == "cifar10" else "cifar-100-python")).is_dir():
             return _from_torchvision(folder, name)
-    raise not_found(data_dir, source.files, source)
+    raise source.missing(data_dir, source.files)
+
+
+def cifar_parts(data_dir: Path, name: Cifar, holdout: float) -> dict[str, TensorRows]:
+    """``train``, ``valid``, which is held out of it, and ``test``."""
+    both = read_cifar(data_dir, name)
+    named = zip(("train", "valid"), own.hold_out(len(both["train"]), holdout), strict=True)
+    parts = {part: TensorRows(**both["train"].__getitems__(rows)) for part, rows in named}
+    # an object of its own: a run seals its test split
+    return parts | {"test": TensorRows(**both["test"].columns)}
 
 
 def _from_torchvision(folder: Path, name: Cifar) -> dict[str, TensorRows]:
@@ -254,8 +249,8 @@ def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
     ``val`` and no ``test`` it is ``val`` that is reported.
     """
     inside = sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
-    folders = {part: folder for folder in inside if (part := part_named(folder.name))}
-    if len(folders) < sum(part_named(folder.name) is not None for folder in inside):
+    folders = {part: folder for folder in inside if (part := own.part_named(folder.name))}
+    if len(folders) < sum(own.part_named(folder.name) is not None for folder in inside):
         raise ValueError(f"{root} has two folders for one part; leave one of train, val and test")
     if folders and ("train" not in folders or len(folders) == 1):
         raise _not_images(root)
@@ -265,9 +260,9 @@ def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
         found = _images_in(folders[part], classes)[1]
         named[part] = range(len(files), len(files) + len(found))
         files = files + found
-    labels = [label for _, label in files]
-    rows, split_by = three_parts(named, str(root), labels, holdout=holdout)
-    refuse_unseen(Labels(tuple(classes), [float(n) for n in labels], ""), rows, str(root))
+    labels = own.Labels(tuple(classes), [float(label) for _, label in files], "")
+    rows, split_by = own.three_parts(named, str(root), labels.values, holdout=holdout)
+    own.refuse_unseen(labels, rows, str(root))
     parts = {part: [files[row] for row in chosen] for part, chosen in rows.items()}
     return ImageFiles(parts, classes, split_by)
 
@@ -287,7 +282,7 @@ def _images_in(folder: Path, wanted: list[str] | None = None) -> tuple[list[str]
         files: list[File] = make_dataset(str(folder), numbers, IMG_EXTENSIONS, allow_empty=empty)
     except FileNotFoundError as error:
         # it names the classes without an image
-        raise ValueError(f"{folder}: {error}{entries_of(folder)}") from error
+        raise ValueError(f"{folder}: {error}{own.entries_of(folder)}") from error
     if not files:
         raise _not_images(folder, wanted)
     return classes, files
@@ -298,13 +293,13 @@ def _not_images(root: Path, wanted: list[str] | None = None) -> FileNotFoundErro
     return FileNotFoundError(
         f"expected the folders train and val, each with one folder of images per class{same}, or "
         f"one folder of images per class alone, which are split for you, in {root}; ImageNet is at "
-        f"{source_of('folder').where}{entries_of(root)}"
+        f"{source_of('folder').where}{own.entries_of(root)}"
     )
 
 
 @dataclass(eq=False)
 class FolderImages(Dataset[Any]):
-    """Pairs of a transformed RGB image and its label, read on demand."""
+    """Transformed RGB ``images`` and their ``labels``, read on demand."""
 
     files: Sequence[File]
     transform: Any
@@ -312,7 +307,7 @@ class FolderImages(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         from PIL import Image
 
         path, label = self.files[index]
@@ -321,17 +316,11 @@ class FolderImages(Dataset[Any]):
                 if image.mode.startswith("I"):
                     # of 16 bits the upper 8: Pillow would clip them, everything above 255 white
                     image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-                return self.transform(image.convert("RGB")), label
+                return {"images": self.transform(image.convert("RGB")), "labels": label}
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise ValueError(
                 f"{path} is no readable image: {error}; replace or delete it"
             ) from error
-
-
-def stack(items: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
-    """A batch of transformed images."""
-    images, labels = zip(*items, strict=True)
-    return {"images": torch.stack(images), "labels": torch.tensor(labels)}
 
 
 class Normalise:
@@ -391,24 +380,17 @@ class ImageTask(Task):
         #: of images that are not the model's input yet
         self.normalise: Normalise | None = None
         if config.is_cifar:
-            self._take_cifar(read_cifar(Path(data_dir), config.dataset))
+            name: Any = config.dataset
+            self.num_classes, *of_pixels = _CIFAR[name]
+            self.normalise = Normalise(*of_pixels)
+            parts = cifar_parts(Path(data_dir), name, config.holdout)
+            self.splits = {part: Split(rows, as_it_is) for part, rows in parts.items()}
         else:
-            root = (
-                find_own(config.data, data_dir, "a folder of images") if config.data else data_dir
-            )
+            root = data_dir
+            if config.data:
+                root = own.find(config.data, data_dir, "a folder of images")
             self._take_files(list_images(Path(root).absolute(), config.holdout), str(root))
         self.model = make_model(config, self.num_classes)
-
-    def _take_cifar(self, both: dict[str, TensorRows]) -> None:
-        name: Any = self.config.dataset
-        self.num_classes, self.normalise = CLASSES[name], Normalise(*_CIFAR[name])
-        train, valid = hold_out(len(both["train"]), self.config.holdout)
-        for part, rows in (("train", train), ("valid", valid)):
-            of_part = {
-                n: column[torch.as_tensor(rows)] for n, column in both["train"].columns.items()
-            }
-            self.splits[part] = Split(TensorRows(**of_part), as_it_is)
-        self.splits["test"] = Split(TensorRows(**both["test"].columns), as_it_is)
 
     def _take_files(self, files: ImageFiles, root: str) -> None:
         config = self.config
@@ -419,19 +401,18 @@ class ImageTask(Task):
             for path, label in listed
             for piece in (part, files.classes[label], os.fsencode(os.path.basename(path)))
         )
-        labels = f"classification, {len(files.classes)} classes: {some(files.classes)}"
+        labels = f"classification, {len(files.classes)} classes: {own.some(files.classes)}"
         where = config.data or root
-        own = own_data(
+        facts = own.facts(
             where, where, files.parts, files.split_by, pieces, labels=labels, unit="images"
         )
         # rows on --data-dir itself were recorded without a digest
-        self.own_data = own if config.data else replace(own, digest="")
+        self.own_data = facts if config.data else replace(facts, digest="")
         self.num_classes = len(files.classes)
         for part, listed in files.parts.items():
             read: Any = FolderImages(listed, _transform(config, training=part == "train"))
-            self.splits[part] = Split(
-                SeededItems(read, config.seed) if part == "train" else read, stack
-            )
+            items = SeededItems(read, config.seed) if part == "train" else read
+            self.splits[part] = Split(items, default_collate)
 
     def inputs(self, images: Tensor) -> Tensor:
         """Images without augmentation, as the model takes them."""
@@ -554,24 +535,15 @@ def _transform(config: ImageConfig, training: bool) -> Any:
     """timm's transform from an image to a normalised tensor."""
     from timm.data import create_transform
 
-    mean, std = _IMAGENET
-    shared = {"input_size": config.size, "interpolation": "bicubic", "mean": mean, "std": std}
+    # means, deviations and the crop of images that are not trained on are ImageNet's by default
+    given = {"input_size": config.size, "interpolation": "bicubic"}
     if not training:
-        return create_transform(**shared, crop_pct=_CROP)
+        return create_transform(**given)
     return create_transform(
-        **shared,
+        **given,
         is_training=True,
         color_jitter=0.0 if config.auto_augment else 0.3,
         auto_augment=config.auto_augment or None,
         re_prob=config.erase,
         re_mode="pixel",
     )
-
-
-RECIPE = Recipe(
-    name="image",
-    title="Image classification from scratch: DeiT, CaiT, Swin",
-    config=ImageConfig,
-    build=ImageTask,
-    extra="image",
-)

@@ -15,7 +15,7 @@ import functools
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,10 +26,11 @@ import numpy as np
 import torch
 from filelock import FileLock
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from gfsa_experiments.data.files import check_count, find_file, read_npz, source_of
-from gfsa_experiments.data.own import hold_out, name_of
+from gfsa_experiments.data.files import check_count, read_npz, source_of
+from gfsa_experiments.data.own import name_of
 from gfsa_experiments.data.tables import OwnTable, open_table, read_labelled, usable_rows
 from gfsa_experiments.engine.config import (
     Count,
@@ -38,10 +39,10 @@ from gfsa_experiments.engine.config import (
     ShareBelowOne,
     check_multiple,
 )
-from gfsa_experiments.engine.task import Classification, OwnData, Recipe, Split, as_it_is
+from gfsa_experiments.engine.task import OwnData, Split, Task, as_it_is
 from gfsa_experiments.engine.whole_files import write_whole
 from gfsa_experiments.models.attention import Attention, Encoder
-from gfsa_experiments.tasks.image import SIDE, read_cifar
+from gfsa_experiments.tasks.image import SIDE, cifar_parts
 
 COUNTS = {"train": 96_000, "val": 2_000, "test": 2_000}
 SHORTEST, LONGEST = 501, 1_999
@@ -67,30 +68,15 @@ _MOST_CLASSES = 256
 
 @dataclass(frozen=True)
 class Sequences:
-    """Concatenated sequences of small tokens, with a label each."""
+    """Rows of small tokens, uint8, with a label each."""
 
-    tokens: np.ndarray
-    """uint8."""
-    offsets: np.ndarray
-    """Sequence i is ``tokens[offsets[i]:offsets[i + 1]]``."""
+    rows: Sequence[np.ndarray]
     labels: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.offsets)
 
     @classmethod
     def of(cls, lists: Iterable[tuple[bytes, int]]) -> Sequences:
-        """Sequences from the tokens and the label of each."""
-        tokens, labels = zip(*lists, strict=True)
-        offsets = np.cumsum([0, *map(len, tokens)])
-        return cls(np.frombuffer(b"".join(tokens), np.uint8), offsets, np.array(labels, np.uint8))
+        rows, labels = zip(*lists, strict=True)
+        return cls([np.frombuffer(row, np.uint8) for row in rows], np.array(labels, np.uint8))
 
 
 def make_listops(seed: int = 0, counts: dict[str, int] | None = None) -> dict[str, Sequences]:
@@ -132,17 +118,17 @@ def _grow(generator: random.Random, depth: int, tokens: list[int]) -> int:
 def read_listops(data_dir: Path) -> dict[str, Sequences]:
     """``train``, ``val`` and ``test``; generated and stored if they do not exist."""
     source = source_of("listops")
-    paths: dict[str, Path] = {}
-    for part in COUNTS:
-        try:
-            paths[part] = find_file(data_dir, [f"basic_{part}.tsv"], source)
-        except FileNotFoundError:
-            # one part without the others is a mistake
-            if paths:
-                raise
-            break
-    else:
-        return {part: _read_tsv(path, COUNTS[part]) for part, path in paths.items()}
+    try:
+        source.find(data_dir, "basic_train.tsv")
+    except FileNotFoundError:
+        return _generated(data_dir)
+    # one part without the others is a mistake
+    paths = {part: source.find(data_dir, f"basic_{part}.tsv") for part in COUNTS}
+    return {part: _read_tsv(path, COUNTS[part]) for part, path in paths.items()}
+
+
+def _generated(data_dir: Path) -> dict[str, Sequences]:
+    """The parts that are stored, drawn if they are not."""
     stored = [folder / _GENERATED for folder in (data_dir, data_dir / "listops")]
     path = next((path for path in stored if path.is_file()), stored[-1])
     if not path.is_file():
@@ -152,7 +138,11 @@ def read_listops(data_dir: Path) -> dict[str, Sequences]:
         arrays = read_npz(path, [f"{name}_{part}" for part in COUNTS for name in _ARRAYS])
     except ValueError as error:
         raise ValueError(f"{error}, or delete it to generate it again") from error
-    return {part: Sequences(*(arrays[f"{name}_{part}"] for name in _ARRAYS)) for part in COUNTS}
+    found = {}
+    for part in COUNTS:
+        tokens, offsets, labels = (arrays[f"{name}_{part}"] for name in _ARRAYS)
+        found[part] = Sequences(np.split(tokens, offsets[1:-1]), labels)
+    return found
 
 
 def _read_tsv(path: Path, official: int) -> Sequences:
@@ -185,7 +175,11 @@ def _generate(path: Path) -> None:
 
 def store(path: Path, parts: dict[str, Sequences]) -> None:
     """Write the parts where :func:`read_listops` finds them."""
-    arrays = {f"{name}_{p}": getattr(part, name) for p, part in parts.items() for name in _ARRAYS}
+    arrays: dict[str, Any] = {}
+    for name, part in parts.items():
+        arrays[f"tokens_{name}"] = np.concatenate(part.rows)
+        arrays[f"offsets_{name}"] = np.cumsum([0, *map(len, part.rows)])
+        arrays[f"labels_{name}"] = part.labels
     write_whole(path, functools.partial(np.savez, **arrays))
 
 
@@ -197,19 +191,15 @@ class LraConfig(OwnTable):
     used_if = (
         ("!data", "task holdout"),
         ("task=image", "holdout"),
-        ("attention=linformer", "projected"),
     )
 
     task: Literal["listops", "image"] = "listops"
     """Unless ``data`` names texts of the caller's own, which are read byte by byte."""
     attention: Attention = "softmax"
-    """``linformer`` is a reference model that takes no filter."""
     dim: Count = 512
     depth: Count = 4
     num_heads: Count = 8
     ffn_dim: Count = 1024
-    projected: Count = 256
-    """Rows that Linformer projects a sequence to."""
     dropout: ShareBelowOne = 0.1
     attention_dropout: ShareBelowOne = 0.0
     length: int = 2000
@@ -232,11 +222,6 @@ class LraConfig(OwnTable):
     def check(self) -> None:
         super().check()
         check_multiple(self, "dim", "num_heads")
-        if self.attention == "efficient" and self.attention_dropout:
-            raise ValueError(
-                "attention=efficient never builds the map whose entries attention_dropout="
-                f"{self.attention_dropout} would drop; leave it at 0"
-            )
         if len(self.text) != 1:
             raise ValueError(f"text takes one column here, got {', '.join(self.text)}")
         if self.length < 2:
@@ -264,8 +249,10 @@ class LraConfig(OwnTable):
         return _PIXELS if self.task == "image" and not self.data else self.length - 1
 
 
-class LraTask(Classification):
-    """The class of a sequence."""
+class LraTask(Task):
+    """The class of a sequence: cross-entropy, and accuracy in percent."""
+
+    metric = "accuracy"
 
     def __init__(self, config: LraConfig, data_dir: Path) -> None:
         data_dir = Path(data_dir).absolute()
@@ -281,7 +268,7 @@ class LraTask(Classification):
             parts, self.pad = _images(data_dir, config.holdout), None
         self.model = make_encoder(config, classes)
         self.splits = {
-            name: Split(Padded(of, config.longest, multiple), as_it_is, of.lengths.tolist())
+            name: Split(Padded(of, config.longest, multiple), as_it_is, [*map(len, of.rows)])
             for name, of in parts.items()
         }
 
@@ -289,6 +276,15 @@ class LraTask(Classification):
         tokens = batch["tokens"]
         logits: Tensor = model(tokens.int(), None if self.pad is None else tokens == self.pad)
         return logits
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self.logits(model, batch).float(), batch["labels"])
+
+    def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return self.logits(model, batch).argmax(-1) == batch["labels"]
+
+    def score(self, predictions: list[Tensor]) -> dict[str, float]:
+        return {"accuracy": 100 * torch.cat(predictions).double().mean().item()}
 
     def example(self) -> Tensor:
         """One sequence without padding."""
@@ -307,10 +303,10 @@ class Padded(Dataset[Any]):
     """The width of a batch, CLS included, is a multiple of this; 0: always ``longest``."""
 
     def __len__(self) -> int:
-        return len(self.sequences)
+        return len(self.sequences.rows)
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        rows = [self.sequences[index] for index in indices]
+        rows = [self.sequences.rows[index] for index in indices]
         width = self.longest
         if self.multiple:
             most = max(map(len, rows)) + 1
@@ -322,19 +318,14 @@ class Padded(Dataset[Any]):
         return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
 
 
-_OF_ENCODER = (
-    *("attention", "dim", "depth", "num_heads", "ffn_dim"),
-    *("dropout", "attention_dropout", "projected"),
-)
-
-
 def make_encoder(config: LraConfig, num_classes: int = 10) -> Encoder:
     is_lists = config.task == "listops" and not config.data
+    names = "attention", "dim", "depth", "num_heads", "ffn_dim", "dropout", "attention_dropout"
     return Encoder(
         vocabulary=len(TOKENS) if is_lists else _BYTES,
         num_classes=num_classes,
         max_length=config.longest,
-        **{name: getattr(config, name) for name in _OF_ENCODER},
+        **{name: getattr(config, name) for name in names},
     )
 
 
@@ -376,23 +367,8 @@ def to_grey(pixels: Tensor) -> Tensor:
 @lru_cache(maxsize=2)
 def _images(data_dir: Path, holdout: float) -> dict[str, Sequences]:
     """Grey images as sequences of 1,024 values."""
-    both = read_cifar(data_dir, "cifar10")
-    train, valid = hold_out(len(both["train"]), holdout)
-    chosen: dict[str, tuple[str, Any]]
-    chosen = {"train": ("train", train), "valid": ("train", valid), "test": ("test", slice(None))}
     found = {}
-    for part, (of, rows) in chosen.items():
-        images, labels = (column[rows] for column in both[of].columns.values())
-        grey = to_grey(images).numpy()
-        found[part] = Sequences(
-            grey.reshape(-1), np.arange(len(grey) + 1) * _PIXELS, labels.numpy()
-        )
+    for part, rows in cifar_parts(data_dir, "cifar10", holdout).items():
+        grey = to_grey(rows.columns["images"]).numpy()
+        found[part] = Sequences(list(grey), rows.columns["labels"].numpy())
     return found
-
-
-RECIPE = Recipe(
-    name="lra",
-    title="Long Range Arena: ListOps and Image, softmax or Efficient Attention",
-    config=LraConfig,
-    build=LraTask,
-)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gfsa_experiments.data.files import check_count, find_file, source_of, table
+from gfsa_experiments.data.files import check_count, source_of, table
 from gfsa_experiments.data.own import PARTS, Labels, text_of
 from gfsa_experiments.data.tables import (
     LabelledRows,
+    column_of,
     instead_of_files,
     open_table,
     usable_rows,
@@ -36,7 +36,7 @@ def read_glue(data_dir: Path, name: str, report: str = "dev") -> LabelledRows:
             names = [f"{facts['folder']}/{part}.tsv", f"{facts['short']}_{part}.tsv"]
             if part == "train" and facts["sample"]:
                 names.append(facts["sample"])
-            path = find_file(data_dir, names, source)
+            path = source.find(data_dir, *names)
             if facts["sample"] and path.name.startswith(facts["sample"]):
                 official = int(facts["sample_rows"])
             found.append((path, _official_tsv(path, facts), official))
@@ -47,7 +47,7 @@ def read_glue(data_dir: Path, name: str, report: str = "dev") -> LabelledRows:
         where = [f"{data} {split}" for split in splits]
         found = list(zip(where, read, wanted.values(), strict=True))
     if report == "test":
-        path = find_file(data_dir, ["stsb_test.tsv"], source)
+        path = source.find(data_dir, "stsb_test.tsv")
         found.append((path, _official_tsv(path, facts), _STSB_TEST_ROWS))
     parts = [_glue_rows(facts, *each) for each in found]
     of_parts = ("train", "test") if report == "dev" else PARTS
@@ -130,9 +130,7 @@ def read_code(data_dir: Path, name: str) -> LabelledRows:
     source, sizes = source_of(name), source_of(name).sizes
     parts: dict[str, list[tuple[str, ...]]] = {}
     try:
-        functions = find_file(
-            data_dir, ["function.json" if name == "devign" else "data.jsonl"], source
-        )
+        functions = source.find(data_dir, "function.json" if name == "devign" else "data.jsonl")
     except FileNotFoundError as missing:
         data, columns = _CODE_ON_HUB[name]
         splits = ("train", "validation", "test")
@@ -145,7 +143,7 @@ def read_code(data_dir: Path, name: str) -> LabelledRows:
     else:
         for at, part in enumerate(PARTS):
             names = [f"{part}.txt", f"{part}_sampled.txt"][: 1 + (name == "bigclonebench")]
-            path = find_file(data_dir, names, source)
+            path = source.find(data_dir, *names)
             sizes = _SAMPLED if "sampled" in path.name else sizes
             parts[part] = _examples_of_code(functions, path)
             check_count(path, len(parts[part]), sizes[at])
@@ -175,11 +173,11 @@ def _examples_of_code(functions: Path, path: Path) -> list[tuple[str, ...]]:
 @lru_cache(maxsize=2)
 def _functions(path: Path) -> dict[str, tuple[str, ...]]:
     """The functions by their numbers, each with its label if it has one."""
-    text = text_of(path)
-    try:
-        if ".jsonl" in path.name:
-            listed = [json.loads(line) for line in text.splitlines()]
-            return {str(each["idx"]): (each["func"],) for each in listed}
-        return {str(i): (e["func"], str(e["target"])) for i, e in enumerate(json.loads(text))}
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}); get it again") from error
+    found = open_table(path)
+    numbered = "idx" in found.columns
+    columns = ["func"] if numbered else ["func", "target"]
+    cells = [column_of(path, found, column, "") for column in columns]
+    if bool(found[columns].isna().any(axis=None)):
+        raise ValueError(f"{path} is damaged: a function has no {' or '.join(columns)}")
+    numbers = map(str, found["idx"] if numbered else found.index)
+    return {n: tuple(map(str, row)) for n, *row in zip(numbers, *cells, strict=True)}

@@ -20,15 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from gfsa_experiments.data import pretrained
 from gfsa_experiments.data.own import Wanted, hold_out, name_of
-from gfsa_experiments.data.pretrained import (
-    load_classifier,
-    load_model,
-    load_tokenizer,
-    refuse_longer,
-    token_ids,
-    train_tokenizer,
-)
 from gfsa_experiments.data.tables import LabelledRows, OwnTable, read_labelled
 from gfsa_experiments.engine.config import (
     Count,
@@ -38,7 +31,7 @@ from gfsa_experiments.engine.config import (
     check_multiple,
     field_names,
 )
-from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
+from gfsa_experiments.engine.task import Split, Task, as_it_is
 from gfsa_experiments.tasks.text_sets import GLUE_TASKS, read_code, read_glue
 
 _LENS_EXAMPLES = 8
@@ -199,8 +192,6 @@ class Examples(Dataset[Any]):
 
     texts: dict[str, np.ndarray]
     """Ids and, if the model uses them, types of every text, padded at the end, and its length."""
-    pad: int
-    """The padding id."""
     rows: np.ndarray
     """``(examples, k)``, the k texts of each example, which are adjacent in a batch."""
     labels: np.ndarray
@@ -214,37 +205,34 @@ class Examples(Dataset[Any]):
 
     def width(self, at: np.ndarray) -> int:
         """The length that a batch of these texts is padded to."""
-        longest = int(self.texts["length"][at].max())
-        return min(-(-longest // self.multiple) * self.multiple, self.most)
+        return _rounded(int(self.texts["length"][at].max()), self.multiple, self.most)
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         at = self.rows[np.asarray(indices)].reshape(-1)
         width = self.width(at)
         mask = np.arange(width) < self.texts["length"][at][:, None]
         batch = {
-            "input_ids": _cut(self.texts["ids"][at], width, self.pad),
+            "input_ids": torch.from_numpy(self.texts["ids"][at, :width].astype(np.int64)),
             "attention_mask": torch.from_numpy(mask.astype(np.int64)),
         }
         if "types" in self.texts:
-            batch["token_type_ids"] = _cut(self.texts["types"][at], width, 0)
+            types = self.texts["types"][at, :width].astype(np.int64)
+            batch["token_type_ids"] = torch.from_numpy(types)
         return batch | {"labels": torch.from_numpy(self.labels[indices])}
 
     def split(self) -> Split:
         return Split(self, as_it_is, self.texts["length"][self.rows].max(1).tolist())
 
 
-def _filled(rows: Sequence[Sequence[int]], value: int, dtype: Any) -> np.ndarray:
-    matrix = np.full((len(rows), max(map(len, rows))), value, dtype)
+def _rounded(length: int, multiple: int, most: int) -> int:
+    return min(-(-length // multiple) * multiple, most)
+
+
+def _filled(rows: Sequence[Sequence[int]], width: int, value: int, dtype: Any) -> np.ndarray:
+    matrix = np.full((len(rows), width), value, dtype)
     for line, row in zip(matrix, rows, strict=True):
         line[: len(row)] = row
     return matrix
-
-
-def _cut(matrix: np.ndarray, width: int, value: int) -> Tensor:
-    # in numpy: torch would start threads for these few bytes
-    out = np.full((len(matrix), width), value, np.int64)
-    out[:, : matrix.shape[1]] = matrix[:, :width]
-    return torch.from_numpy(out)
 
 
 @dataclass(frozen=True)
@@ -285,17 +273,21 @@ def encode(config: Any, data_dir: Path) -> Encoded:
     most = config.max_length
     if config.apart and config.model == "scratch":
         training = [texts[0][row] for row in np.unique(at[parts["train"]])]
-        tokenizer = train_tokenizer(training, config.vocab_size, _SPECIAL)
-        ids = [[_START, *each[: most - 2], _END] for each in token_ids(tokenizer, texts[0])]
+        tokenizer = pretrained.train_tokenizer(training, config.vocab_size, _SPECIAL)
+        learned = pretrained.token_ids(tokenizer, texts[0])
+        ids = [[_START, *each[: most - 2], _END] for each in learned]
         found, pad, vocabulary = {"input_ids": ids}, _PAD, tokenizer.get_vocab_size()
     else:
-        tokenizer = load_tokenizer(config.model)
+        tokenizer = pretrained.load_tokenizer(config.model)
         found = tokenizer(*texts, truncation=True, max_length=most, return_attention_mask=False)
         pad, vocabulary = tokenizer.pad_token_id, len(tokenizer)
     ids = found["input_ids"]
-    arrays = {"ids": _filled(ids, pad, np.int32), "length": np.array([len(row) for row in ids])}
+    lengths = np.array([len(row) for row in ids])
+    # as wide as the widest batch
+    width = _rounded(int(lengths.max()), config.pad_to_multiple, most)
+    arrays = {"ids": _filled(ids, width, pad, np.int32), "length": lengths}
     if "token_type_ids" in found and not config.apart:
-        arrays["types"] = _filled(found["token_type_ids"], 0, np.uint8)
+        arrays["types"] = _filled(found["token_type_ids"], width, 0, np.uint8)
     holdout, fraction = getattr(config, "holdout", 0.0), getattr(config, "fraction", 1.0)
     kept, held = hold_out(len(parts["train"]), holdout, fraction)
     if held:
@@ -303,7 +295,7 @@ def encode(config: Any, data_dir: Path) -> Encoded:
     parts["train"] = [parts["train"][row] for row in kept]
     normal = ((values - mean) / deviation).astype(np.float32)
     examples = {
-        part: Examples(arrays, pad, at[chosen], normal[chosen], config.pad_to_multiple, most)
+        part: Examples(arrays, at[chosen], normal[chosen], config.pad_to_multiple, most)
         for part, chosen in parts.items()
     }
     return Encoded(examples, rows, vocabulary, mean, deviation)
@@ -353,14 +345,14 @@ def make_model(config: Any, encoded: Encoded) -> nn.Module:
     """A pretrained model with a new head, or a new RoBERTa; torch's generator initialises both."""
     classes = len(encoded.rows.labels.classes)
     if not config.apart:
-        model: nn.Module = load_classifier(config.model, max(1, classes))
+        model: nn.Module = pretrained.load_classifier(config.model, max(1, classes))
         return model
     functions = len(encoded.rows.texts[0])
     if config.model == "scratch":
         return PairClassifier(_new_roberta(config, encoded), functions, classes)
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoModel
 
-    body = load_model(AutoModel, config.model, new=("pooler",))
+    body = pretrained.load_model(AutoModel, config.model, new=("pooler",))
     kind = type(body.config)
     decodes = kind in MODEL_FOR_CAUSAL_LM_MAPPING and kind not in MODEL_FOR_MASKED_LM_MAPPING
     if decodes and not body.config.is_encoder_decoder:
@@ -412,7 +404,7 @@ class TextTask(Task):
         self.model = make_model(config, encoded)
         body = getattr(self.model, "body", self.model)
         longest = max(part.width(part.rows) for part in encoded.parts.values())
-        refuse_longer(body, config.model, longest)
+        pretrained.refuse_longer(body, config.model, longest)
         self.splits = {name: part.split() for name, part in encoded.parts.items()}
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -470,23 +462,3 @@ def _measured(metric: str, labels: np.ndarray, found: np.ndarray) -> float:
         return 100 * float((found == labels).mean())
     average = "macro" if metric == "macro_f1" else "binary"
     return 100 * float(metrics.f1_score(labels, found, average=average, zero_division=0.0))
-
-
-TEXT = Recipe(
-    name="text",
-    title="Texts of your own: fine-tune a pretrained encoder on classes or numbers",
-    config=TextConfig,
-    build=TextTask,
-)
-GLUE = Recipe(
-    name="glue",
-    title="GLUE: fine-tune a pretrained encoder on CoLA, SST-2, MRPC, QQP, STS-B, MNLI, QNLI, RTE",
-    config=GlueConfig,
-    build=TextTask,
-)
-CODE = Recipe(
-    name="code",
-    title="Code: find defects (Devign) or clones (BigCloneBench), or classify your own",
-    config=CodeConfig,
-    build=TextTask,
-)

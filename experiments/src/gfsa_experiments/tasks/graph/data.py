@@ -20,19 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gfsa_experiments.data.files import BadRows, check_count, find_file, read_npz, source_of
-from gfsa_experiments.data.own import (
-    PARTS,
-    Labels,
-    Wanted,
-    decide,
-    find_own,
-    name_of,
-    own_data,
-    part_named,
-    refuse_unseen,
-    three_parts,
-)
+from gfsa_experiments.data import own
+from gfsa_experiments.data.files import check_count, read_npz, report_bad, source_of
 from gfsa_experiments.engine.task import OwnData
 from gfsa_experiments.models.graphs import Features
 
@@ -48,24 +37,18 @@ Parts = dict[str, list[int]]
 # hybridisation, aromatic, in a ring) and bonds (type, stereo, conjugated)
 ATOMS = (119, 5, 12, 12, 10, 6, 6, 2, 2)
 BONDS = (5, 6, 2)
-_MOLECULES = (ATOMS, BONDS)
 # QM8 gives energies in hartree; PCQM4M, which it stands in for, in electronvolts
 _HARTREE = 27.211386
 
-# metric, features of nodes and edges; the labels of pcqm4m's test sets are hidden: whoever writes
-# the npz file makes the split
-_FACTS: dict[str, tuple[Metric, tuple[Features, Features]]] = {
-    "zinc": ("mae", ((28,), (4,))),
-    "pcqm4m": ("mae", _MOLECULES),
-    "pcqm4mv2": ("mae", _MOLECULES),
-    "qm8": ("mae", _MOLECULES),
-    "peptides-func": ("ap", _MOLECULES),
-    "peptides-struct": ("mae", _MOLECULES),
-    "molhiv": ("rocauc", _MOLECULES),
-    "moltox21": ("rocauc", _MOLECULES),
-    "molesol": ("rmse", _MOLECULES),
+# the labels of pcqm4m's test sets are hidden: whoever writes the npz file makes the split
+_SETS: dict[Metric, tuple[str, ...]] = {
+    "mae": ("zinc", "pcqm4m", "pcqm4mv2", "qm8", "peptides-struct"),
+    "ap": ("peptides-func",),
+    "rocauc": ("molhiv", "moltox21"),
+    "rmse": ("molesol",),
 }
-DATA_NAMES = tuple(_FACTS)
+_METRICS = {name: metric for metric, names in _SETS.items() for name in names}
+DATA_NAMES = tuple(_METRICS)
 EXPECTED = "a .npz or .pt file, pyg:CLASS:NAME or MODULE:CLASS:NAME"
 _IMPORTED = re.compile(r"[A-Za-z_][\w.]*(:[\w.-]+){1,2}")
 _MOST_KINDS = 1 << 20
@@ -104,17 +87,17 @@ def is_own(data: str) -> bool:
 
 def own_name(data: str) -> str:
     """The name in rows: ``TUDataset-MUTAG`` for ``pyg:TUDataset:MUTAG``, a file's own otherwise."""
-    return "-".join(data.split(":")[1:]) if _IMPORTED.fullmatch(data) else name_of(data)
+    return "-".join(data.split(":")[1:]) if _IMPORTED.fullmatch(data) else own.name_of(data)
 
 
 @lru_cache(maxsize=4)
-def read_graphs(data: str, data_dir: Path, labels: Wanted = "auto") -> GraphSet:
+def read_graphs(data: str, data_dir: Path, labels: own.Wanted = "auto") -> GraphSet:
     """The data set that ``data`` names; of own graphs the labels are decided and parts chosen."""
-    if data in _FACTS:
+    if data in _METRICS:
         return _known(data, data_dir)
     if _IMPORTED.fullmatch(data):
         return _own(data, data, *_imported(data, data_dir), labels)
-    path = find_own(data, data_dir, EXPECTED)
+    path = own.find(data, data_dir, EXPECTED)
     if path.suffix == ".npz":
         return _own(data, str(path), *_from_npz(path), labels)
     graphs = _load(path)
@@ -122,9 +105,10 @@ def read_graphs(data: str, data_dir: Path, labels: Wanted = "auto") -> GraphSet:
 
 
 def _known(name: str, data_dir: Path) -> GraphSet:
-    metric, (nodes, edges) = _FACTS[name]
+    metric = _METRICS[name]
+    nodes, edges = ((28,), (4,)) if name == "zinc" else (ATOMS, BONDS)
     source = source_of(f"graph {name}")
-    path = find_file(data_dir, [source.files], source)
+    path = source.find(data_dir, source.files)
     # the fourth split of zinc12k has molecules that the official 12,000 lack
     graphs, parts = _from_npz(path, extra=name == "zinc")
     for graph in graphs:
@@ -136,7 +120,7 @@ def _known(name: str, data_dir: Path) -> GraphSet:
             graph.y = graph.y[:1] * _HARTREE
     found = _usable(GraphSet(name, metric, graphs, parts, nodes, edges), path)
     if source.sizes:
-        sizes = tuple(len(found.parts[part]) for part in PARTS)
+        sizes = tuple(len(found.parts[part]) for part in own.PARTS)
         check_count(path, sizes, source.sizes, "graphs to train, validate and test on")
     return found
 
@@ -149,10 +133,8 @@ def _from_npz(path: Path, extra: bool = False) -> tuple[list[Data], Parts]:
     """
     from torch_geometric.data import Data
 
-    arrays = read_npz(path, ("n_node", "n_edge", "edge", "y"))
-    with np.load(path, allow_pickle=False) as file:
-        optional = {"node_feat", "edge_feat", "split", "atom_type", "bond_type"} & {*file.files}
-    arrays |= read_npz(path, optional - arrays.keys())
+    optional = "node_feat", "edge_feat", "split", "atom_type", "bond_type"
+    arrays = read_npz(path, ("n_node", "n_edge", "edge", "y"), optional)
     # torch has few operations on unsigned integers
     found = {
         key: torch.from_numpy(array.astype(np.int64) if array.dtype.kind in "iub" else array)
@@ -188,7 +170,7 @@ def _from_npz(path: Path, extra: bool = False) -> tuple[list[Data], Parts]:
             f"{path}: expected split to have 0 (train), 1 (valid) or 2 (test) for each of "
             f"{len(graphs)} graphs, got numbers such as {unknown[0]}"
         )
-    named = {p: [row for row, of in enumerate(split) if of == n] for n, p in enumerate(PARTS)}
+    named = {p: [row for row, of in enumerate(split) if of == n] for n, p in enumerate(own.PARTS)}
     return graphs, {part: rows for part, rows in named.items() if rows}
 
 
@@ -203,11 +185,8 @@ def _usable(found: GraphSet, path: Path) -> GraphSet:
     """The data set without invalid graphs, which are counted and reported."""
     rows = sorted(row for part in found.parts.values() for row in part)
     faults = {row: fault for row in rows if (fault := _fault(found, found.graphs[row]))}
-    bad = BadRows(path, "graphs", "graph")
-    for row, fault in faults.items():
-        bad.add(row, fault)
-    bad.report(len(rows) - len(faults))
-    parts = {p: [row for row in found.parts.get(p, []) if row not in faults] for p in PARTS}
+    report_bad(list(faults.items()), len(rows) - len(faults), path, "graphs", "graph")
+    parts = {p: [row for row in found.parts.get(p, []) if row not in faults] for p in own.PARTS}
     if not all(sizes := tuple(map(len, parts.values()))):
         raise ValueError(f"{path}: expected graphs to train, validate and test on, got {sizes}")
     return replace(found, parts=parts)
@@ -240,7 +219,9 @@ def _unknown(features: Tensor, allowed: Features) -> bool:
     return bool(((kinds < 0) | (kinds >= torch.tensor(allowed))).any())
 
 
-def _own(data: str, where: str, graphs: Sequence[Data], named: Parts, labels: Wanted) -> GraphSet:
+def _own(
+    data: str, where: str, graphs: Sequence[Data], named: Parts, labels: own.Wanted
+) -> GraphSet:
     """Graphs of the caller's own: what their labels and features are, and their parts."""
     from torch_geometric.data import Data
 
@@ -267,11 +248,7 @@ def _own(data: str, where: str, graphs: Sequence[Data], named: Parts, labels: Wa
             )
     y, metric, classes, why = _labels(torch.cat(columns["y"]), labels)
     of_class = y[:, 0].tolist() if metric == "accuracy" else None
-    parts, split_by = three_parts(named, where, of_class)
-    if of_class is not None:
-        known = y[:, 0].isfinite().tolist()
-        labelled = {part: [row for row in rows if known[row]] for part, rows in parts.items()}
-        refuse_unseen(Labels(classes, of_class, why), labelled, where)
+    parts, split_by = own.three_parts(named, where, of_class)
     x, node_features = _features(columns["x"], where, "nodes")
     edge_attr, edge_features = _features(columns["edge_attr"], where, "edges")
     read = [
@@ -281,17 +258,18 @@ def _own(data: str, where: str, graphs: Sequence[Data], named: Parts, labels: Wa
     features = node_features, edge_features
     made = GraphSet(own_name(data), metric, read, parts, *features, len(classes))
     made = _usable(made, Path(where))
+    own.refuse_unseen(own.Labels(classes, y[:, 0].tolist(), why), made.parts, where)
     tensors = (
         t for rows in made.parts.values() for row in rows for t in read[row].to_dict().values()
     )
     pieces = (np.ascontiguousarray(tensor.numpy()).tobytes() for tensor in tensors)
-    own = own_data(
+    facts = own.facts(
         data, where, made.parts, split_by, pieces, name=made.name, labels=why, unit="graphs"
     )
-    return replace(made, own=own)
+    return replace(made, own=facts)
 
 
-def _labels(y: Tensor, wanted: Wanted) -> tuple[Tensor, Metric, tuple[str, ...], str]:
+def _labels(y: Tensor, wanted: own.Wanted) -> tuple[Tensor, Metric, tuple[str, ...], str]:
     """The labels as float32, the metric for them, the names of the classes, and why.
 
     Several columns are binary if they have no numbers but 0 and 1 (−1 and NaN: unknown).
@@ -302,7 +280,7 @@ def _labels(y: Tensor, wanted: Wanted) -> tuple[Tensor, Metric, tuple[str, ...],
         if not known.any():
             raise ValueError(f"y is NaN or infinite in all {len(y)} graphs; give each its label")
         texts = [str(value) for value in y[known, 0].tolist()]
-        found = decide(texts, "y", wanted, advice="give every graph its class or number as y")
+        found = own.decide(texts, "y", wanted, advice="give every graph its class or number as y")
         values = torch.full(y.shape, torch.nan)
         values[known, 0] = torch.tensor(found.values)
         metric: Metric = "accuracy" if found.classes else "mae"
@@ -385,6 +363,6 @@ def _imported(data: str, data_dir: Path) -> tuple[list[Data], Parts]:
                 f"data={data} could not be constructed with {arguments}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        parts[str(part_named(split))] = [*range(len(graphs), len(graphs) + len(found))]
+        parts[str(own.part_named(split))] = [*range(len(graphs), len(graphs) + len(found))]
         graphs += found
     return graphs, parts

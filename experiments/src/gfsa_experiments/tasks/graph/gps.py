@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,32 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.nn import GINEConv, GPSConv, ResGatedGraphConv
 
-from gfsa_experiments.baselines.blocks import GPS_BLOCK, register_block
-from gfsa_experiments.models.graphs import (
-    Batch,
-    Collator,
-    FeatureEncoder,
-    Features,
-    MaskedBatchNorm,
-    Prepared,
-    above,
-    dense_adjacency,
-    each,
-    filled,
-    pad,
-    pad_rows,
-    padding_of,
-    random_walk_encoding,
-    shifted,
-    stack_labels,
-)
+from gfsa_experiments.models import graphs
 
 if TYPE_CHECKING:
     from gfsa_experiments.tasks.graph.recipe import GraphConfig
 
 
 @dataclass
-class GPSBatch(Batch):
+class GPSBatch(graphs.Batch):
     """B graphs, padded to N nodes.
 
     ``x``: ``(B, N, F)``; ``padding``: ``(B, N)``, True where there is no node; ``edge_index``:
@@ -53,7 +34,7 @@ class GPSBatch(Batch):
 
 
 @dataclass(frozen=True)
-class GPSCollator(Collator):
+class GPSCollator(graphs.Collator):
     """Graphs to a :class:`GPSBatch`, padded to a multiple, with one padding node at least."""
 
     encoding: str = "none"
@@ -62,24 +43,24 @@ class GPSCollator(Collator):
 
     def features(self, edge_index: Tensor, num_nodes: int) -> dict[str, Tensor]:
         """The graph's edges, and the encoding of its nodes."""
-        adjacency = dense_adjacency(torch.cat([edge_index, edge_index.flip(0)], 1), num_nodes)
-        kinds = {"walk": random_walk_encoding, "laplacian": lowest_eigenvectors}
-        encoding = kinds.get(self.encoding, random_walk_encoding)(adjacency, self.encoding_size)
-        return {"edge_index": edge_index, "encoding": encoding}
+        adjacency = graphs.dense_adjacency(edge_index, num_nodes, both_ways=True)
+        walks, of_laplacian = graphs.random_walk_encoding, lowest_eigenvectors
+        encode = of_laplacian if self.encoding == "laplacian" else walks
+        return {"edge_index": edge_index, "encoding": encode(adjacency, self.encoding_size)}
 
-    def join(self, graphs: Sequence[Prepared]) -> GPSBatch:
-        nodes = [*map(len, each(graphs, "x"))]
-        size = above(max(nodes), self.pad_to_multiple)
-        padding = padding_of(nodes, size)
-        edge_index = shifted(each(graphs, "edge_index"), [size] * len(graphs))
+    def join(self, several: graphs.Several) -> GPSBatch:
+        nodes = several.sizes("x")
+        size = graphs.above(max(nodes), self.pad_to_multiple)
+        padding = several.padding("x", size)
+        edge_index = several.shifted("edge_index", [size] * len(nodes))
         edges = self.few(edge_index.shape[1])
         return GPSBatch(
-            x=pad(each(graphs, "x"), size),
+            x=several.pad("x", size),
             padding=padding,
-            edge_index=filled(edge_index, edges, padding.flatten().nonzero()[:, 0]),
-            edge_attr=pad_rows(each(graphs, "edge_attr"), edges),
-            encoding=pad(each(graphs, "encoding"), size),
-            y=stack_labels(graphs),
+            edge_index=graphs.filled(edge_index, edges, padding.flatten().nonzero()[:, 0]),
+            edge_attr=several.rows("edge_attr", edges),
+            encoding=several.pad("encoding", size),
+            y=several.labels(),
         )
 
 
@@ -110,7 +91,7 @@ class DenseGPSConv(GPSConv):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         for norm in (self.norm1, self.norm2, self.norm3):
-            norm.module = MaskedBatchNorm(norm.module.num_features)
+            norm.module = graphs.MaskedBatchNorm(norm.module.num_features)
 
     def forward(self, x: Tensor, edge_index: Tensor, padding: Tensor, **kwargs: Any) -> Tensor:
         """``x``: ``(B, N, channels)``; ``padding``: ``(B, N)``."""
@@ -123,16 +104,12 @@ class DenseGPSConv(GPSConv):
         return self.norm3.module(h + self.mlp(h), real).view_as(x)
 
 
-# the comparison methods find its branches where GPSConv has them
-register_block(DenseGPSConv, GPS_BLOCK)
-
-
 class WalkFeatures(nn.Module):
     """Random-walk encodings to vectors: batch norm, then a linear layer."""
 
     def __init__(self, steps: int, dim: int) -> None:
         super().__init__()
-        self.norm = MaskedBatchNorm(steps)
+        self.norm = graphs.MaskedBatchNorm(steps)
         self.linear = nn.Linear(steps, dim)
 
     def forward(self, batch: GPSBatch) -> Tensor:
@@ -167,7 +144,7 @@ class GPS(nn.Module):
     """GPS for properties of whole graphs; ``config`` has its sizes, encoding and pooling."""
 
     def __init__(
-        self, config: GraphConfig, nodes: Features, edges: Features, num_outputs: int
+        self, config: GraphConfig, nodes: graphs.Features, edges: graphs.Features, num_outputs: int
     ) -> None:
         super().__init__()
         dim, of_encoding = config.width, config.encoding_width
@@ -178,8 +155,8 @@ class GPS(nn.Module):
         elif config.encoding == "laplacian":
             self.encoding = LaplacianFeatures(of_encoding)
         rest = dim if self.encoding is None else dim - of_encoding
-        self.nodes = FeatureEncoder(nodes, rest)
-        self.edges = FeatureEncoder(edges, dim)
+        self.nodes = graphs.FeatureEncoder(nodes, rest)
+        self.edges = graphs.FeatureEncoder(edges, dim)
 
         def local() -> nn.Module:
             if config.local == "gated":

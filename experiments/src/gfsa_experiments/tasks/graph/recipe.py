@@ -23,7 +23,7 @@ from gfsa_experiments.engine.config import (
     TrainConfig,
     check_multiple,
 )
-from gfsa_experiments.engine.task import Recipe, Split, Task
+from gfsa_experiments.engine.task import Split, Task
 from gfsa_experiments.models import Graphormer, GraphormerCollator, GraphViT, GraphViTCollator
 from gfsa_experiments.models.graphs import Collator, Prepared
 from gfsa_experiments.tasks.graph.data import (
@@ -288,12 +288,3 @@ def _prepared(data: str, data_dir: Path, labels: Wanted, collate: Collator) -> d
     found = read_graphs(data, data_dir, labels)
     rows = (row for part in found.parts.values() for row in part)
     return {row: collate.prepare(found.graphs[row]) for row in rows}
-
-
-RECIPE = Recipe(
-    name="graph",
-    title="Graphormer, GPS and Graph-ViT on molecules, peptides, or graphs of your own",
-    config=GraphConfig,
-    build=GraphTask,
-    extra="graph",
-)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sysconfig
 import tempfile
 from collections.abc import Sequence
@@ -15,14 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
-from gfsa.filters import GraphFilter
-from gfsa.operators import Visibility
+from gfsa_experiments.data import own
 from gfsa_experiments.data.corpus import EXPECTED, Corpus, corpus_of
-from gfsa_experiments.data.files import cache_folder, check_count, find_file, source_of
-from gfsa_experiments.data.own import HUB, PARTS, find_own, own_data, text_of
+from gfsa_experiments.data.files import check_count, source_of
 from gfsa_experiments.data.pretrained import load_tokenizer, token_ids, train_tokenizer
 from gfsa_experiments.data.tables import column_of, instead_of_files
 from gfsa_experiments.engine.task import OwnData
@@ -94,19 +93,16 @@ def token_files(
 ) -> tuple[Path, Meta, str]:
     """The folder of a corpus's tokens, made if need be; what it holds; how its parts were made.
 
-    Args:
-        data: a corpus (:func:`gfsa_experiments.data.corpus.corpus_of`), or such a folder, as the
-            cache has it.
-        tokenizer: ``bpe``, which is trained on the text, or the path of a file.
-        column: the key or column of the text, where documents have several.
+    ``data`` is a corpus, or such a folder, as the cache has it; ``tokenizer`` is ``bpe``, which is
+    trained on the text, or the path of a file.
     """
-    if not data.startswith(HUB):
-        path = find_own(data, data_dir, EXPECTED)
+    wanted = described(tokenizer, vocab_size)
+    if not data.startswith(own.HUB):
+        path = own.find(data, data_dir, EXPECTED)
         if (path / META).is_file():
-            meta = _given(path, described(tokenizer, vocab_size))
-            return path, meta, "as it was prepared"
+            return path, _checked(path, wanted), "as it was prepared"
     corpus = corpus_of(data, data_dir, column)
-    cache, wanted = cache_folder(), described(tokenizer, vocab_size)
+    cache = Path(os.environ.get("GFSA_CACHE") or "~/.cache/gfsa").expanduser()
     folder = cache / f"tokens-{corpus.name}-{_key(corpus, wanted)}"
     if not (folder / META).is_file():
         cache.mkdir(parents=True, exist_ok=True)
@@ -120,7 +116,7 @@ def token_files(
                 making.mkdir()
                 prepare(corpus, tokenizer, vocab_size, making)
                 making.replace(folder)
-    return folder, _checked(folder), corpus.split_by
+    return folder, _checked(folder, wanted), corpus.split_by
 
 
 def prepare(corpus: Corpus, tokenizer: str, vocab_size: int, folder: Path) -> None:
@@ -131,14 +127,12 @@ def prepare(corpus: Corpus, tokenizer: str, vocab_size: int, folder: Path) -> No
     # numbers may be left out, so that the largest is above their count
     vocabulary = max(encoder.get_vocab().values()) + 1
     end = encoder.token_to_id(END)
-    dtype = dtype_for(vocabulary)
+    dtype, name = dtype_for(vocabulary), described(tokenizer, vocab_size)
     parts = {
-        name: _encode(encoder, documents[name], end, folder / f"{name}.bin", dtype)
-        for name in PARTS
+        part: _encode(encoder, documents[part], end, folder / f"{part}.bin", dtype)
+        for part in own.PARTS
     }
-    meta = Meta(
-        _FORMAT, corpus.name, vocabulary, end, dtype, described(tokenizer, vocab_size), parts
-    )
+    meta = Meta(_FORMAT, corpus.name, vocabulary, end, dtype, name, parts)
     (folder / META).write_text(json.dumps(asdict(meta), indent=1) + "\n")
 
 
@@ -147,24 +141,11 @@ def dtype_for(vocabulary: int) -> str:
     return "uint16" if vocabulary <= 2**16 else "uint32"
 
 
-def _given(path: Path, wanted: str) -> Meta:
-    """What a folder holds, if its tokens are of the tokenizer that the settings ask for."""
-    meta = _checked(path)
-    own = path / TOKENIZER
-    # a file that was given has been written anew
-    same = own.is_file() and wanted == described(str(own), 0)
-    if meta.tokenizer != wanted and not same:
-        kind, _, size = meta.tokenizer.partition(" ")
-        hint = f"vocab_size={size}" if kind == "bpe" else f"tokenizer={own}"
-        raise ValueError(
-            f"{path} was prepared with the tokenizer {meta.tokenizer}, the settings ask for "
-            f"{wanted}; set {hint}, or data= to the text itself"
-        )
-    return meta
+def _checked(folder: Path, wanted: str) -> Meta:
+    """What a folder holds, if it is whole and of the tokenizer that the settings ask for.
 
-
-def _checked(folder: Path) -> Meta:
-    """What a folder holds; a disk that was full, or cleaned up, may have cut it."""
+    A disk that was full, or cleaned up, may have cut it.
+    """
     path = folder / META
     try:
         written = json.loads(path.read_text())
@@ -172,7 +153,7 @@ def _checked(folder: Path) -> Meta:
         meta = Meta(parts=parts, **written)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged, prepare the corpus again: {error!r}") from error
-    if meta.format != _FORMAT or set(parts) != set(PARTS):
+    if meta.format != _FORMAT or set(parts) != set(own.PARTS):
         raise ValueError(f"{path} is of another version of gfsa; prepare the corpus again")
     for part, numbers in parts.items():
         path = folder / f"{part}.bin"
@@ -183,16 +164,23 @@ def _checked(folder: Path) -> Meta:
                 f"{path} has {size} bytes where {META} says {expected}; delete {folder} and "
                 "prepare the corpus again"
             )
+    kept = folder / TOKENIZER
+    # a file that was given has been written anew
+    if wanted not in (meta.tokenizer, kept.is_file() and described(str(kept), 0)):
+        kind, _, count = meta.tokenizer.partition(" ")
+        hint = f"vocab_size={count}" if kind == "bpe" else f"tokenizer={kept}"
+        raise ValueError(
+            f"{folder} was prepared with the tokenizer {meta.tokenizer}, the settings ask for "
+            f"{wanted}; set {hint}, or data= to the text itself"
+        )
     return meta
 
 
 def _key(corpus: Corpus, tokenizer: str) -> str:
     """The same as long as files, their sizes and dates, and the tokenizer are the same."""
-    parts = corpus.has_parts or f"split {_SPLIT}"
-    digest = sha256(f"{_FORMAT} {tokenizer} {parts}".encode())
-    for line in corpus.identity():
-        digest.update(line.encode())
-    return digest.hexdigest()[:16]
+    parts = len(corpus.sources) > 1 or f"split {_SPLIT}"
+    described = "".join([f"{_FORMAT} {tokenizer} {parts}", *corpus.identity()])
+    return sha256(described.encode()).hexdigest()[:16]
 
 
 def _tokenizer(file: str, vocab_size: int, texts: Sequence[str]) -> Any:
@@ -239,8 +227,9 @@ def read_lines(data_dir: Path, name: str, part: str) -> list[str]:
     """The lines of one part of WikiText or the Penn Treebank."""
     source = source_of(name)
     names = [f"wiki.{part}.tokens", f"wiki.{part}.raw", f"{part}.txt"]
+    names = [f"ptb.{part}.txt"] if name == "ptb" else names
     try:
-        path = find_file(data_dir, [f"ptb.{part}.txt"] if name == "ptb" else names, source)
+        path = source.find(data_dir, *names)
     except FileNotFoundError as missing:
         if name == "ptb":
             raise
@@ -249,10 +238,10 @@ def read_lines(data_dir: Path, name: str, part: str) -> list[str]:
         # the hub's empty lines lack their line feed
         lines = [text.rstrip("\n") for text in column_of(where, found, "text", "")]
     else:
-        where, lines = str(path), _lines(text_of(path))
+        where, lines = str(path), _lines(own.text_of(path))
     # the raw files contain the words that the others replace by <unk>: their counts differ
     if f"wiki.{part}.raw" not in where:
-        check_count(where, count_words(lines), source.sizes[PARTS.index(part)], "words")
+        check_count(where, count_words(lines), source.sizes[own.PARTS.index(part)], "words")
     return lines
 
 
@@ -270,15 +259,13 @@ def count_words(lines: Sequence[str]) -> int:
 def text_in_lines(data_dir: Path, data: str, column: str, tokenizer: str, vocab_size: int) -> Text:
     """A corpus line by line, without marks between documents; kept for later runs.
 
-    Args:
-        data: WikiText or the Penn Treebank; or, with a ``column``, a corpus of the caller's own.
-        tokenizer: the name of a model that has one, or ``bpe`` to train one of ``vocab_size``.
+    ``data`` is WikiText or the Penn Treebank or, with a ``column``, a corpus of the caller's own.
     """
     if column:
         corpus = corpus_of(data, data_dir, column)
         read = {p: [x for d in ds for x in _lines(d)] for p, ds in corpus.documents().items()}
     else:
-        read = {part: read_lines(data_dir, data, part) for part in PARTS}
+        read = {part: read_lines(data_dir, data, part) for part in own.PARTS}
     texts = {part: [f"{line}\n" for line in lines] for part, lines in read.items()}
     if tokenizer == "bpe":
         encoder = train_tokenizer(texts["train"], vocab_size)
@@ -290,33 +277,29 @@ def text_in_lines(data_dir: Path, data: str, column: str, tokenizer: str, vocab_
         part: np.concatenate(token_ids(encoder, lines)).astype(dtype_for(vocabulary))
         for part, lines in texts.items()
     }
-    own = None
+    facts = None
     if column:
         pieces = (piece for part, lines in texts.items() for piece in (part, *lines))
-        own = own_data(data, data, tokens, corpus.split_by, pieces, unit="tokens")
+        facts = own.facts(data, data, tokens, corpus.split_by, pieces, unit="tokens")
     words = {part: count_words(lines) for part, lines in texts.items()}
-    return Text(tokens, words, vocabulary, own=own)
+    return Text(tokens, words, vocabulary, own=facts)
 
 
-# of ten shares of the standard library's modules, one to validate on and one to test on
-_SHARES = 10
-_HELD_OUT = {0: "valid", 1: "test"}
-
-
-def source_folder() -> Path:
-    """The folder of the standard library of the running Python."""
-    return Path(sysconfig.get_path("stdlib"))
+SOURCE = Path(sysconfig.get_path("stdlib"))
+"""The standard library of the running Python."""
 
 
 def part_of(module: str) -> str:
     """The part that a module belongs to, by its name: the same for every version of Python."""
-    return _HELD_OUT.get(int(sha256(module.encode()).hexdigest(), 16) % _SHARES, "train")
+    # of ten shares, one to validate on and one to test on
+    share = int(sha256(module.encode()).hexdigest(), 16) % 10
+    return {0: "valid", 1: "test"}.get(share, "train")
 
 
 @lru_cache(maxsize=2)
 def read_source(folder: Path) -> dict[str, bytes]:
     """The modules of each part (files, not packages), sorted by name, a zero byte between two."""
-    found: dict[str, list[bytes]] = {name: [] for name in PARTS}
+    found: dict[str, list[bytes]] = {name: [] for name in own.PARTS}
     for path in sorted(folder.glob("*.py")):
         found[part_of(path.stem)].append(path.read_bytes())
     if not all(found.values()):
@@ -328,8 +311,6 @@ def read_source(folder: Path) -> dict[str, bytes]:
     return {name: b"\0".join(modules) for name, modules in found.items()}
 
 
-# beyond, tokens stay on the host and rows are sent one batch at a time
-_MOST_ON_DEVICE = 4 * 2**30
 _SIGNED = {"uint16": torch.int16, "uint32": torch.int32}
 
 
@@ -340,8 +321,6 @@ class TokenRows(Dataset[Any]):
     that a batch is a handful of numbers and nothing waits for the host.
 
     Args:
-        tokens: all of them, in a row.
-        block: the length of a model's input.
         name: of the part.
         most: take so many rows, evenly spaced; 0 for all.
         overlap: 1: rows of ``block + 1``, what one predicts last is what the next one begins with;
@@ -362,7 +341,6 @@ class TokenRows(Dataset[Any]):
         self._host = torch.from_numpy(tokens).view(_SIGNED[tokens.dtype.name])
         self._mask = 0xFFFF if tokens.dtype == np.uint16 else 0xFFFFFFFF
         self._on_device: dict[torch.device, Tensor] = {}
-        self._by_host = tokens.nbytes > _MOST_ON_DEVICE
         taken = min(count, most) if most else count
         self.rows = torch.arange(taken, dtype=torch.int64) * count // taken
 
@@ -370,57 +348,12 @@ class TokenRows(Dataset[Any]):
         return len(self.rows)
 
     def __getitems__(self, indices: list[int]) -> dict[str, Any]:
-        rows = self.rows[torch.tensor(indices)]
-        if self._by_host:
-            return {"part": self.name, "ids": self._cut(self._host, rows)}
-        return {"part": self.name, "rows": rows}
+        return {"part": self.name, "rows": self.rows[torch.tensor(indices)]}
 
     def ids(self, batch: dict[str, Any]) -> Tensor:
         """The tokens of a batch, ``(rows, width)``, where the batch is."""
-        if "ids" in batch:
-            found: Tensor = batch["ids"]
-            return found
         rows = batch["rows"]
         if rows.device not in self._on_device:
             self._on_device[rows.device] = self._host.to(rows.device)
-        return self._cut(self._on_device[rows.device], rows)
-
-    def _cut(self, tokens: Tensor, rows: Tensor) -> Tensor:
-        every = tokens.unfold(0, self.width, self.block)
+        every = self._on_device[rows.device].unfold(0, self.width, self.block)
         return every[rows].long() & self._mask
-
-
-def positions_in_documents(ids: Tensor, end: int) -> Tensor:
-    """How far each token of ``(rows, tokens)`` is from the start of its document in the row."""
-    place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    starts = torch.where(ids == end, place, 0)
-    return place - starts.cummax(1).values
-
-
-def mask_for(model: nn.Module, ids: Tensor, end: int) -> Any:
-    """Where tokens may look, as ``model`` takes it.
-
-    Plugged layers take a description of N numbers, of one shape whatever the documents are, and
-    kernels for packed rows with it; their model's other layers get it written out. A plain model
-    takes a tensor of N×N. Transformers would make the same one of the positions, but looks at them
-    first: each step would wait for the GPU.
-    """
-    if not any(isinstance(module, GraphFilter) for module in model.modules()):
-        return within_documents(ids, end)
-    from gfsa.adapters.transformers.masks import DescribedMask
-
-    visible = Visibility(causal=True, documents=_numbers(ids, end), in_order=True)
-    rows, length = ids.shape
-    return DescribedMask(visible, rows, length, ids.device)
-
-
-def within_documents(ids: Tensor, end: int) -> Tensor:
-    """``(rows, 1, tokens, tokens)``, True where a token may look: back, in its own document."""
-    document = _numbers(ids, end)
-    same = document[:, :, :, None] == document[:, :, None, :]
-    return same.tril()
-
-
-def _numbers(ids: Tensor, end: int) -> Tensor:
-    """``(rows, 1, tokens)``, the number of each token's document in its row."""
-    return (ids == end).cumsum(1)[:, None]

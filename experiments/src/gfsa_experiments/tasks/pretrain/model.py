@@ -1,4 +1,7 @@
-"""The decoders: Qwen3 in any size with its variants, GPT-2, and one of bytes for torch alone."""
+"""The decoders: Qwen3 in any size with its variants, GPT-2, and one of bytes for torch alone.
+
+And :func:`probe`: what a trained one can copy, and how its loss falls along a row.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from torch.nn import functional as F
 from gfsa.operators import AttentionOperator, Operator
 from gfsa_experiments.data.pretrained import load, load_model
 from gfsa_experiments.models.attention import SoftmaxAttention
+from gfsa_experiments.tasks.pretrain.data import TokenRows
 
 if TYPE_CHECKING:
     from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
@@ -170,28 +174,8 @@ class HeadNorm(nn.Module):
         return y.to(x.dtype)
 
 
-_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout")
-
-
-def new_gpt2(
-    vocabulary: int, block: int, depth: int, width: int, heads: int, dropout: float
-) -> Any:
-    """A GPT-2 of these sizes."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = GPT2Config(
-        vocab_size=vocabulary,
-        n_positions=block,
-        n_embd=width,
-        n_layer=depth,
-        n_head=heads,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return GPT2LMHeadModel(sizes)
+# GPT-2 has the first three
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout")
 
 
 def pretrained_decoder(name: str, block: int, dropout: float | None) -> Any:
@@ -209,7 +193,7 @@ def pretrained_decoder(name: str, block: int, dropout: float | None) -> Any:
     if block > most:
         raise ValueError(f"block {block} is longer than the {most} tokens of {name}")
     if dropout is not None:
-        names = [each for each in _DROPOUTS if hasattr(sizes, each)]
+        names = [each for each in DROPOUTS if hasattr(sizes, each)]
         if not names:
             raise ValueError(f"{name} has no dropout to be set; set dropout=none")
         for each in names:
@@ -263,7 +247,7 @@ class CausalAttention(SoftmaxAttention):
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normalised and rotated, and values: ``(B, H, N, d)`` each."""
         q, k, v = super().heads(x)
-        q, k = (self._rotated(_normalised(part)) for part in (q, k))
+        q, k = (self._rotated(part) for part in (q, k))
         return q * self.temperature[:, None, None], k, v
 
     def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
@@ -273,13 +257,10 @@ class CausalAttention(SoftmaxAttention):
         return AttentionOperator(q, k, is_causal=True)
 
     def _rotated(self, x: Tensor) -> Tensor:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
         cosine, sine = self.cosine[: x.shape[-2]], self.sine[: x.shape[-2]]
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
-
-
-def _normalised(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
 class DecoderBlock(nn.Module):
@@ -319,3 +300,77 @@ class ByteDecoder(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.linear(self.norm(x), self.embed.weight)
+
+
+# rows at a time: the logits of 8 × 1,024 tokens take half a gigabyte
+_BATCH = 8
+
+
+def probe(
+    model: nn.Module, valid: TokenRows, precision: torch.dtype | None, rows: int
+) -> dict[str, Any]:
+    """Everything that is measured, as plain data; the model is as before afterwards.
+
+    ============== ==============================================================================
+    ``induction``  loss on random tokens, and on the same tokens when they come a second time
+    ``recall``     pairs of random tokens, then the same pairs in another order: loss on the second
+                   token of a pair, the first and the second time
+    ``position``   loss by octave of the position in a row of ``valid``
+    ============== ==============================================================================
+
+    Args:
+        precision: of autocast; None for none.
+        rows: how many rows of ``valid``, and how many random sequences.
+    """
+    device = next(model.parameters()).device
+    taken = valid.rows[:rows].to(device).split(_BATCH)
+    ids = torch.cat([valid.ids({"part": "valid", "rows": some}) for some in taken])
+    vocabulary, random = int(ids.max()) + 1, torch.Generator().manual_seed(0)
+    half = torch.randint(vocabulary, (rows, valid.block // 2), generator=random)
+    pairs = _pairs(rows, valid.block, vocabulary, random)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.autocast(device.type, precision, precision is not None):
+            losses = _losses(model, ids).double()
+            octaves = [2**k - 1 for k in range(1, losses.shape[1].bit_length())]
+            return {
+                "induction": _first_and_second(model, torch.cat([half, half], 1).to(device)),
+                "recall": _first_and_second(model, pairs.to(device), step=2),
+                # the mean over positions 0, 1 to 2, 3 to 6 and so on
+                "position": [part.mean().item() for part in losses.tensor_split(octaves, 1)],
+            }
+    finally:
+        model.train(was_training)
+
+
+def _pairs(rows: int, block: int, vocabulary: int, random: torch.Generator) -> Tensor:
+    """``(rows, block)``: key, value, key, value …, all keys of a row different, then the same pairs
+    in another order."""
+    count = min(block // 4, vocabulary // 2)
+    keys = torch.stack([torch.randperm(vocabulary, generator=random)[:count] for _ in range(rows)])
+    values = torch.randint(vocabulary, (rows, count), generator=random)
+    order = torch.stack([torch.randperm(count, generator=random) for _ in range(rows)])
+    first = torch.stack([keys, values], -1)
+    second = torch.stack([keys.gather(1, order), values.gather(1, order)], -1)
+    return torch.cat([first, second], 1).flatten(1)
+
+
+def _first_and_second(model: nn.Module, ids: Tensor, step: int = 1) -> dict[str, float]:
+    """The loss on the first and on the second half of sequences, on every ``step``-th token."""
+    losses = _losses(model, ids)
+    # losses[:, i] is that of token i + 1. The first token of either half is left out: nothing
+    # before it says what it is.
+    half = ids.shape[1] // 2
+    first, second = losses[:, : half - 1 : step], losses[:, half::step]
+    return {"first": first.mean().item(), "second": second.mean().item()}
+
+
+def _losses(model: nn.Module, ids: Tensor) -> Tensor:
+    """−log p of every token but the first, ``(rows, tokens − 1)``."""
+    found = []
+    for part in ids.split(_BATCH):
+        given = {"attention_mask": {"full_attention": None}, "use_cache": False}
+        logits = model(input_ids=part[:, :-1], **given).logits.float()
+        found.append(F.cross_entropy(logits.transpose(1, 2), part[:, 1:], reduction="none"))
+    return torch.cat(found)

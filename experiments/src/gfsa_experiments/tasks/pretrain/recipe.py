@@ -32,26 +32,23 @@ from gfsa_experiments.engine.config import (
 )
 from gfsa_experiments.engine.measure import Work
 from gfsa_experiments.engine.next_token_loss import IGNORED, NextTokenLoss, cross_entropy
-from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, as_it_is
+from gfsa_experiments.engine.task import OwnData, Split, Task, as_it_is
 from gfsa_experiments.tasks.pretrain.data import (
-    Part,
+    SOURCE,
     Text,
     TokenRows,
-    mask_for,
-    positions_in_documents,
     read_source,
-    source_folder,
     text_in_lines,
     token_files,
 )
 from gfsa_experiments.tasks.pretrain.model import (
+    DROPOUTS,
     ByteDecoder,
     build_decoder,
     causal_by_kernel,
-    new_gpt2,
     pretrained_decoder,
+    probe,
 )
-from gfsa_experiments.tasks.pretrain.probes import probe
 
 # depth, width, heads and width of the MLP; with 16,384 tokens and a tied head 5.4, 15.4, 46.9 and
 # 111.7 million numbers
@@ -176,9 +173,19 @@ class CausalLMConfig(LanguageConfig):
 
     def decoder(self, vocabulary: int, end: int | None = None) -> Any:
         if self.scratch:
-            dropout = 0.1 if self.dropout is None else self.dropout
-            sizes = (self.depth, self.width, self.heads)
-            return new_gpt2(_multiple_of_64(vocabulary), self.block, *sizes, dropout)
+            from transformers import GPT2Config, GPT2LMHeadModel
+
+            sizes = GPT2Config(
+                vocab_size=_multiple_of_64(vocabulary),
+                n_positions=self.block,
+                n_embd=self.width,
+                n_layer=self.depth,
+                n_head=self.heads,
+                bos_token_id=None,
+                eos_token_id=None,
+                **dict.fromkeys(DROPOUTS[:3], 0.1 if self.dropout is None else self.dropout),
+            )
+            return GPT2LMHeadModel(sizes)
         model = pretrained_decoder(self.model, self.block, self.dropout)
         if vocabulary > model.config.vocab_size:
             raise ValueError(
@@ -193,6 +200,10 @@ class CausalLMConfig(LanguageConfig):
         with causal_by_kernel(task.model):
             logits: Tensor = model(input_ids=ids, use_cache=False).logits
         return NextTokenLoss(self.compile != "no")(logits, labels)
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
 
 
 def _multiple_of_64(vocabulary: int) -> int:
@@ -217,8 +228,6 @@ class PretrainConfig(LanguageConfig):
     """With ``tokenizer=bpe``: every byte, the end, and more."""
     block: Count = 1024
     """Tokens of a row."""
-    boundaries: bool = False
-    """Attention and positions begin anew with each document of a row."""
     size: Literal["5m", "15m", "46m", "110m"] = "15m"
     """Millions of parameters; the numbers below override it."""
     depth: Count | None = None
@@ -310,11 +319,12 @@ class PretrainConfig(LanguageConfig):
         folder, meta, split_by = token_files(*given)
         parts, own = meta.parts, None
         if self.data != PretrainConfig.data:
+            documents = ", ".join(f"{part.documents:,} {name}" for name, part in parts.items())
             own = OwnData(
                 name=meta.name,
                 source=self.data,
                 splits={name: part.tokens for name, part in parts.items()},
-                split_by=f"{split_by}; {_documents(parts, self.boundaries)}",
+                split_by=f"{split_by}; {documents} documents",
                 unit="tokens",
                 digest=digest_of(part.sha256 for part in parts.values()),
             )
@@ -335,9 +345,8 @@ class PretrainConfig(LanguageConfig):
         attention = sizes.width * (2 * inner + 2 * sizes.kv_heads * self.head_dim)
         weights = sizes.depth * (attention + 3 * sizes.width * sizes.mlp)
         weights += sizes.width * _multiple_of_64(vocabulary)
-        return Work(
-            self.block, self.block * (6.0 * weights + 6.0 * sizes.depth * inner * self.block)
-        )
+        flops = self.block * (6.0 * weights + 6.0 * sizes.depth * inner * self.block)
+        return Work(self.block, flops)
 
     def decoder(self, vocabulary: int, end: int | None = None) -> Any:
         model = build_decoder(self.whole(), _multiple_of_64(vocabulary), end)
@@ -347,20 +356,9 @@ class PretrainConfig(LanguageConfig):
     def mean_loss(
         self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor
     ) -> Tensor:
-        positions = mask = None
-        if self.boundaries:
-            assert task.end is not None
-            positions = positions_in_documents(ids, task.end)
-            mask = mask_for(model, ids, task.end)
-        # masks that are handed over ready are not built: where there is none, none, traced or not,
-        # and attention is causal by its kernel
-        loss: Tensor = model(
-            input_ids=ids,
-            labels=labels,
-            attention_mask={"full_attention": mask},
-            position_ids=positions,
-            use_cache=False,
-        ).loss
+        # without a mask, traced or not, attention is causal by its kernel
+        given = {"attention_mask": {"full_attention": None}, "use_cache": False}
+        loss: Tensor = model(input_ids=ids, labels=labels, **given).loss
         return loss
 
     def sketch(self) -> nn.Module | None:
@@ -380,15 +378,6 @@ class PretrainConfig(LanguageConfig):
             # the caller's own text is not taken for ours
             name = f"data={name}"
         return f"{name} qwen3-{size}"
-
-
-def _documents(parts: dict[str, Part], boundaries: bool) -> str:
-    """``30 train, 1 valid, 1 test documents``, and where boundaries change nothing."""
-    said = ", ".join(f"{part.documents:,} {name}" for name, part in parts.items()) + " documents"
-    alone = [name for name, part in parts.items() if part.documents == 1]
-    if boundaries and alone:
-        said += f"; boundaries change nothing in {', '.join(alone)}, a single document"
-    return said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,7 +428,7 @@ class StdlibConfig(LanguageConfig):
         return None
 
     def read(self, data_dir: Path) -> Text:
-        found = read_source(source_folder())
+        found = read_source(SOURCE)
         tokens = {p: np.frombuffer(text, np.uint8).astype(np.uint16) for p, text in found.items()}
         return Text(tokens, {part: len(text) for part, text in found.items()}, 256)
 
@@ -495,7 +484,8 @@ class LanguageTask(Task):
         self.model = config.decoder(text.vocabulary, text.end)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return self._mean(model, *self._given(batch))
+        mean: Tensor = self.config.mean_loss(self, model, *self._given(batch))
+        return mean
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
         inputs, labels = self._given(batch)
@@ -505,7 +495,7 @@ class LanguageTask(Task):
             # another shape would be compiled for, for the sake of one batch
             inputs = torch.cat([inputs, inputs[:1].expand(lacking, -1)])
             labels = F.pad(labels, (0, 0, 0, lacking), value=IGNORED)
-        total = self._mean(model, inputs, labels).double() * count
+        total = self.config.mean_loss(self, model, inputs, labels).double() * count
         return total, count, count * self._units[batch["part"]]
 
     def score(self, predictions: list[Any]) -> dict[str, float]:
@@ -548,30 +538,3 @@ class LanguageTask(Task):
             return ids[:, :-1], ids[:, 1:]
         # the last token of a row has no target: ignoring it is cheaper than slicing
         return ids, F.pad(ids[:, 1:], (0, 1), value=IGNORED)
-
-    def _mean(self, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
-        return self.config.mean_loss(self, model, ids, labels)
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
-
-
-CAUSAL_LM = Recipe(
-    name="causal_lm",
-    title="Language modelling: fine-tune GPT-2, or train one from scratch",
-    config=CausalLMConfig,
-    build=LanguageTask,
-)
-PRETRAIN = Recipe(
-    name="pretrain",
-    title="Pretraining: a Qwen3-type decoder from scratch on text",
-    config=PretrainConfig,
-    build=LanguageTask,
-)
-STDLIB = Recipe(
-    name="stdlib",
-    title="Pretraining in small: a byte-level decoder on Python's own source, without any files",
-    config=StdlibConfig,
-    build=LanguageTask,
-)

@@ -23,21 +23,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from gfsa_experiments.data.files import BadRows, check_count, find_file, read_npz, source_of
-from gfsa_experiments.data.own import (
-    PARTS,
-    entries_of,
-    files_in,
-    find_own,
-    own_data,
-    part_named,
-    text_of,
-    three_parts,
-)
-from gfsa_experiments.data.tables import open_table, read_rows
+from gfsa_experiments.data import own
+from gfsa_experiments.data.files import Bad, check_count, read_npz, report_bad, source_of
+from gfsa_experiments.data.tables import open_table, usable_rows
 from gfsa_experiments.engine.task import OwnData, Split, as_it_is
 
 AN4 = "an4"
@@ -79,11 +71,11 @@ def normalised(features: Tensor) -> Tensor:
 def read_speech(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnData | None]:
     """The utterances of each part of AN4 or of a folder; ``valid`` are speakers of ``train``."""
     if data == AN4:
-        path = find_file(data_dir, ["an4_mfcc.npz"], source_of(AN4))
+        path = source_of(AN4).find(data_dir, "an4_mfcc.npz")
         found = [*_an4_part(path, "train"), *_an4_part(path, "test")]
         unused = 0
     else:
-        path = find_own(data, data_dir, "a folder with transcripts and audio")
+        path = own.find(data, data_dir, "a folder with transcripts and audio")
         found, unused = _recordings(path)
     named: dict[str, list[int]] = {}
     for row, utterance in enumerate(found):
@@ -91,7 +83,7 @@ def read_speech(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnDat
     speakers = [utterance.speaker for utterance in found]
     to_split = {speakers[row] for row in named.get("train", ())}
     groups = speakers if all(speakers) and len(to_split) >= _FEWEST_SPEAKERS else None
-    parts, split_by = three_parts(named, str(path), groups=groups, holdout=holdout)
+    parts, split_by = own.three_parts(named, str(path), groups=groups, holdout=holdout)
     if any(speakers) and not all(speakers):
         split_by += f"; speakers are not kept apart, {speakers.count('')} utterances name none"
     if unused:
@@ -108,7 +100,7 @@ def read_speech(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnDat
         for one in utterances
         for piece in (part, one.name, one.speaker, one.text, str(one.frames))
     )
-    return sets, own_data(data, str(path), sets, split_by, pieces, unit="utterances")
+    return sets, own.facts(data, str(path), sets, split_by, pieces, unit="utterances")
 
 
 def _an4_part(path: Path, part: str) -> list[Utterance]:
@@ -125,13 +117,14 @@ def _an4_part(path: Path, part: str) -> list[Utterance]:
             f"{path} is damaged: {len(features)} frames and {len(texts)} texts of {len(frames)} "
             f"utterances with {frames.sum()} frames; get it again"
         )
-    bad, found = BadRows(f"{path}, {part}", "utterances", "utterance"), []
+    bad: Bad = []
+    found = []
     spoken = np.split(features, np.cumsum(frames)[:-1])
     for name, text, of_one in zip(map(str, ids), map(str, texts), spoken, strict=True):
         if not text.strip() or set(text) - set(LETTERS):
-            bad.add(name, f"expected A–Z, apostrophe and space, got {text!r}")
+            bad.append((name, f"expected A–Z, apostrophe and space, got {text!r}"))
         elif not len(of_one) or not np.isfinite(of_one).all():
-            bad.add(name, "it has no frames, or features that are not finite")
+            bad.append((name, "it has no frames, or features that are not finite"))
         else:
             # an251-fash-b: number, speaker, microphone
             speaker = name.split("-")[-2] if "-" in name else name
@@ -139,8 +132,10 @@ def _an4_part(path: Path, part: str) -> list[Utterance]:
             source = partial(as_it_is, sha256(of_one.tobytes()).digest())
             given = len(of_one), partial(as_it_is, tensor), source
             found.append(Utterance(part, name, speaker, " ".join(text.split()), *given))
-    bad.report(len(found))
-    check_count(f"AN4 {part}", len(texts), source_of(AN4).sizes[PARTS.index(part)], "utterances")
+    report_bad(bad, len(found), f"{path}, {part}", "utterances", "utterance")
+    check_count(
+        f"AN4 {part}", len(texts), source_of(AN4).sizes[own.PARTS.index(part)], "utterances"
+    )
     return found
 
 
@@ -153,21 +148,22 @@ def _recordings(root: Path) -> tuple[list[Utterance], int]:
     import soundfile
 
     lines = _lines(root)
-    bad, found = BadRows(root, "utterances", "utterance"), []
+    bad: Bad = []
+    found = []
     for path, text, speaker, part in lines:
         try:
             info = soundfile.info(str(path))
         except (soundfile.LibsndfileError, OSError) as error:
-            bad.add(path.name, f"it has no readable audio ({error})")
+            bad.append((path.name, f"it has no readable audio ({error})"))
             continue
         words = " ".join(text.upper().split())
         if info.frames * SAMPLE_RATE < _WINDOW * info.samplerate or not words:
-            bad.add(path.name, "it is shorter than 25 ms, or has no transcript")
+            bad.append((path.name, "it is shorter than 25 ms, or has no transcript"))
             continue
         frames = -(-info.frames * SAMPLE_RATE // info.samplerate) // HOP + 1
         read = partial(_features, path), path.read_bytes
         found.append(Utterance(part, path.stem, speaker, words, frames, *read))
-    bad.report(len(found))
+    report_bad(bad, len(found), root, "utterances", "utterance")
     audio = {path.resolve() for path in root.rglob("*") if path.suffix.lower() in _AUDIO}
     return found, len(audio - {path.resolve() for path, *_ in lines})
 
@@ -195,24 +191,24 @@ def _mel_filters() -> Any:
 
 def _lines(root: Path) -> list[Line]:
     tables = [p for p in sorted(root.rglob("transcripts.*")) if p.name in _TABLES]
-    transcripts = [p for p in files_in(root) if p.name.endswith(".trans.txt")]
+    transcripts = [p for p in own.files_in(root) if p.name.endswith(".trans.txt")]
     if not tables and not transcripts:
         raise FileNotFoundError(
             f"expected {' or '.join(_TABLES)} (columns path and text) in the folder {root}, or "
-            f"*.trans.txt beside the recordings as in LibriSpeech{entries_of(root)}"
+            f"*.trans.txt beside the recordings as in LibriSpeech{own.entries_of(root)}"
         )
     read, places = (_of_table, tables) if tables else (_of_transcript, transcripts)
     return [line for place in places for line in read(place, root)]
 
 
 def _of_table(table: Path, root: Path) -> Iterator[Line]:
-    columns = list(open_table(table).columns)
-    wanted = ["path", "text", *(name for name in ("speaker", "split") if name in columns)]
+    found = open_table(table)
+    wanted = ["path", "text", *({"speaker", "split"} & {*found.columns})]
     # a speaker may be unknown
-    for values in read_rows(str(table), root, wanted, wanted, "speaker").values:
+    for values in usable_rows(table, found, wanted, wanted, "speaker"):
         row = dict(zip(wanted, values, strict=True))
         part = row.get("split", _part_of_folders(table.parent.relative_to(root)))
-        if "split" in row and part_named(part) is None:
+        if "split" in row and own.part_named(part) is None:
             raise ValueError(
                 f"{table}: expected train, valid or test in the column split, got {part!r}"
             )
@@ -221,7 +217,7 @@ def _of_table(table: Path, root: Path) -> Iterator[Line]:
 
 def _of_transcript(transcript: Path, root: Path) -> Iterator[Line]:
     part = _part_of_folders(transcript.parent.relative_to(root))
-    for line in filter(str.strip, text_of(transcript).splitlines()):
+    for line in filter(str.strip, own.text_of(transcript).splitlines()):
         name, _, text = line.strip().partition(" ")
         beside = [transcript.parent / f"{name}{ending}" for ending in _AUDIO]
         path = next((path for path in beside if path.is_file()), beside[0])
@@ -231,7 +227,7 @@ def _of_transcript(transcript: Path, root: Path) -> Iterator[Line]:
 
 def _part_in(name: str) -> str | None:
     """``train`` for ``train-clean-100``."""
-    return part_named(re.split(r"[-_.]", name)[0])
+    return own.part_named(re.split(r"[-_.]", name)[0])
 
 
 def _part_of_folders(place: Path) -> str:
@@ -306,9 +302,8 @@ class SpeechBatches(Dataset[dict[str, Any]]):
 def _padded(sequences: list[Tensor], multiple: int) -> Tensor:
     """``(B, N, …)``, zeros at the end, N the length of the longest, rounded up to a multiple."""
     padded = pad_sequence(sequences, batch_first=True)
-    missing = -padded.shape[1] % multiple
-    rest = padded.new_zeros(padded.shape[0], missing, *padded.shape[2:])
-    return torch.cat([padded, rest], dim=1)
+    beside = (0, 0) * (padded.dim() - 2)
+    return F.pad(padded, (*beside, 0, -padded.shape[1] % multiple))
 
 
 BLANK, BEGIN, END = 0, 1, 2
@@ -317,66 +312,57 @@ _SPECIAL = 3
 Tokens = Literal["char", "unigram", "bpe"]
 
 
-class Characters:
-    """Characters as tokens; its length counts the special ones too."""
+@dataclass(frozen=True)
+class Vocabulary:
+    """Texts as tokens; the special ones, below 3, belong to no text."""
 
-    def __init__(self, letters: str = LETTERS) -> None:
-        self._letters = letters
-        self._token = {letter: _SPECIAL + i for i, letter in enumerate(letters)}
-
-    def __len__(self) -> int:
-        return _SPECIAL + len(self._letters)
-
-    def encode(self, text: str) -> list[int]:
-        return [self._token[letter] for letter in text]
+    size: int
+    """The number of tokens, special ones included."""
+    encode: Callable[[str], list[int]]
+    join: Callable[[list[int]], str]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
-        text = "".join(self._letters[token - _SPECIAL] for token in tokens if token >= _SPECIAL)
-        return " ".join(text.split())
+        return self.join([int(token) for token in tokens if token >= _SPECIAL])
 
 
-class Pieces:
+def characters(letters: str = LETTERS) -> Vocabulary:
+    """Each of these characters is a token."""
+    token = {letter: _SPECIAL + i for i, letter in enumerate(letters)}
+
+    def join(tokens: list[int]) -> str:
+        return " ".join("".join(letters[token - _SPECIAL] for token in tokens).split())
+
+    return Vocabulary(_SPECIAL + len(letters), lambda text: [token[c] for c in text], join)
+
+
+def pieces(texts: Sequence[str], kind: Literal["unigram", "bpe"], size: int) -> Vocabulary:
     """Parts of words as tokens, learned from the training transcripts by SentencePiece."""
+    import sentencepiece
 
-    def __init__(self, texts: Sequence[str], kind: Literal["unigram", "bpe"], size: int) -> None:
-        import sentencepiece
-
-        written = io.BytesIO()
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(texts),
-                model_writer=written,
-                model_type=kind,
-                vocab_size=size,
-                character_coverage=1.0,
-                pad_id=BLANK,
-                bos_id=BEGIN,
-                eos_id=END,
-                unk_id=_SPECIAL,
-                # several threads may break ties differently
-                num_threads=1,
-                minloglevel=2,
-            )
-        except RuntimeError as error:
-            raise ValueError(
-                f"SentencePiece could not learn {size} {kind} pieces from {len(texts)} "
-                f"transcripts; set vocabulary lower, or tokens=char ({error})"
-            ) from error
-        self._model = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
-
-    def __len__(self) -> int:
-        return int(self._model.get_piece_size())
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._model.encode(text))
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
-        return str(self._model.decode([int(token) for token in tokens if token >= _SPECIAL]))
-
-
-Vocabulary = Characters | Pieces
+    written = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts),
+            model_writer=written,
+            model_type=kind,
+            vocab_size=size,
+            character_coverage=1.0,
+            pad_id=BLANK,
+            bos_id=BEGIN,
+            eos_id=END,
+            unk_id=_SPECIAL,
+            # several threads may break ties differently
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"SentencePiece could not learn {size} {kind} pieces from {len(texts)} "
+            f"transcripts; set vocabulary lower, or tokens=char ({error})"
+        ) from error
+    model = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+    return Vocabulary(int(model.get_piece_size()), model.encode, model.decode)
 
 
 @lru_cache(maxsize=2)
@@ -384,4 +370,4 @@ def learn_vocabulary(
     texts: tuple[str, ...], tokens: Tokens, size: int, letters: str = LETTERS
 ) -> Vocabulary:
     """The vocabulary for these transcripts, which consist of ``letters``."""
-    return Characters(letters) if tokens == "char" else Pieces(texts, tokens, size)
+    return characters(letters) if tokens == "char" else pieces(texts, tokens, size)

@@ -20,7 +20,7 @@ from gfsa_experiments.engine.config import (
     ShareBelowOne,
     TrainConfig,
 )
-from gfsa_experiments.engine.task import Recipe, Task
+from gfsa_experiments.engine.task import Task
 from gfsa_experiments.tasks.speech.data import (
     AN4,
     BEGIN,
@@ -170,15 +170,9 @@ class Recogniser(nn.Module):
     """
 
     def __init__(self, config: SpeechConfig, features: int, vocabulary: int) -> None:
-        try:
-            from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
-            from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
-            from speechbrain.nnet.linear import Linear
-        except ImportError as error:
-            raise ImportError(
-                f"this recipe needs SpeechBrain, which cannot be imported here ({error}): "
-                "pip install speechbrain"
-            ) from error
+        from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
+        from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+        from speechbrain.nnet.linear import Linear
 
         super().__init__()
         channels = 64
@@ -296,7 +290,7 @@ class SpeechTask(Task):
         }
         batches["train"].warn_of_unalignable(_SUBSAMPLING)
         features = sets["train"][0].features().shape[1]
-        self.model = Recogniser(config, features, len(self.vocabulary))
+        self.model = Recogniser(config, features, self.vocabulary.size)
         self.splits = {name: of_split.split() for name, of_split in batches.items()}
         self.augment = augmentations(config)
 
@@ -385,12 +379,3 @@ class SpeechTask(Task):
     def identity(self, split: str, index: int) -> Any:
         """The recording and transcript; features and tokens are computed on each machine."""
         return self.splits[split].dataset.source(index)  # type: ignore[attr-defined]
-
-
-RECIPE = Recipe(
-    name="speech",
-    title="Speech recognition: AN4 or your own recordings, Transformer or Branchformer",
-    config=SpeechConfig,
-    build=SpeechTask,
-    extra="speech",
-)

@@ -8,7 +8,6 @@ import io
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,35 +17,6 @@ from torch import Tensor, nn
 import gfsa
 from gfsa.lens.trajectory import Trajectory
 from gfsa_experiments.engine.whole_files import write_text
-
-# dense bf16 products, 10¹² operations a second, by a part of the name that torch has for the GPU
-_PEAK = {
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "RTX 4090": 165.0,
-    "B200": 2250.0,
-}
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one training example takes."""
-
-    tokens: int
-    flops: float
-    """Forward and backward, of the model without any method: what a method adds is no progress."""
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The most bf16 operations a second that a GPU's maker states; None if it is not listed."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak * 1e12 for part, peak in _PEAK.items() if part in name), None)
-
 
 Progress = Callable[[str, bool], None]
 """Called every ``log_every`` steps, at evaluations and at checkpoints with ``step 50 of 900, loss

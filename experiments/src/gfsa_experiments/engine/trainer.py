@@ -28,7 +28,6 @@ from gfsa_experiments.engine.measure import (
     Progress,
     RunLog,
     StepMeter,
-    peak_flops,
 )
 from gfsa_experiments.engine.optimiser import WeightAverage, build_optimiser, set_learning_rate
 from gfsa_experiments.engine.step import EagerStep, GraphedStep, map_tensors, to_device
@@ -140,8 +139,6 @@ class Trainer:
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total = config.total_steps(self.steps_per_epoch)
         self._peak_memory = PeakMemory(accelerator.device)
-        found = peak_flops(accelerator.device)
-        self._peak_flops = None if found is None else found * accelerator.num_processes
 
     def _compile(self) -> bool:
         """Compile the model, or its blocks, as the settings want it; whether anything is."""
@@ -161,7 +158,8 @@ class Trainer:
                 valid = self._train_and_validate(resume, progress)
             test = self._evaluate("test")
             self._add_to_log({"step": self.state.step} | _prefixed("test", test))
-            test |= self._speed(median(self.state.rates) if self.state.rates else None)
+            if self.state.rates:
+                test |= self._speed(median(self.state.rates))
         finally:
             self.log.close()
         self.log.write(self.state.curve)
@@ -286,12 +284,12 @@ class Trainer:
         self, loss: float, rate: float, seconds_per_step: float | None, evaluates: bool
     ) -> str:
         """Add the last steps to the log, with a validation if one is due; what to say of them."""
-        at, metric, work = self.state, self.task.metric, self.task.work
+        at, metric = self.state, self.task.metric
         line = {"step": at.step, "loss": loss, "lr": rate}
         said = [f"loss {loss:.4g}"]
         point: dict[str, float] = {"step": at.step}
-        if work is not None:
-            point["tokens"] = at.step * self.config.batch_size * work.tokens
+        if self.task.tokens is not None:
+            point["tokens"] = at.step * self.config.batch_size * self.task.tokens
             said.insert(0, f"{point['tokens']:,} tokens")
         if evaluates:
             # the memory of evaluation does not count: its batches may be larger
@@ -306,8 +304,6 @@ class Trainer:
         self._add_to_log(line, speed)
         if speed:
             said.append(f"{speed['tokens_per_second']:,.0f} tokens/s")
-        if "mfu" in speed:
-            said.append(f"MFU {speed['mfu']:.0%}")
         return f"step {at.step:,} of {self.total:,}, {', '.join(said)}"
 
     def _evaluate(self, split: str) -> dict[str, float]:
@@ -329,15 +325,11 @@ class Trainer:
         self.log.add(line, **(beside or {}), **{"filters/moved": self.movement.mean()})
 
     def _speed(self, seconds_per_step: float | None) -> dict[str, float]:
-        """Tokens per second, and MFU (model FLOPs utilisation) where the GPU's peak is known."""
-        work = self.task.work
-        if work is None or seconds_per_step is None:
+        """Tokens per second, where examples have a number of tokens."""
+        if self.task.tokens is None or seconds_per_step is None:
             return {}
-        examples_per_second = self.config.batch_size / seconds_per_step
-        found: dict[str, float] = {"tokens_per_second": round(work.tokens * examples_per_second)}
-        if self._peak_flops is not None:
-            found["mfu"] = round(work.flops * examples_per_second / self._peak_flops, 4)
-        return found
+        tokens = self.task.tokens * self.config.batch_size
+        return {"tokens_per_second": round(tokens / seconds_per_step)}
 
 
 def _prefixed(split: str, scores: dict[str, float]) -> dict[str, float]:

@@ -208,7 +208,7 @@ def test_going_on_with_other_settings_is_refused(tmp_path: Path) -> None:
     # harmless settings do not change the folder, but they are part of what was asked for
     (one.folder / "row.json").unlink()
     (one.folder / "checkpoints" / "step-000000001").mkdir(parents=True)
-    (one.folder / "checkpoints" / "step-000000001" / "loop-0.pt").touch()
+    (one.folder / "checkpoints" / "step-000000001" / "loop.pt").touch()
     with pytest.raises(ValueError, match=r"log_every: 50 → 7"):
         carry_out(run(tmp_path, resume=True, log_every=7))
 
@@ -309,7 +309,7 @@ def damage_newest(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["pytorch_model.bin", "optimizer.bin", "random_states_0.pkl", "loop-0.pt"]
+    "name", ["pytorch_model.bin", "optimizer.bin", "random_states_0.pkl", "loop.pt"]
 )
 def test_a_damaged_checkpoint_is_passed_over(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -308,7 +308,7 @@ class TestSettings:
             ({"kv_heads": 3, "heads": 4}, "kv_heads must divide"),
             ({"head_dim": 15}, "even"),
             ({"vocab_size": 256}, "at least 257"),
-            ({"depth": 0}, "depth must be at least 1"),
+            ({"depth": 0}, "depth must lie in .1, inf."),
             ({"evaluations": 0}, "evaluations"),
         ],
     )

@@ -108,8 +108,7 @@ def train(
             # if time runs out, every method has the same seeds
             runs = sorted(runs_of_plan(plan, **places), key=lambda run: run.config.seed)
         else:
-            request = Request.from_arguments(recipe, method, K, seeds, setting, each)
-            runs = request.runs(**places)
+            runs = Request(recipe, method, K, seeds, setting, each).runs(**places)
         recorded: set[tuple[object, ...]] = set()
         for table in {results / f"{run.key().recipe}.csv" for run in runs}:
             check_table(table)
@@ -189,7 +188,7 @@ def _request_of(words: list[str]) -> Request:
             f"a line of a plan takes {', '.join(_SWEEP.values())}; give the command itself "
             f"--{', --'.join(name.replace('_', '-') for name in others)}"
         )
-    return Request.from_arguments(**{name: context.params[name] for name in ("recipe", *_SWEEP)})
+    return Request(**{name: context.params[name] for name in ("recipe", *_SWEEP)})
 
 
 def _given(context: Any) -> list[str]:

@@ -14,6 +14,8 @@ import typing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
+from pandas import Interval
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -24,58 +26,34 @@ Compile = Literal["no", "model", "blocks", "auto"]
 AnyConfig = TypeVar("AnyConfig")
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """The finite numbers from ``lower`` to ``upper``, as ``Annotated[float, Bounds(0, 1)]``."""
-
-    lower: float
-    upper: float = math.inf
-    lower_open: bool = False
-    """``lower`` itself is excluded."""
-    upper_open: bool = False
-
-    def refusal(self, value: float) -> str | None:
-        """Why ``value`` is out of bounds: ``must lie in [0, 1)``. None if it is not."""
-        # NaN compares false with everything, so it fails both
-        above = value > self.lower if self.lower_open else value >= self.lower
-        below = value < self.upper if self.upper_open else value <= self.upper
-        if above and below and math.isfinite(value):
-            return None
-        if self.upper == math.inf:
-            text = f"must be {'above' if self.lower_open else 'at least'} {self.lower}"
-            return text if math.isfinite(value) else f"{text} and finite"
-        left, right = "(" if self.lower_open else "[", ")" if self.upper_open else "]"
-        return f"must lie in {left}{self.lower:g}, {self.upper:g}{right}"
-
-
-Count = Annotated[int, Bounds(1)]
-CountOrZero = Annotated[int, Bounds(0)]
-Positive = Annotated[float, Bounds(0, lower_open=True)]
-NotNegative = Annotated[float, Bounds(0)]
-Share = Annotated[float, Bounds(0, 1)]
-ShareBelowOne = Annotated[float, Bounds(0, 1, upper_open=True)]
-InnerShare = Annotated[float, Bounds(0, 1, lower_open=True, upper_open=True)]
-Fraction = Annotated[float, Bounds(0, 1, lower_open=True)]
+# the bounds of a setting stand in its type
+Count = Annotated[int, Interval(1, math.inf, "left")]
+CountOrZero = Annotated[int, Interval(0, math.inf, "left")]
+Positive = Annotated[float, Interval(0, math.inf, "neither")]
+NotNegative = Annotated[float, Interval(0, math.inf, "left")]
+Share = Annotated[float, Interval(0, 1, "both")]
+ShareBelowOne = Annotated[float, Interval(0, 1, "left")]
+InnerShare = Annotated[float, Interval(0, 1, "neither")]
+Fraction = Annotated[float, Interval(0, 1, "right")]
 # above the upper bound the steps of a run cannot be counted
-Epochs = Annotated[float, Bounds(0, 1e9, lower_open=True)]
+Epochs = Annotated[float, Interval(0, 1e9, "right")]
 
 
 # a plan of hundreds of runs asks for the bounds of a few classes thousands of times
 @functools.cache
-def _bounds_in(kind: type) -> list[tuple[str, Bounds]]:
+def _bounds_in(kind: type) -> list[tuple[str, Interval]]:
     """The bounds in the types of a class's fields, also in unions with None.
 
     Those of base classes count too: a subclass that gives a field another default may repeat its
     plain type.
     """
-    found = []
-    for base in filter(dataclasses.is_dataclass, kind.__mro__):
-        for name, hint in typing.get_type_hints(base, include_extras=True).items():
-            is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-            for option in typing.get_args(hint) if is_union else (hint,):
-                bounds = getattr(option, "__metadata__", ())
-                found += [(name, item) for item in bounds if isinstance(item, Bounds)]
-    return found
+    return [
+        (name, bounds)
+        for base in filter(dataclasses.is_dataclass, kind.__mro__)
+        for name, hint in typing.get_type_hints(base, include_extras=True).items()
+        for option in (hint, *typing.get_args(hint))
+        for bounds in getattr(option, "__metadata__", ())
+    ]
 
 
 def check_bounds(config: Any) -> None:
@@ -83,9 +61,9 @@ def check_bounds(config: Any) -> None:
     kind: type = type(config)
     for name, bounds in _bounds_in(kind):
         value = getattr(config, name)
-        refusal = bounds.refusal(value) if value is not None else None
-        if refusal is not None:
-            raise ValueError(f"{name} {refusal}, got {value}")
+        # NaN and infinity are in no interval
+        if value is not None and value not in bounds:
+            raise ValueError(f"{name} must lie in {bounds}, got {value}")
 
 
 def check_multiple(config: Any, whole: str, part: str) -> None:

@@ -6,7 +6,6 @@ comparison, unless it has its own; a line is a method with its options and setti
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -43,8 +42,8 @@ class Comparison:
     seeds: tuple[int, ...]
     keys: dict[str, list[Key]]
     """The runs of both lines, in the order of the seeds."""
-    arguments: dict[str, str]
-    """Those of ``gfsa train`` for the runs of each line."""
+    plan: dict[str, str]
+    """The arguments of ``gfsa train`` for the runs of each line."""
 
     @property
     def name(self) -> str:
@@ -73,7 +72,7 @@ class Family:
     @property
     def plan(self) -> list[str]:
         """The arguments of ``gfsa train`` for all runs."""
-        return list(dict.fromkeys(x for c in self.comparisons for x in c.arguments.values()))
+        return list(dict.fromkeys(x for c in self.comparisons for x in c.plan.values()))
 
     @property
     def keys(self) -> set[Key]:
@@ -126,7 +125,7 @@ def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
     a, b = given["a"], given["b"]
     if a == b:
         raise ValueError(f"a and b are both {a!r}; a comparison needs two lines")
-    lines, keys, arguments = content.get("lines", {}), {}, {}
+    lines, keys, plan = content.get("lines", {}), {}, {}
     for name in (a, b):
         if name not in lines:
             raise ValueError(f"there is no line {name!r} in [lines]; there are {', '.join(lines)}")
@@ -134,11 +133,11 @@ def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
         # a line's own settings come last and count
         settings = _settings("settings", given["settings"].split())
         settings |= _settings(f"the line {name!r}", words)
-        request = Request(given["recipe"], (method,), seeds, tuple(settings.items()))
+        texts = [f"{key}={value}" for key, value in settings.items()]
+        request = Request(given["recipe"], method, seeds=str(given["seeds"]), setting=texts)
         keys[name] = [run.key() for run in request.runs()]
-        flags = "".join(f" --set {shlex.quote(f'{k}={v}')}" for k, v in settings.items())
-        arguments[name] = f"{given['recipe']} --method {method} --seeds {given['seeds']}{flags}"
-    return Comparison(a, b, given["metric"], seeds, keys, arguments)
+        plan[name] = request.line
+    return Comparison(a, b, given["metric"], seeds, keys, plan)
 
 
 def _settings(where: str, words: Sequence[str]) -> dict[str, str]:

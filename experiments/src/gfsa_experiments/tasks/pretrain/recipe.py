@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from pandas import Interval
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa_experiments.data.own import digest_of, name_of
 from gfsa_experiments.engine.config import (
-    Bounds,
     Compile,
     Count,
     CountOrZero,
@@ -208,7 +208,7 @@ class PretrainConfig(LanguageConfig):
     """The key of the text in JSON lines, its column in tables and on the hub."""
     tokenizer: str = "bpe"
     """``bpe``: trained on the text; or the path of a tokenizer.json."""
-    vocab_size: Annotated[int, Bounds(257)] = 16_384
+    vocab_size: Annotated[int, Interval(257, math.inf, "left")] = 16_384
     """With ``tokenizer=bpe``: every byte, the end, and more."""
     block: Count = 1024
     """Tokens of a row."""

@@ -31,12 +31,7 @@ def epoch_batches(
     lengths: Sequence[int] | None = None,
     drop_last: bool = False,
 ) -> list[list[int]]:
-    """The indices of each batch of one epoch.
-
-    Args:
-        lengths: sizes of the ``count`` examples, to group examples of similar size.
-        drop_last: leave out the last, smaller batch.
-    """
+    """The indices of each batch of one epoch; with ``lengths``, of examples of similar length."""
     generator = np.random.default_rng((seed, epoch))
     order = generator.permutation(count)
     if drop_last:

@@ -86,13 +86,8 @@ def evaluate(
 class Trainer:
     """Trains the model of a task; a killed run can be resumed.
 
-    Args:
-        task: model, data, loss and metrics.
-        config: how to train.
-        accelerator: devices and precision.
-        folder: where metrics, logs and checkpoints go.
-        added: parameters that a method added to the model.
-        filter_lr: their learning rate; None for the model's.
+    Metrics, logs and checkpoints go to ``folder``. :func:`build_optimiser` takes ``added`` and
+    ``filter_lr``.
     """
 
     def __init__(

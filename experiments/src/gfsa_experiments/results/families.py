@@ -161,9 +161,7 @@ def refuse_unregistered(
 ) -> None:
     """Raise ValueError if a family came after a row, its seeds chose something, or a run repeats.
 
-    Args:
-        rows: every row of the folder, replaced ones included.
-        tuning: every row that settings were chosen by.
+    ``rows`` has the replaced ones too; by those of ``tuning`` settings were chosen.
     """
     for family in families:
         for comparison in family.comparisons:

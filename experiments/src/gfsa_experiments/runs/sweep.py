@@ -40,11 +40,8 @@ class Request:
     def runs(self, **places: Any) -> list[Run]:
         """Every combination, checked; a method without an option is run once, not per value.
 
-        Args:
-            places: further fields of :class:`Run`: ``data_dir``, ``out``, ``device`` …
-
-        Raises:
-            ValueError: for settings that make no sense or have no effect in any combination.
+        ``places`` are further fields of :class:`Run`. Settings that make no sense, or have no
+        effect in any combination, raise ValueError.
         """
         methods = [name.strip() for name in self.method.split(",") if name.strip()]
         if not methods:

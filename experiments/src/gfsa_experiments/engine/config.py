@@ -95,11 +95,9 @@ class TrainConfig:
     """If above 0, stop after that many optimiser steps instead of after ``epochs``. ``epochs`` on
     the command line override a recipe's default ``max_steps``."""
     batch_size: Count = 32
-    """Examples per optimiser step, over all processes and accumulated batches."""
+    """Examples per optimiser step, over all processes."""
     eval_batch_size: CountOrZero = 0
     """0: as ``batch_size``."""
-    accumulate: Count = 1
-    """Batches per optimiser step, to save memory."""
     lr: Positive = 5e-5
     gain_lr: NotNegative | None = None
     """The learning rate of what is not decayed (gains, biases); None: ``lr``."""
@@ -151,13 +149,8 @@ class TrainConfig:
     def check(self) -> None:
         """Raise ValueError for settings that make no sense; subclasses add their own checks."""
         check_bounds(self)
-        if self.batch_size % self.accumulate:
-            raise ValueError(
-                f"batch_size {self.batch_size} cannot be split into accumulate={self.accumulate} "
-                "equal batches"
-            )
-        if self.graphs and (self.accumulate > 1 or self.precision == "fp16"):
-            raise ValueError("graphs=true captures one batch a step in fp32, tf32 or bf16")
+        if self.graphs and self.precision == "fp16":
+            raise ValueError("graphs=true captures steps in fp32, tf32 or bf16")
 
     def total_steps(self, per_epoch: int) -> int:
         """Optimiser steps of the whole run: ``max_steps``, or ⌈epochs · steps of an epoch⌉."""
@@ -186,8 +179,6 @@ class TrainConfig:
                     unused = dict.fromkeys(names.split(), why + has) | unused
         if self.patience:
             unused["best"] = f"patience={self.patience} reports the best weights by itself"
-        if self.accumulate > 1:
-            unused["drop_last"] = "accumulate above 1 always leaves the last batch out"
         return unused
 
     def advice(self, filter_lr: float | None) -> str:

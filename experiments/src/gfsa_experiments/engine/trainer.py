@@ -223,9 +223,9 @@ class Trainer:
         meter.begin(untimed=1 if self._first_step_compiles else 0)
         # a resumed run whose patience had run out has no steps left
         steps = iter(()) if at.stopped else self.batches.steps(at.step, self.total)
-        for batches in steps:
+        for batch in steps:
             rate = set_learning_rate(self.optimiser, config, at.step, self.total)
-            loss = self.step(batches)
+            loss = self.step(batch)
             at.step += 1
             if self.average is not None:
                 self.average.update(self.bare_model, at.step)

@@ -195,7 +195,6 @@ def _accelerator(run: Run) -> Accelerator:
     return Accelerator(
         cpu=run.device == "cpu",
         mixed_precision="no" if precision in ("fp32", "tf32") else precision,
-        gradient_accumulation_steps=run.config.accumulate,
         log_with="tensorboard" if run.config.tensorboard else None,
         project_dir=run.folder,
     )

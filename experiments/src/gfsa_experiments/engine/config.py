@@ -134,8 +134,6 @@ class TrainConfig:
     blocks on a GPU, nothing on a CPU."""
     graphs: bool = False
     """Replay whole training steps as CUDA graphs: small models are bound by launches."""
-    deterministic: bool = False
-    """Refuse operations that differ from run to run on a GPU."""
     tensorboard: bool = True
     checkpoint_every: CountOrZero = 0
     """Steps between checkpoints; 0: at evaluations and at the end of each epoch."""

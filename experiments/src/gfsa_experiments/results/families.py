@@ -130,21 +130,18 @@ def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
         if name not in lines:
             raise ValueError(f"there is no line {name!r} in [lines]; there are {', '.join(lines)}")
         method, *words = lines[name].split()
-        # a line's own settings come last and count
-        settings = _settings("settings", given["settings"].split())
-        settings |= _settings(f"the line {name!r}", words)
-        texts = [f"{key}={value}" for key, value in settings.items()]
-        request = Request(given["recipe"], method, seeds=str(given["seeds"]), setting=texts)
+        # a line's own settings count
+        own_names = {_name_of(word) for word in words}
+        shared = [word for word in given["settings"].split() if _name_of(word) not in own_names]
+        seeds_given = str(given["seeds"])
+        request = Request(given["recipe"], method, seeds=seeds_given, setting=[*shared, *words])
         keys[name] = [run.key() for run in request.runs()]
         plan[name] = request.line
     return Comparison(a, b, given["metric"], seeds, keys, plan)
 
 
-def _settings(where: str, words: Sequence[str]) -> dict[str, str]:
-    found = {key: value for key, _, value in (word.partition("=") for word in words)}
-    if len(found) < len(words):
-        raise ValueError(f"{where} has a setting more than once; leave one")
-    return found
+def _name_of(setting: str) -> str:
+    return setting.partition("=")[0]
 
 
 def _refuse_unknown(where: str, given: Iterable[str], known: set[str]) -> None:

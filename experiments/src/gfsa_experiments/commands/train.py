@@ -19,14 +19,8 @@ if TYPE_CHECKING:
 # click's class; newer versions of typer have their own copy of click
 _UsageError: Any = typer.BadParameter.__base__
 
-# the parameters that describe a sweep, which a line of a plan may have, and their flags
-_SWEEP = {
-    "method": "--method",
-    "K": "--K",
-    "seeds": "--seeds",
-    "setting": "--set",
-    "each": "--each",
-}
+# the flags that describe a sweep, which a line of a plan may have, by the names of the parameters
+_SWEEP = {name: f"--{name}" for name in ("method", "K", "seeds", "each")} | {"setting": "--set"}
 
 
 def train(
@@ -75,7 +69,7 @@ def train(
         _print_recipes_and_methods(console)
         return
     from gfsa_experiments.engine.whole_files import refuse_inside_file
-    from gfsa_experiments.runs.row import check_table, read_rows_if_any
+    from gfsa_experiments.runs.row import check_table, read_rows
     from gfsa_experiments.runs.run_many import print_line, record_all
     from gfsa_experiments.runs.sweep import Request
 
@@ -113,7 +107,7 @@ def train(
         for table in {results / f"{run.key().recipe}.csv" for run in runs}:
             check_table(table)
             # a damaged table is found now, not when the first row is appended
-            recorded |= {row.key for row in read_rows_if_any(table)}
+            recorded |= {row.key for row in read_rows(table)}
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if missing:

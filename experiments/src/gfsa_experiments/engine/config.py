@@ -200,18 +200,8 @@ class TrainConfig:
 
 
 # settings that change neither what is learned nor how fast
-HARMLESS = (
-    "seed",
-    "workers",
-    "log_every",
-    "checkpoint_every",
-    "checkpoints",
-    "lens",
-    "probes",
-    "save_model",
-    "tensorboard",
-    "eval_batch_size",
-)
+HARMLESS = {"seed", "workers", "eval_batch_size", "log_every", "checkpoint_every", "checkpoints"}
+HARMLESS |= {"lens", "probes", "save_model", "tensorboard"}
 
 
 def settings_of(config: TrainConfig) -> str:

@@ -95,12 +95,6 @@ def _p(value: float | None) -> str:
     return NONE if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def _span(values: Iterable[float]) -> str:
-    """``5``, or ``5–7`` if they differ."""
-    ends = sorted(values)
-    return "–".join(dict.fromkeys(map(str, (ends[0], ends[-1])))) if ends else NONE
-
-
 def grid(rows: Sequence[Mapping[str, str]], words: Sequence[str] = ()) -> list[str]:
     """A table, a dictionary per row; the columns named in ``words`` are aligned left."""
     if not rows:
@@ -207,7 +201,8 @@ def summary(family: Family, outcomes: Sequence[Outcome]) -> str:
         commits = dict.fromkeys(commit for line in lines for commit in line.rows.commit)
         return f"{head}; {count} runs at commit {', '.join(commits)}."
     names = "; ".join(outcome.comparison.name for outcome in outcomes)
-    head = f"{head}, {names}, {_span(len(o.comparison.seeds) for o in outcomes)} seeds"
+    counts = sorted({len(outcome.comparison.seeds) for outcome in outcomes})
+    head = f"{head}, {names}, {' or '.join(map(str, counts))} seeds"
     if not _has_runs(outcomes):
         return f"{head}, not run."
     return f"{head}; {'; '.join(dict.fromkeys(outcome.verdict for outcome in outcomes))}."

@@ -69,11 +69,6 @@ class Row:
         """What identifies the run."""
         return self.recipe, self.task, self.method, self.options, self.settings, self.seed
 
-    @property
-    def name(self) -> str:
-        """The method with its options."""
-        return f"{self.method} {self.options}".strip()
-
 
 _TYPES = get_type_hints(Row)
 COLUMNS = list(_TYPES)
@@ -85,15 +80,15 @@ def append_rows(path: Path, rows: list[Row]) -> None:
     append_lines(path, COLUMNS, lines, end="\r\n")
 
 
-def read_rows_if_any(path: Path) -> list[Row]:
-    """The rows of a table, which may not exist yet."""
-    return read_rows(path) if _has_header(path) else []
-
-
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a table, typed; a ValueError names the file, the line and the column."""
+    """The rows of a table, typed, none before the first is written.
+
+    A ValueError names the file, the line and the column.
+    """
+    if not _has_header(path):
+        return []
     lines = _read_table(path)
-    _check_header(path, next(lines, ("", []))[1], COLUMNS)
+    _check_header(path, next(lines)[1], COLUMNS)
     return [Row(**_typed(cells, where)) for where, cells in lines]
 
 

@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from gfsa_experiments.engine.measure import Progress
-from gfsa_experiments.runs.row import Row, append_rows, read_rows_if_any
+from gfsa_experiments.runs.row import Row, append_rows, read_rows
 from gfsa_experiments.runs.run import DivergedError, Run, carry_out
 
 
@@ -131,7 +131,7 @@ def record_all(console: Console, runs: list[Run], jobs: int, results: Path, writ
                 said = "finished before: " if run.folder in before else ""
                 print_line(console, f"{said}{name}: {row.metric} {row.test:.4f}")
                 if row.added and row.moved is not None and row.moved < _HARDLY_MOVED:
-                    at_rest.add(row.name)
+                    at_rest.add(f"{row.method} {row.options}".strip())
             status.update(f"{count} of {len(runs)} runs")
     for first, *others in failures.values():
         if others:
@@ -167,7 +167,7 @@ def _append(results: Path, run: Run, row: Row, before: set[Path]) -> str:
     try:
         # of several rows of a run the latest counts; a run that was finished before usually has
         # its row in the table
-        recorded = {(other.key, other.data) for other in read_rows_if_any(table)}
+        recorded = {(other.key, other.data) for other in read_rows(table)}
         if run.folder not in before or (row.key, row.data) not in recorded:
             append_rows(table, [row])
     except (ValueError, OSError) as reason:

@@ -53,22 +53,18 @@ def number(value: float | None, decimals: int, sign: str = "") -> str:
 
 
 def interval(found: Interval | None, decimals: int, unit: str = "") -> str:
-    """``+0.70 (+0.41 … +0.99)``; an end that would be rounded to 0 has more digits.
-
-    So has a mean that would be rounded out of its interval.
-    """
+    """``+0.70 (+0.41 … +0.99)``; what would be rounded to 0, or out of its interval, has more."""
     if found is None:
         return NONE
-    shown = number(found.mean, decimals, "+")
     if found.low is None or found.high is None:
-        return shown + unit
+        return number(found.mean, decimals, "+") + unit
+    digits = decimals
     for end in (found.low, found.high):
-        while end and not round(end, decimals) and decimals < 6:
-            decimals += 1
-    if found.excludes_zero and not round(found.mean, decimals - 1):
-        shown = number(found.mean, decimals, "+")
-    low, high = (number(end, decimals, "+") for end in (found.low, found.high))
-    return f"{shown}{unit} ({low} … {high})"
+        while end and not round(end, digits) and digits < 6:
+            digits += 1
+    is_outside = found.excludes_zero and not round(found.mean, decimals)
+    shown = number(found.mean, digits if is_outside else decimals, "+")
+    return f"{shown}{unit} ({number(found.low, digits, '+')} … {number(found.high, digits, '+')})"
 
 
 def _decimals(spread: float | None, size: float) -> int:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _UsageError: Any = typer.BadParameter.__base__
 
 # the flags that describe a sweep, which a line of a plan may have, by the names of the parameters
-_SWEEP = {name: f"--{name}" for name in ("method", "K", "seeds", "each")} | {"setting": "--set"}
+_SWEEP = {"method": "--method", "K": "--K", "seeds": "--seeds", "setting": "--set"}
+_SWEEP |= {"each": "--each"}
 
 
 def train(
@@ -89,13 +90,8 @@ def train(
         raise typer.BadParameter(
             "--jobs needs a single process, but accelerate launch has started several"
         )
-    places: dict[str, Any] = {
-        "data_dir": data_dir,
-        "out": out,
-        "device": device,
-        "resume": resume,
-        "jobs": jobs,
-    }
+    places: dict[str, Any] = {"data_dir": data_dir, "out": out, "device": device}
+    places |= {"resume": resume, "jobs": jobs}
     try:
         refuse_inside_file(out / "run.json")
         if plan is not None:

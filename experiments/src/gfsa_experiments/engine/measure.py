@@ -115,8 +115,8 @@ class Movement:
 
     def __init__(self, model: nn.Module) -> None:
         filters: list[Any] = [*gfsa.filters_of(model).values()]
-        learned = [f for f in filters if getattr(f, "theta", None) is not None]
-        self._start = [(f, f.theta.detach().clone()) for f in learned]
+        thetas = [(f, getattr(f, "theta", None)) for f in filters]
+        self._start = [(f, theta.detach().clone()) for f, theta in thetas if theta is not None]
 
     def mean(self) -> float | None:
         """Mean |coefficient − its start| over the learned numbers of all filters."""

@@ -13,7 +13,7 @@ import shutil
 import sys
 import types
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from hashlib import sha256
@@ -416,20 +416,15 @@ def fingerprint(task: Task) -> str:
     digest = sha256()
     with isolated_generators(0):
         for name, size in sizes.items():
-            for index in _spread(size):
+            # evenly spaced from the first to the last
+            spread = np.arange(_EXAMPLES) * (size - 1) // (_EXAMPLES - 1)
+            for index in np.unique(spread).tolist() if size else ():
                 for piece in _pieces(task.identity(name, index)):
                     digest.update(piece)
     if task.own_data is not None:
         # two versions of a table may differ in a few labels to train on
         digest.update(task.own_data.digest.encode())
     return f"{'+'.join(map(str, sizes.values()))} {digest.hexdigest()[:8]}"
-
-
-def _spread(count: int) -> Sequence[int]:
-    """At most ``_EXAMPLES`` of ``count`` indices, evenly spaced from the first to the last."""
-    if count <= _EXAMPLES:
-        return range(count)
-    return [at * (count - 1) // (_EXAMPLES - 1) for at in range(_EXAMPLES)]
 
 
 def _pieces(value: Any, depth: int = 0) -> Iterator[bytes]:

@@ -307,7 +307,7 @@ class TestSettings:
         [
             ({"kv_heads": 3, "heads": 4}, "kv_heads must divide"),
             ({"head_dim": 15}, "even"),
-            ({"vocab_size": 256}, "at least 257"),
+            ({"vocab_size": 256}, "257, inf"),
             ({"depth": 0}, "depth must lie in .1, inf."),
             ({"evaluations": 0}, "evaluations"),
         ],

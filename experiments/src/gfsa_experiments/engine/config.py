@@ -206,16 +206,16 @@ HARMLESS |= {"lens", "probes", "save_model", "tensorboard"}
 
 def settings_of(config: TrainConfig) -> str:
     """The settings that differ from the recipe's defaults: ``epochs=2 lr=0.001``."""
-    changed = without_folders(changed_settings(config))
-    return as_text({k: v for k, v in changed.items() if not _label_shows(config, k, v)})
+    changed = changed_settings(config).items()
+    return as_text({k: v for k, v in changed if not _label_shows(config, k, v)})
 
 
 # an absolute path, also one of Windows, or one from the home folder or the folder above
 _OUTSIDE = re.compile(r"[/\\~]|[A-Za-z]:[/\\]|\.\.([/\\]|$)")
 
 
-def without_folders(values: dict[str, Any]) -> dict[str, Any]:
-    """The settings as a row has them: of a path outside of the working folder, its last part.
+def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings with the last part alone of a path outside of the working folder.
 
     A row is published and compared with rows of other machines: ``/home/me/my.csv`` is ``my.csv``
     there. Which ``my.csv`` it was, the fingerprint of the data says.
@@ -236,9 +236,10 @@ def _label_shows(config: TrainConfig, name: str, value: Any) -> bool:
 
 
 def changed_settings(config: TrainConfig) -> dict[str, Any]:
-    """The settings that differ from the recipe's defaults, without the harmless ones."""
-    usual = vars(config.usual())
-    return {k: v for k, v in vars(config).items() if k not in HARMLESS and v != usual[k]}
+    """The settings that differ from the recipe's defaults, as a row has them."""
+    usual, short = vars(config.usual()), {full: short for short, full in config.short_names}
+    changed = {k: v for k, v in vars(config).items() if k not in HARMLESS and v != usual[k]}
+    return _without_folders({short.get(name, name): value for name, value in changed.items()})
 
 
 def as_text(values: dict[str, Any]) -> str:

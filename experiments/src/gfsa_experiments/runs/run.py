@@ -43,7 +43,6 @@ from gfsa_experiments.engine.config import (
     as_text,
     changed_settings,
     settings_of,
-    without_folders,
 )
 from gfsa_experiments.engine.measure import COEFFICIENTS, Progress, free_memory_of_earlier_runs
 from gfsa_experiments.engine.step import to_device
@@ -120,7 +119,7 @@ class Run:
     def command(self) -> str:
         """The command of this run alone; data outside of the working folder needs --data-dir."""
         words = ["gfsa train", self.recipe, "--method", self.method, "--seeds", self.config.seed]
-        changed = without_folders(changed_settings(self.config)) | self._changed_options()
+        changed = changed_settings(self.config) | self._changed_options()
         # quoted one by one: a value may have blanks in it
         pairs = [shlex.quote(as_text({name: value})) for name, value in changed.items()]
         return " ".join(map(str, words)) + "".join(f" --set {pair}" for pair in pairs)

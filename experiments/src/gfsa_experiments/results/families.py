@@ -131,17 +131,15 @@ def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
             raise ValueError(f"there is no line {name!r} in [lines]; there are {', '.join(lines)}")
         method, *words = lines[name].split()
         # a line's own settings count
-        own_names = {_name_of(word) for word in words}
-        shared = [word for word in given["settings"].split() if _name_of(word) not in own_names]
+        overridden = {word.split("=")[0] for word in words}
+        shared = [
+            word for word in given["settings"].split() if word.split("=")[0] not in overridden
+        ]
         seeds_given = str(given["seeds"])
         request = Request(given["recipe"], method, seeds=seeds_given, setting=[*shared, *words])
         keys[name] = [run.key() for run in request.runs()]
         plan[name] = request.line
     return Comparison(a, b, given["metric"], seeds, keys, plan)
-
-
-def _name_of(setting: str) -> str:
-    return setting.partition("=")[0]
 
 
 def _refuse_unknown(where: str, given: Iterable[str], known: set[str]) -> None:

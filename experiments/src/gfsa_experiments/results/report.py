@@ -483,6 +483,8 @@ def marks(tables: Sequence[ResultTable], judged: Sequence[Judged] = ()) -> list[
 
 def plot(tables: Sequence[ResultTable], path: Path, judged: Sequence[Judged] = ()) -> None:
     """Write the figure, in the format of the path's extension."""
+    import matplotlib
+
     figure = draw(marks(tables, judged))
     formats, ending = figure.canvas.get_supported_filetypes(), path.suffix.lstrip(".")
     if ending not in formats:
@@ -490,16 +492,10 @@ def plot(tables: Sequence[ResultTable], path: Path, judged: Sequence[Judged] = (
             f"--plot {path}: cannot write {path.suffix or 'a file without extension'}; "
             f"known extensions: {', '.join(sorted(formats))}"
         )
-    save(figure, path, dpi=160)
-
-
-def save(figure: Any, path: Path, dpi: int) -> None:
-    import matplotlib
-
     path.parent.mkdir(parents=True, exist_ok=True)
     # text stays text, and the same rows give the same file
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gfsa"}):
-        figure.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def draw(drawn: Sequence[Mark]) -> Any:

@@ -80,8 +80,8 @@ class TrainConfig:
     in_label: ClassVar[tuple[str, ...]] = ()
     """Settings that :meth:`label` shows already."""
     short_names: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Other names that the command line takes for settings: ``("label", "label_column")``, since
-    ``label`` is a method."""
+    """Settings by the names that the command line and rows have for them: ``("label",
+    "label_column")``, since ``label`` is a method."""
 
     used_if: ClassVar[tuple[tuple[str, str], ...]] = (("schedule=linear,cosine", "min_lr"),)
     """Conditions, and the settings that have no effect without: ``encoder=branchformer``, one of

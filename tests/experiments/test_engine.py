@@ -107,7 +107,7 @@ def test_every_method_trains(tmp_path: Path, method: str) -> None:
     "settings",
     [
         {},
-        {"ema": 0.9, "best": True, "accumulate": 2, "checkpoint_every": 4},
+        {"ema": 0.9, "best": True, "checkpoint_every": 4},
         {"workers": 1, "group_by_length": True, "checkpoint_every": 4, "schedule": "cosine"},
     ],
     ids=["plain", "averaged", "workers"],
@@ -123,7 +123,7 @@ def test_interrupted_anywhere_it_ends_with_the_same_numbers(
     healthy = ToyTask.loss
 
     def dies_at_step_13(self: Any, model: Any, batch: Any) -> Any:
-        if next(calls) == 13 * settings.get("accumulate", 1):
+        if next(calls) == 13:
             raise KeyboardInterrupt
         return healthy(self, model, batch)
 
@@ -208,7 +208,7 @@ def test_going_on_with_other_settings_is_refused(tmp_path: Path) -> None:
     # harmless settings do not change the folder, but they are part of what was asked for
     (one.folder / "row.json").unlink()
     (one.folder / "checkpoints" / "step-000000001").mkdir(parents=True)
-    (one.folder / "checkpoints" / "step-000000001" / "loop-0.pt").touch()
+    (one.folder / "checkpoints" / "step-000000001" / "loop.pt").touch()
     with pytest.raises(ValueError, match=r"log_every: 50 → 7"):
         carry_out(run(tmp_path, resume=True, log_every=7))
 
@@ -309,7 +309,7 @@ def damage_newest(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["pytorch_model.bin", "optimizer.bin", "random_states_0.pkl", "loop-0.pt"]
+    "name", ["pytorch_model.bin", "optimizer.bin", "random_states_0.pkl", "loop.pt"]
 )
 def test_a_damaged_checkpoint_is_passed_over(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

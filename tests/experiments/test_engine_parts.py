@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 import gfsa
 from gfsa_experiments.data.corpus import split_documents
 from gfsa_experiments.engine import step
-from gfsa_experiments.engine.batches import SeededItems, epoch_batches, pieces_of
+from gfsa_experiments.engine.batches import SeededItems, epoch_batches
 from gfsa_experiments.engine.checkpoints import checkpoint_is_due
 from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.optimiser import build_optimiser, set_learning_rate, share_of_peak
@@ -44,14 +44,6 @@ def test_epochs_and_seeds_differ() -> None:
 
     assert first(0, 0) == first(0, 0)
     assert first(0, 0) != first(0, 1) != first(1, 0)
-
-
-def test_pieces_make_up_the_batch() -> None:
-    whole = epoch_batches(50, 8, seed=0, epoch=0, drop_last=True)
-    first, second = (pieces_of(whole, 4, own) for own in ((0, 1), (2, 3)))
-    for at, batch in enumerate(whole):
-        pieces = [*first[2 * at : 2 * at + 2], *second[2 * at : 2 * at + 2]]
-        assert [i for piece in pieces for i in piece] == batch
 
 
 def test_grouped_batches_are_of_like_length_in_random_order() -> None:
@@ -173,12 +165,12 @@ def test_more_shapes_than_graphs_are_told_and_still_trained(
     run = WithoutGPU()
     shapes = [torch.zeros(n) for n in (1, 2, 3)]
     for batch in shapes[:2]:
-        assert [float(run([batch])) for _ in range(3)] == [0.0, 1.0, 1.0]
+        assert [float(run(batch)) for _ in range(3)] == [0.0, 1.0, 1.0]
     assert len(eager) == 2
     with pytest.warns(UserWarning, match="more than 2 shapes"):
-        assert [float(run([shapes[2]])) for _ in range(3)] == [0.0, 0.0, 0.0]
+        assert [float(run(shapes[2])) for _ in range(3)] == [0.0, 0.0, 0.0]
     # those that have graphs go on with them
-    assert float(run([shapes[0]])) == 1.0
+    assert float(run(shapes[0])) == 1.0
 
 
 def lengths(parts: dict[str, list[str]]) -> dict[str, list[int]]:

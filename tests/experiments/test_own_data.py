@@ -71,7 +71,7 @@ class TestNames:
     def test_rows_are_never_labelled_like_those_of_our_data(
         self, recipe: str, settings: dict[str, str], label: str
     ) -> None:
-        (run,) = Request(recipe, settings=tuple(settings.items())).runs()
+        (run,) = Request(recipe, setting=[f"{k}={v}" for k, v in settings.items()]).runs()
         assert run.key().task == label
 
 
@@ -257,11 +257,12 @@ class TestCorpora:
 
 
 def test_a_setting_by_its_short_name() -> None:
-    settings = (("data", "my.csv"), ("label", "stars"))
-    (run,) = Request("text", settings=settings).runs()
-    assert run.key().settings == "data=my.csv label_column=stars"
+    settings = ["data=my.csv", "label=stars"]
+    (run,) = Request("text", setting=settings).runs()
+    assert run.key().settings == "data=my.csv label=stars"
+    assert run.command.endswith("--set data=my.csv --set label=stars")
     with pytest.raises(ValueError, match="label and label_column are one setting"):
-        Request("text", settings=(*settings, ("label_column", "other"))).runs()
+        Request("text", setting=[*settings, "label_column=other"]).runs()
 
 
 @pytest.mark.parametrize(
@@ -276,8 +277,7 @@ def test_a_setting_by_its_short_name() -> None:
     ],
 )
 def test_a_row_has_no_folders_of_a_machine(path: str, kept: str) -> None:
-    settings = (("data", path), ("model", "/models/mine/bert"))
-    (run,) = Request("text", settings=settings).runs()
+    (run,) = Request("text", setting=[f"data={path}", "model=/models/mine/bert"]).runs()
     # the label has the model's name
     assert run.key().settings == f"data={kept}"
     assert run.command.endswith(f"--set model=bert --set data={kept}")
@@ -308,4 +308,4 @@ def test_settings_without_effect_are_refused(
     recipe: str, settings: dict[str, str], why: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(why)):
-        Request(recipe, settings=tuple(settings.items())).runs()
+        Request(recipe, setting=[f"{k}={v}" for k, v in settings.items()]).runs()

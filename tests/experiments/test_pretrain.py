@@ -38,18 +38,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestModel:
-    def test_flops_are_those_that_torch_counts(self, data: Path) -> None:
-        from torch.utils.flop_counter import FlopCounterMode
-
-        task = built(data)
-        with FlopCounterMode(display=False) as counter:
-            task.loss(task.model, a_batch(task, rows=1)).backward()
-        assert task.work is not None
-        # torch counts the whole square of causal attention, and its backward pass recomputes
-        square = 6 * 2 * 2 * 16 * 16**2
-        weights = task.work.flops - square
-        assert weights < counter.get_total_flops() <= weights + 3 * square
-
     @pytest.mark.parametrize("qk_norm", ["learned", "none", "fixed", "temperature"])
     def test_queries_are_normalised_as_told(self, qk_norm: Any, data: Path) -> None:
         task = built(data, qk_norm=qk_norm)
@@ -216,8 +204,8 @@ class TestSettings:
         [
             ({"kv_heads": 3, "heads": 4}, "kv_heads must divide"),
             ({"head_dim": 15}, "even"),
-            ({"vocab_size": 256}, "at least 257"),
-            ({"depth": 0}, "depth must be at least 1"),
+            ({"vocab_size": 256}, "257, inf"),
+            ({"depth": 0}, "depth must lie in .1, inf."),
             ({"evaluations": 0}, "evaluations"),
         ],
     )

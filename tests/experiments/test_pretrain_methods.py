@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 import gfsa
 from gfsa_experiments.engine.optimiser import build_optimiser
-from gfsa_experiments.runs.methods import find_method
+from gfsa_experiments.runs.methods import added_parameters, find_method
 from gfsa_experiments.runs.sweep import Request
 from gfsa_experiments.tasks.pretrain.model import ShiftedKeys
 from support.tiny_pretraining import SMALL, a_batch, built, write_corpus
@@ -89,12 +89,12 @@ def data(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
 def changed_model(control: Control, data: Path) -> tuple[Any, Any, int]:
     """A task, its model with the control applied, and the learned numbers that it added."""
     method, *words = control.words.split()
-    pairs = [word.partition("=")[::2] for word in words]
-    (run,) = Request("pretrain", (method,), settings=tuple(pairs)).runs()
+    (run,) = Request("pretrain", method, setting=words).runs()
     config: Any = run.config
     assert {name: getattr(config, name) for name in control.variant} == control.variant
     task = built(data, depth=DEPTH, qk_norm="temperature", **control.variant)
-    return task, task.model, find_method(run.method).apply(task.model, run.options)
+    find_method(run.method).apply(task.model, run.options)
+    return task, task.model, sum(p.numel() for p in added_parameters(task.model))
 
 
 @pytest.mark.parametrize("name", CONTROLS)

@@ -137,8 +137,8 @@ def test_a_file_is_read_and_its_plan_gives_its_runs(folder: Path) -> None:
         ('title = "A toy"', "withdrawn = true", "withdrawn is the reason in words, got True"),
         ('title = "A toy"', 'withdrawn = " "', "withdrawn is the reason in words, got ' '"),
         ("[[comparison]]", "[[other]]", "the file has other, which it cannot have"),
-        ("epochs=3 lens=true", "epochs=3 epochs=5", "settings has a setting more than once"),
-        ("K=2 filter_lr=1e-2", "K=2 K=3", "the line 'gfsa' has a setting more than once"),
+        ("epochs=3 lens=true", "epochs=3 epochs=5", "epochs given twice"),
+        ("K=2 filter_lr=1e-2", "K=2 K=3", "K given twice"),
         ('title = "A toy"', "title = ", "toy.toml: .*[Ii]nvalid"),
     ],
 )

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from gfsa_experiments.results.report import notes_of, titles
-from gfsa_experiments.results.statistics import contrast, holm, paired_difference
+from gfsa_experiments.results.report import interval, notes_of, titles
+from gfsa_experiments.results.statistics import Interval, contrast, holm, paired_difference
 from gfsa_experiments.results.tables import frame_of, make_tables, read_folder
 from gfsa_experiments.runs.row import COLUMNS, Row, append_rows, read_rows
 from support.result_rows import row, rows
@@ -134,6 +134,20 @@ def test_equal_differences_give_no_interval_of_width_zero():
     method = {seed: value + 0.2 for seed, value in plain.items()}
     assert len({method[s] - plain[s] for s in plain}) > 1
     assert paired_difference(plain, method, higher_is_better=True).verdict is None
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (Interval(0.7, 0.41, 0.99), "+0.7 (+0.4 … +1.0)"),
+        (Interval(1.0, -0.03, 2.08), "+1.0 (−0.03 … +2.08)"),
+        # a mean is not printed outside of its interval
+        (Interval(0.04, 0.004, 0.076), "+0.040 (+0.004 … +0.076)"),
+        (Interval(0.04), "+0.0"),
+    ],
+)
+def test_an_interval_has_the_digits_that_its_ends_need(found, text):
+    assert interval(found, 1) == text
 
 
 def test_holm_worked_by_hand():

@@ -67,7 +67,7 @@ def test_another_test_set_changes_the_reported_number_alone(
 
 
 def without_test(folder: Path) -> list[dict[str, float]]:
-    times = ("seconds", "tokens_per_second", "mfu")
+    times = ("seconds", "tokens_per_second")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         {k: v for k, v in line.items() if not k.startswith(("test/", *times))} for line in lines

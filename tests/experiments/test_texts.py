@@ -318,7 +318,7 @@ def test_the_presets_have_the_papers_rate() -> None:
     ("setting", "message"),
     [
         ({"holdout": 1.0}, "holdout must lie in"),
-        ({"max_length": 0}, "max_length must be at least 1"),
+        ({"max_length": 0}, "max_length must lie in .1, inf."),
         ({"report": "test"}, "report=test needs task=stsb"),
         ({"report": "test", "task": "stsb", "holdout": 0.1}, "report=test needs task=stsb"),
     ],

@@ -20,7 +20,7 @@ from accelerate.utils import DistributedType
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from gfsa_experiments.engine.checkpoints import LoopCheckpoints, LoopState
+from gfsa_experiments.engine.checkpoints import LoopCheckpoints
 from gfsa_experiments.runs import run as runs
 from support.tiny_pretraining import a_run
 
@@ -62,9 +62,9 @@ def main() -> None:
     saved = []
     save = LoopCheckpoints.save
 
-    def save_once(checkpoints: LoopCheckpoints, state: LoopState) -> None:
-        save(checkpoints, state)
-        saved.append(state.step)
+    def save_once(checkpoints: LoopCheckpoints) -> None:
+        save(checkpoints)
+        saved.append(checkpoints.state.step)
         if len(saved) == 1:
             raise KeyboardInterrupt
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import tempfile
@@ -14,15 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from gfsa_experiments.results.statistics import PairedDifference
     from gfsa_experiments.runs.row import Row
-    from gfsa_experiments.runs.run import Run
 
 PLAIN, LONGER, FILTERED = "plain", "plain for the same time", "exclusive + depth"
 # seeds below 100 chose the rates and 110 to 117 the filter (results/plans/demo.txt), on valid
 _FIRST_SEED = 100
+_SETTINGS: dict[str, Any] = {"eval_rows": 64, "checkpoints": False, "tensorboard": False}
 # plain's best on the validation part, for all variants: so short a run needs a long warm-up
-_RATES: dict[str, Any] = {"lr": 4e-3, "warmup": 0.6}
+_SETTINGS |= {"lr": 4e-3, "warmup": 0.6}
+_QUICK = {"depth": 2, "evaluations": 2, "test_rows": 64}
+# at the model's rate the depth term hardly moves in so few steps
+_FILTER = {"first_values": True, "filter_lr": 0.1}
 
 Found = list[tuple["Row", list[tuple[int, float]]]]
 """The row of each run, whose method is the variant, and its validation curve."""
@@ -72,7 +73,7 @@ def demo(
     )
 
 
-def train_all(seeds: int, steps: int, quick: bool = False) -> Found:
+def train_all(seeds: int, steps: int, quick: bool) -> Found:
     """Every variant under every seed, several runs at a time.
 
     Plain trains again for as many steps as fit into the time that a filtered run took here.
@@ -83,55 +84,42 @@ def train_all(seeds: int, steps: int, quick: bool = False) -> Found:
     torch.set_num_threads(1)
     jobs = 1 if quick else min(4, os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as folder:
-
-        def carried_out(names: tuple[str, ...], steps: int) -> Found:
-            runs = [
-                run
-                for name in names
-                for run in _runs(name, seeds, steps, quick, out=Path(folder, name), jobs=jobs)
-            ]
-            # seed by seed, so that a busy machine slows the variants alike
-            return _carry_out(sorted(runs, key=lambda run: run.config.seed), jobs)
-
-        found = carried_out((PLAIN, FILTERED), steps)
-        return found + carried_out((LONGER,), max(1, round(steps * time_ratio(found))))
+        places = {"out": Path(folder), "jobs": jobs}
+        found = _carry_out([PLAIN, FILTERED], seeds, steps, quick, places)
+        longer = max(1, round(steps * time_ratio(found)))
+        return found + _carry_out([LONGER], seeds, longer, quick, places)
 
 
-def _runs(name: str, seeds: int, steps: int, quick: bool, **places: Any) -> list[Run]:
-    """The runs of a variant."""
-    from gfsa_experiments.runs.sweep import Request
-
-    settings: dict[str, Any] = {"max_steps": steps, "eval_rows": 64}
-    settings |= {"checkpoints": False, "tensorboard": False}
-    settings |= _RATES
-    if quick:
-        settings |= {"depth": 2, "evaluations": 2, "test_rows": 64}
-    if name == FILTERED:
-        # at the model's rate the depth term hardly moves in so few steps
-        settings |= {"first_values": True, "filter_lr": 0.1}
-    request = Request(
-        recipe="stdlib",
-        methods=("exclusive" if name == FILTERED else "plain",),
-        seeds=tuple(range(_FIRST_SEED, _FIRST_SEED + seeds)),
-        settings=tuple((key, str(value)) for key, value in settings.items()),
-    )
-    return request.runs(device="cpu", **places)
-
-
-def _carry_out(runs: list[Run], jobs: int) -> Found:
+def _carry_out(
+    names: list[str], seeds: int, steps: int, quick: bool, places: dict[str, Any]
+) -> Found:
+    import pandas as pd
     from rich.progress import track
 
     from gfsa_experiments.runs.run_many import carry_out_all
+    from gfsa_experiments.runs.sweep import Request
 
+    runs = []
+    for name in names:
+        settings: dict[str, Any] = {"max_steps": steps} | _SETTINGS | (_QUICK if quick else {})
+        settings |= _FILTER if name == FILTERED else {}
+        request = Request(
+            "stdlib",
+            "exclusive" if name == FILTERED else "plain",
+            seeds=f"{_FIRST_SEED}-{_FIRST_SEED + seeds - 1}",
+            setting=[f"{key}={value}" for key, value in settings.items()],
+        )
+        runs += request.runs(device="cpu", **places | {"out": places["out"] / name})
+    # seed by seed, so that a busy machine slows the variants alike
+    runs.sort(key=lambda run: run.config.seed)
     found: Found = []
-    ended = carry_out_all(runs, jobs)
+    ended = carry_out_all(runs, places["jobs"])
     for run, row, error in track(ended, f"{len(runs)} training runs", len(runs), transient=True):
         if row is None or error:
             raise RuntimeError(f"a run of the demo failed: {error}")
-        with (run.folder / "curve.csv").open(newline="") as file:
-            lines = list(csv.DictReader(file))
-        curve = [(int(line["step"]), float(line["valid bits_per_byte"])) for line in lines]
-        found.append((replace(row, method=run.out.name, options="", settings=""), curve))
+        curve = pd.read_csv(run.folder / "curve.csv")
+        points = list(zip(curve["step"].tolist(), curve["valid bits_per_byte"], strict=True))
+        found.append((replace(row, method=run.out.name, options="", settings=""), points))
     return found
 
 
@@ -142,27 +130,19 @@ def time_ratio(found: Found) -> float:
     return median(times[FILTERED, seed] / times[PLAIN, seed] for seed in seeds)
 
 
-def difference(found: Found, name: str, reference: str) -> PairedDifference:
-    """``name − reference`` over the seeds."""
-    from gfsa_experiments.results.statistics import paired_difference
-
-    own, other = (
-        {row.seed: row.test for row, _ in found if row.method == which}
-        for which in (name, reference)
-    )
-    change = paired_difference(other, own, higher_is_better=False)
-    assert change is not None
-    return change
-
-
 def findings(found: Found) -> list[str]:
     """At equal steps, and at equal time."""
     from gfsa_experiments.results.report import interval
+    from gfsa_experiments.results.statistics import paired_difference
 
     words = {"better": "lower", "worse": "higher"}
+    ends: dict[str, dict[int, float]] = {}
+    for row, _ in found:
+        ends.setdefault(row.method, {})[row.seed] = row.test
     said = []
     for reference, at in ((PLAIN, "At equal steps"), (LONGER, "At equal time")):
-        change = difference(found, FILTERED, reference)
+        change = paired_difference(ends[reference], ends[FILTERED], higher_is_better=False)
+        assert change is not None
         verdict = words.get(change.verdict or "", "neither lower nor higher, as far as this shows")
         said.append(
             f"{at}, {FILTERED} ends {verdict}: {interval(change, 3)} bits per byte, "
@@ -173,22 +153,20 @@ def findings(found: Found) -> list[str]:
 
 def draw(found: Found, path: Path) -> None:
     """The validation curve of each variant, the mean over the seeds."""
-    from matplotlib.figure import Figure
+    import matplotlib
 
     from gfsa.lens.colours import COLOURS, MARKERS, series_of
-    from gfsa_experiments.results.report import save
+    from gfsa.lens.figures import STYLE, LensFigure
 
     names = [PLAIN, LONGER, FILTERED]
-    figure = Figure(figsize=(5, 3.1), layout="constrained")
-    axis = figure.subplots()
-    for name, n in zip(names, series_of(names), strict=True):
-        curves = [curve for row, curve in found if row.method == name]
-        steps = [step for step, _ in curves[0]]
-        mean = [fmean(y for _, y in points) for points in zip(*curves, strict=True)]
-        axis.plot(steps, mean, color=COLOURS[n], marker=MARKERS[n], markersize=3.5, label=name)
-    axis.set(xlabel="step", ylabel="bits per byte on the validation part")
-    axis.legend(frameon=False, fontsize=8)
-    axis.grid(color="#dddddd", linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    save(figure, path, dpi=200)
+    with matplotlib.rc_context(STYLE):
+        figure = LensFigure(figsize=(5, 3.1), layout="constrained")
+        axis = figure.subplots()
+        for name, n in zip(names, series_of(names), strict=True):
+            curves = [curve for row, curve in found if row.method == name]
+            mean = [fmean(y for _, y in points) for points in zip(*curves, strict=True)]
+            steps = [step for step, _ in curves[0]]
+            axis.plot(steps, mean, color=COLOURS[n], marker=MARKERS[n], label=name)
+        axis.set(xlabel="step", ylabel="bits per byte on the validation part")
+        axis.legend()
+    figure.savefig(path, dpi=200)

@@ -19,14 +19,9 @@ if TYPE_CHECKING:
 # click's class; newer versions of typer have their own copy of click
 _UsageError: Any = typer.BadParameter.__base__
 
-# the parameters that describe a sweep, which a line of a plan may have, and their flags
-_SWEEP = {
-    "method": "--method",
-    "K": "--K",
-    "seeds": "--seeds",
-    "setting": "--set",
-    "each": "--each",
-}
+# the flags that describe a sweep, which a line of a plan may have, by the names of the parameters
+_SWEEP = {"method": "--method", "K": "--K", "seeds": "--seeds", "setting": "--set"}
+_SWEEP |= {"each": "--each"}
 
 
 def train(
@@ -75,7 +70,7 @@ def train(
         _print_recipes_and_methods(console)
         return
     from gfsa_experiments.engine.whole_files import refuse_inside_file
-    from gfsa_experiments.runs.row import check_table, read_rows_if_any
+    from gfsa_experiments.runs.row import check_table, read_rows
     from gfsa_experiments.runs.run_many import print_line, record_all
     from gfsa_experiments.runs.sweep import Request
 
@@ -95,26 +90,20 @@ def train(
         raise typer.BadParameter(
             "--jobs needs a single process, but accelerate launch has started several"
         )
-    places: dict[str, Any] = {
-        "data_dir": data_dir,
-        "out": out,
-        "device": device,
-        "resume": resume,
-        "jobs": jobs,
-    }
+    places: dict[str, Any] = {"data_dir": data_dir, "out": out, "device": device}
+    places |= {"resume": resume, "jobs": jobs}
     try:
         refuse_inside_file(out / "run.json")
         if plan is not None:
             # if time runs out, every method has the same seeds
             runs = sorted(runs_of_plan(plan, **places), key=lambda run: run.config.seed)
         else:
-            request = Request.from_arguments(recipe, method, K, seeds, setting, each)
-            runs = request.runs(**places)
+            runs = Request(recipe, method, K, seeds, setting, each).runs(**places)
         recorded: set[tuple[object, ...]] = set()
         for table in {results / f"{run.key().recipe}.csv" for run in runs}:
             check_table(table)
             # a damaged table is found now, not when the first row is appended
-            recorded |= {row.key for row in read_rows_if_any(table)}
+            recorded |= {row.key for row in read_rows(table)}
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if missing:
@@ -189,7 +178,7 @@ def _request_of(words: list[str]) -> Request:
             f"a line of a plan takes {', '.join(_SWEEP.values())}; give the command itself "
             f"--{', --'.join(name.replace('_', '-') for name in others)}"
         )
-    return Request.from_arguments(**{name: context.params[name] for name in ("recipe", *_SWEEP)})
+    return Request(**{name: context.params[name] for name in ("recipe", *_SWEEP)})
 
 
 def _given(context: Any) -> list[str]:

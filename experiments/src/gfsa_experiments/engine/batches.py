@@ -6,7 +6,7 @@ So a resumed run continues in the middle of an epoch without reading earlier bat
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,7 @@ def epoch_batches(
     lengths: Sequence[int] | None = None,
     drop_last: bool = False,
 ) -> list[list[int]]:
-    """The indices of each batch of one epoch.
-
-    Args:
-        lengths: sizes of the ``count`` examples, to group examples of similar size.
-        drop_last: leave out the last, smaller batch.
-    """
+    """The indices of each batch of one epoch; with ``lengths``, of examples of similar length."""
     generator = np.random.default_rng((seed, epoch))
     order = generator.permutation(count)
     if drop_last:
@@ -52,15 +47,6 @@ def epoch_batches(
     if lengths is not None:
         batches = [batches[i] for i in generator.permutation(len(batches))]
     return batches
-
-
-def pieces_of(batches: list[list[int]], count: int, own: Iterable[int]) -> list[list[int]]:
-    """The ``own`` ones of the ``count`` equal pieces that each batch is cut into."""
-    pieces = []
-    for batch in batches:
-        size = len(batch) // count
-        pieces += [batch[piece * size : (piece + 1) * size] for piece in own]
-    return pieces
 
 
 class SeededItems(Dataset[Any]):
@@ -116,13 +102,11 @@ class StepBatches:
         split, processes = task.splits["train"], accelerator.num_processes
         if config.group_by_length and split.lengths is None:
             raise ValueError("group_by_length=true, but this recipe's examples have no lengths")
-        self.pieces = processes * config.accumulate
-        if config.batch_size % self.pieces:
+        if config.batch_size % processes:
             raise ValueError(
                 f"batch_size {config.batch_size} cannot be split among {processes} processes"
-                f" × accumulate={config.accumulate}"
             )
-        self.drop_last = config.drop_last or self.pieces > 1
+        self.drop_last = config.drop_last or processes > 1
         whole, rest = divmod(len(split), config.batch_size)
         self.steps_per_epoch = whole if self.drop_last or not rest else whole + 1
         if not self.steps_per_epoch:
@@ -131,40 +115,38 @@ class StepBatches:
                 "set a smaller batch_size or drop_last=false"
             )
 
-    def steps(self, done: int, total: int) -> Iterator[list[Any]]:
-        """The batches of each step from ``done`` to ``total``, one for each accumulation."""
+    def steps(self, done: int, total: int) -> Iterator[Any]:
+        """The batch of each step from ``done`` to ``total``."""
         device, config, split = self.accelerator.device, self.config, self.task.splits["train"]
         while done < total:
             epoch, start = divmod(done, self.steps_per_epoch)
             if hasattr(split.dataset, "epoch"):
                 split.dataset.epoch = epoch
-            order = self._of_epoch(epoch)[start * config.accumulate :]
+            order = self._of_epoch(epoch)[start : start + total - done]
             loader = loader_of(split, order, config.workers, device.type == "cuda", config.seed)
-            pieces: list[Any] = []
             for batch in loader:
-                pieces.append(self._augmented(to_device(batch, device), done, len(pieces)))
-                if len(pieces) == config.accumulate:
-                    yield pieces
-                    pieces = []
-                    done += 1
-                    if done == total:
-                        return
+                yield self._augmented(to_device(batch, device), done)
+                done += 1
 
     def _of_epoch(self, epoch: int) -> list[list[int]]:
         """The indices of every batch of this process in an epoch."""
         config, split = self.config, self.task.splits["train"]
         lengths = split.lengths if config.group_by_length else None
-        size, seed, rank = config.batch_size, config.seed, self.accelerator.process_index
+        size, seed, processes = config.batch_size, config.seed, self.accelerator.num_processes
         batches = epoch_batches(len(split), size, seed, epoch, lengths, self.drop_last)
-        own = range(rank * config.accumulate, (rank + 1) * config.accumulate)
-        return pieces_of(batches, self.pieces, own)
+        if processes == 1:
+            # the last batch of an epoch may be smaller
+            return batches
+        first = self.accelerator.process_index * size // processes
+        return [batch[first : first + size // processes] for batch in batches]
 
-    def _augmented(self, batch: Any, step: int, piece: int) -> Any:
+    def _augmented(self, batch: Any, step: int) -> Any:
         """Augment a batch with random numbers that do not depend on the method's dropout."""
         if type(self.task).prepare is Task.prepare:
             return batch
         device = self.accelerator.device
-        at = (self.config.seed, step, piece, self.accelerator.process_index)
+        # the seeds that recorded runs had
+        at = (self.config.seed, step, 0, self.accelerator.process_index)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(int(np.random.SeedSequence(at).generate_state(1)[0]))
             return self.task.prepare(batch)

@@ -1,13 +1,12 @@
 """Random generators, the state of the training loop, and the checkpoints a run resumes from.
 
 Checkpoints survive ``kill -9`` at any moment: a checkpoint is a folder that is written under a
-temporary name, flushed to the disk and then renamed, so a folder called ``step-…`` is complete.
+temporary name and then renamed, so a folder called ``step-…`` is complete.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import random
 import shutil
 import warnings
@@ -25,7 +24,6 @@ from torch import Tensor
 
 from gfsa.lens.trajectory import Trajectory
 from gfsa_experiments.engine.config import TrainConfig
-from gfsa_experiments.engine.measure import RunLog
 
 
 def seed_everything(seed: int) -> None:
@@ -52,7 +50,8 @@ def isolated_generators(seed: int) -> Iterator[None]:
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, the newest first."""
     # one that was being deleted when the machine stopped may have lost its state
-    return sorted((p for p in folder.glob("step-*") if (p / "loop-0.pt").exists()), reverse=True)
+    states = folder.glob("step-*/loop.pt")
+    return sorted((path.parent for path in states), reverse=True)
 
 
 # if the newest is damaged, the run goes on from the one before
@@ -73,10 +72,12 @@ def checkpoint_is_due(
 
 @dataclass
 class LoopState:
-    """What a resumed run continues with, beside its model, optimiser, log and random numbers."""
+    """What a resumed run continues with, beside its model, optimiser and random numbers."""
 
-    trajectory: Trajectory
+    trajectory: Trajectory = field(default_factory=Trajectory)
     """The filters' coefficients over training."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """The lines of the log."""
     step: int = 0
     seconds: float = 0.0
     best_score: float | None = None
@@ -92,6 +93,12 @@ class LoopState:
     """The weights with the best validation, if they are kept."""
     valid: dict[str, float] | None = None
     """The metrics of the weights to report: the best if they are kept, else the last."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self) | {"trajectory": self.trajectory.to_plain()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        vars(self).update(saved | {"trajectory": Trajectory.from_plain(saved["trajectory"])})
 
     def judge(self, score: float, higher_is_better: bool, patience: int) -> bool:
         """Note the score of a validation; returns whether it is the best so far.
@@ -111,44 +118,38 @@ class LoopState:
 class LoopCheckpoints:
     """Saves the training loop of one run, and continues from what was saved."""
 
-    def __init__(self, folder: Path, accelerator: Accelerator, optimiser: Any, log: RunLog) -> None:
+    def __init__(
+        self, folder: Path, accelerator: Accelerator, optimiser: Any, state: LoopState
+    ) -> None:
         self.run, self.folder = folder, folder / "checkpoints"
-        self.accelerator = accelerator
-        self.optimiser = optimiser
-        self.log = log
+        self.accelerator, self.optimiser, self.state = accelerator, optimiser, state
 
-    def save(self, state: LoopState) -> None:
-        """Write a checkpoint and the log, and delete older ones; every process calls this."""
-        accelerator = self.accelerator
-        unfinished = self.folder / f".writing-{state.step}"
-        finished = self.folder / f"step-{state.step:09d}"
+    def save(self) -> None:
+        """Write a checkpoint and delete older ones; every process calls this."""
+        accelerator, step = self.accelerator, self.state.step
+        unfinished, finished = self.folder / f".writing-{step}", self.folder / f"step-{step:09d}"
         if accelerator.is_main_process:
             for leftover in self.folder.glob(".writing-*"):
                 shutil.rmtree(leftover)
             unfinished.mkdir(parents=True)
         accelerator.wait_for_everyone()
         # safetensors would leave out tied weights, and say so each time
-        accelerator.save_state(str(unfinished / "state"), safe_serialization=False)
-        own = vars(state) | {"trajectory": state.trajectory.to_plain(), "history": self.log.history}
-        torch.save(own, unfinished / f"loop-{accelerator.process_index}.pt")
+        accelerator.save_state(str(unfinished), safe_serialization=False)
+        accelerator.save(self.state.state_dict(), unfinished / "loop.pt")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            for path in [*unfinished.rglob("*"), unfinished]:
-                _flush(path)
             shutil.rmtree(finished, ignore_errors=True)
             unfinished.rename(finished)
-            _flush(self.folder)
             for old in checkpoints(self.folder)[_KEPT:]:
                 shutil.rmtree(old)
         accelerator.wait_for_everyone()
-        self.log.write()
 
-    def resume(self, state: LoopState) -> LoopState:
-        """Continue from the newest checkpoint that can be read; from ``state`` without any."""
+    def resume(self) -> None:
+        """Continue from the newest checkpoint that can be read, if there are any."""
         found = checkpoints(self.folder)
         for checkpoint in found:
             try:
-                resumed = self._load(checkpoint)
+                self._load(checkpoint)
             except Exception as error:
                 if self.accelerator.num_processes > 1:
                     # other processes may have read it: all continue from the same step
@@ -156,30 +157,20 @@ class LoopCheckpoints:
                 warnings.warn(f"{checkpoint} cannot be read and is skipped: {error}", stacklevel=2)
             else:
                 # the end of a run does not show where it began
-                self.accelerator.print(f"{self.run}: resumed after step {resumed.step}", flush=True)
-                return resumed
+                step = self.state.step
+                self.accelerator.print(f"{self.run}: resumed after step {step}", flush=True)
+                return
         if found:
             raise ValueError(f"no checkpoint in {self.folder} can be read; delete it")
         self.accelerator.print(f"{self.run}: no checkpoint, begins with step 1", flush=True)
-        return state
 
-    def _load(self, checkpoint: Path) -> LoopState:
-        rank, device = self.accelerator.process_index, self.accelerator.device
-        own = torch.load(checkpoint / f"loop-{rank}.pt", map_location="cpu", weights_only=True)
+    def _load(self, checkpoint: Path) -> None:
+        own = torch.load(checkpoint / "loop.pt", map_location="cpu", weights_only=True)
         # load_state ignores random states that it cannot read; here a damaged file raises
-        load(checkpoint / "state" / f"random_states_{rank}.pkl")
-        self.accelerator.load_state(str(checkpoint / "state"))
+        load(checkpoint / f"random_states_{self.accelerator.process_index}.pkl")
+        self.accelerator.load_state(str(checkpoint))
+        self.state.load_state_dict(own)
         for group in self.optimiser.param_groups:
             if isinstance(group["lr"], Tensor):
                 # accelerate loads it to the CPU; a CUDA graph reads it from the device
-                group["lr"] = group["lr"].to(device)
-        self.log.history = own.pop("history")
-        return LoopState(**own | {"trajectory": Trajectory.from_plain(own["trajectory"])})
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+                group["lr"] = group["lr"].to(self.accelerator.device)

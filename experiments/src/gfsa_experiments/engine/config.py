@@ -14,6 +14,8 @@ import typing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
+from pandas import Interval
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -24,58 +26,34 @@ Compile = Literal["no", "model", "blocks", "auto"]
 AnyConfig = TypeVar("AnyConfig")
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """The finite numbers from ``lower`` to ``upper``, as ``Annotated[float, Bounds(0, 1)]``."""
-
-    lower: float
-    upper: float = math.inf
-    lower_open: bool = False
-    """``lower`` itself is excluded."""
-    upper_open: bool = False
-
-    def refusal(self, value: float) -> str | None:
-        """Why ``value`` is out of bounds: ``must lie in [0, 1)``. None if it is not."""
-        # NaN compares false with everything, so it fails both
-        above = value > self.lower if self.lower_open else value >= self.lower
-        below = value < self.upper if self.upper_open else value <= self.upper
-        if above and below and math.isfinite(value):
-            return None
-        if self.upper == math.inf:
-            text = f"must be {'above' if self.lower_open else 'at least'} {self.lower}"
-            return text if math.isfinite(value) else f"{text} and finite"
-        left, right = "(" if self.lower_open else "[", ")" if self.upper_open else "]"
-        return f"must lie in {left}{self.lower:g}, {self.upper:g}{right}"
-
-
-Count = Annotated[int, Bounds(1)]
-CountOrZero = Annotated[int, Bounds(0)]
-Positive = Annotated[float, Bounds(0, lower_open=True)]
-NotNegative = Annotated[float, Bounds(0)]
-Share = Annotated[float, Bounds(0, 1)]
-ShareBelowOne = Annotated[float, Bounds(0, 1, upper_open=True)]
-InnerShare = Annotated[float, Bounds(0, 1, lower_open=True, upper_open=True)]
-Fraction = Annotated[float, Bounds(0, 1, lower_open=True)]
+# the bounds of a setting stand in its type
+Count = Annotated[int, Interval(1, math.inf, "left")]
+CountOrZero = Annotated[int, Interval(0, math.inf, "left")]
+Positive = Annotated[float, Interval(0, math.inf, "neither")]
+NotNegative = Annotated[float, Interval(0, math.inf, "left")]
+Share = Annotated[float, Interval(0, 1, "both")]
+ShareBelowOne = Annotated[float, Interval(0, 1, "left")]
+InnerShare = Annotated[float, Interval(0, 1, "neither")]
+Fraction = Annotated[float, Interval(0, 1, "right")]
 # above the upper bound the steps of a run cannot be counted
-Epochs = Annotated[float, Bounds(0, 1e9, lower_open=True)]
+Epochs = Annotated[float, Interval(0, 1e9, "right")]
 
 
 # a plan of hundreds of runs asks for the bounds of a few classes thousands of times
 @functools.cache
-def _bounds_in(kind: type) -> list[tuple[str, Bounds]]:
+def _bounds_in(kind: type) -> list[tuple[str, Interval]]:
     """The bounds in the types of a class's fields, also in unions with None.
 
     Those of base classes count too: a subclass that gives a field another default may repeat its
     plain type.
     """
-    found = []
-    for base in filter(dataclasses.is_dataclass, kind.__mro__):
-        for name, hint in typing.get_type_hints(base, include_extras=True).items():
-            is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-            for option in typing.get_args(hint) if is_union else (hint,):
-                bounds = getattr(option, "__metadata__", ())
-                found += [(name, item) for item in bounds if isinstance(item, Bounds)]
-    return found
+    return [
+        (name, bounds)
+        for base in filter(dataclasses.is_dataclass, kind.__mro__)
+        for name, hint in typing.get_type_hints(base, include_extras=True).items()
+        for option in (hint, *typing.get_args(hint))
+        for bounds in getattr(option, "__metadata__", ())
+    ]
 
 
 def check_bounds(config: Any) -> None:
@@ -83,9 +61,9 @@ def check_bounds(config: Any) -> None:
     kind: type = type(config)
     for name, bounds in _bounds_in(kind):
         value = getattr(config, name)
-        refusal = bounds.refusal(value) if value is not None else None
-        if refusal is not None:
-            raise ValueError(f"{name} {refusal}, got {value}")
+        # NaN and infinity are in no interval
+        if value is not None and value not in bounds:
+            raise ValueError(f"{name} must lie in {bounds}, got {value}")
 
 
 def check_multiple(config: Any, whole: str, part: str) -> None:
@@ -102,8 +80,8 @@ class TrainConfig:
     in_label: ClassVar[tuple[str, ...]] = ()
     """Settings that :meth:`label` shows already."""
     short_names: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Other names that the command line takes for settings: ``("label", "label_column")``, since
-    ``label`` is a method."""
+    """Settings by the names that the command line and rows have for them: ``("label",
+    "label_column")``, since ``label`` is a method."""
 
     used_if: ClassVar[tuple[tuple[str, str], ...]] = (("schedule=linear,cosine", "min_lr"),)
     """Conditions, and the settings that have no effect without: ``encoder=branchformer``, one of
@@ -117,11 +95,9 @@ class TrainConfig:
     """If above 0, stop after that many optimiser steps instead of after ``epochs``. ``epochs`` on
     the command line override a recipe's default ``max_steps``."""
     batch_size: Count = 32
-    """Examples per optimiser step, over all processes and accumulated batches."""
+    """Examples per optimiser step, over all processes."""
     eval_batch_size: CountOrZero = 0
     """0: as ``batch_size``."""
-    accumulate: Count = 1
-    """Batches per optimiser step, to save memory."""
     lr: Positive = 5e-5
     gain_lr: NotNegative | None = None
     """The learning rate of what is not decayed (gains, biases); None: ``lr``."""
@@ -158,8 +134,6 @@ class TrainConfig:
     blocks on a GPU, nothing on a CPU."""
     graphs: bool = False
     """Replay whole training steps as CUDA graphs: small models are bound by launches."""
-    deterministic: bool = False
-    """Refuse operations that differ from run to run on a GPU."""
     tensorboard: bool = True
     checkpoint_every: CountOrZero = 0
     """Steps between checkpoints; 0: at evaluations and at the end of each epoch."""
@@ -173,13 +147,8 @@ class TrainConfig:
     def check(self) -> None:
         """Raise ValueError for settings that make no sense; subclasses add their own checks."""
         check_bounds(self)
-        if self.batch_size % self.accumulate:
-            raise ValueError(
-                f"batch_size {self.batch_size} cannot be split into accumulate={self.accumulate} "
-                "equal batches"
-            )
-        if self.graphs and (self.accumulate > 1 or self.precision == "fp16"):
-            raise ValueError("graphs=true captures one batch a step in fp32, tf32 or bf16")
+        if self.graphs and self.precision == "fp16":
+            raise ValueError("graphs=true captures steps in fp32, tf32 or bf16")
 
     def total_steps(self, per_epoch: int) -> int:
         """Optimiser steps of the whole run: ``max_steps``, or ⌈epochs · steps of an epoch⌉."""
@@ -208,8 +177,6 @@ class TrainConfig:
                     unused = dict.fromkeys(names.split(), why + has) | unused
         if self.patience:
             unused["best"] = f"patience={self.patience} reports the best weights by itself"
-        if self.accumulate > 1:
-            unused["drop_last"] = "accumulate above 1 always leaves the last batch out"
         return unused
 
     def advice(self, filter_lr: float | None) -> str:
@@ -233,32 +200,22 @@ class TrainConfig:
 
 
 # settings that change neither what is learned nor how fast
-HARMLESS = (
-    "seed",
-    "workers",
-    "log_every",
-    "checkpoint_every",
-    "checkpoints",
-    "lens",
-    "probes",
-    "save_model",
-    "tensorboard",
-    "eval_batch_size",
-)
+HARMLESS = {"seed", "workers", "eval_batch_size", "log_every", "checkpoint_every", "checkpoints"}
+HARMLESS |= {"lens", "probes", "save_model", "tensorboard"}
 
 
 def settings_of(config: TrainConfig) -> str:
     """The settings that differ from the recipe's defaults: ``epochs=2 lr=0.001``."""
-    changed = without_folders(changed_settings(config))
-    return as_text({k: v for k, v in changed.items() if not _label_shows(config, k, v)})
+    changed = changed_settings(config).items()
+    return as_text({k: v for k, v in changed if not _label_shows(config, k, v)})
 
 
 # an absolute path, also one of Windows, or one from the home folder or the folder above
 _OUTSIDE = re.compile(r"[/\\~]|[A-Za-z]:[/\\]|\.\.([/\\]|$)")
 
 
-def without_folders(values: dict[str, Any]) -> dict[str, Any]:
-    """The settings as a row has them: of a path outside of the working folder, its last part.
+def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings with the last part alone of a path outside of the working folder.
 
     A row is published and compared with rows of other machines: ``/home/me/my.csv`` is ``my.csv``
     there. Which ``my.csv`` it was, the fingerprint of the data says.
@@ -279,9 +236,10 @@ def _label_shows(config: TrainConfig, name: str, value: Any) -> bool:
 
 
 def changed_settings(config: TrainConfig) -> dict[str, Any]:
-    """The settings that differ from the recipe's defaults, without the harmless ones."""
-    usual = vars(config.usual())
-    return {k: v for k, v in vars(config).items() if k not in HARMLESS and v != usual[k]}
+    """The settings that differ from the recipe's defaults, as a row has them."""
+    usual, short = vars(config.usual()), {full: short for short, full in config.short_names}
+    changed = {k: v for k, v in vars(config).items() if k not in HARMLESS and v != usual[k]}
+    return _without_folders({short.get(name, name): value for name, value in changed.items()})
 
 
 def as_text(values: dict[str, Any]) -> str:

@@ -2,79 +2,44 @@
 
 from __future__ import annotations
 
-import csv
 import gc
-import io
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import pandas as pd
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 import gfsa
-from gfsa.lens.trajectory import Trajectory
+from gfsa_experiments.engine.checkpoints import LoopState
 from gfsa_experiments.engine.whole_files import write_text
-
-# dense bf16 products, 10¹² operations a second, by a part of the name that torch has for the GPU
-_PEAK = {
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "RTX 4090": 165.0,
-    "B200": 2250.0,
-}
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one training example takes."""
-
-    tokens: int
-    flops: float
-    """Forward and backward, of the model without any method: what a method adds is no progress."""
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The most bf16 operations a second that a GPU's maker states; None if it is not listed."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak * 1e12 for part, peak in _PEAK.items() if part in name), None)
-
 
 Progress = Callable[[str, bool], None]
 """Called every ``log_every`` steps, at evaluations and at checkpoints with ``step 50 of 900, loss
 2.61, valid loss 2.59, 812,000 tokens/s`` and whether there was a validation."""
 
 
-class Pace(NamedTuple):
-    """The steps since the last reading."""
-
-    loss: float
-    """Their mean."""
-    seconds: float
-    """Of all steps: those that were not timed count as the mean of the others."""
-    seconds_per_step: float | None
-    """None if no step was timed."""
-
-
 class StepMeter:
-    """The mean loss and the time of training steps, from one reading to the next.
+    """The mean loss, the time and the memory of training steps, from one reading to the next.
 
-    Losses are summed on the device, so that the host waits for it at a reading only. The first
-    ``untimed`` steps are not timed, because they compile.
+    Losses are summed on the device, so that the host waits for it at a reading only.
     """
 
-    def __init__(self, device: torch.device, untimed: int = 0) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._losses = torch.zeros((), device=device)
-        self._untimed = untimed
-        self._steps, self._since = 0, time.perf_counter()
+        self.mib: float | None = None
+        """The most memory that steps have taken on a GPU."""
+
+    def begin(self, untimed: int = 0) -> None:
+        """Begin with the next step, but time none of the first ``untimed``, which compile."""
+        self._losses.zero_()
+        self._steps, self._untimed, self._since = 0, untimed, time.perf_counter()
+        if self._losses.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
 
     def add(self, loss: Tensor) -> None:
         """Count a step."""
@@ -85,17 +50,18 @@ class StepMeter:
             float(self._losses)
             self._since = time.perf_counter()
 
-    def read(self) -> Pace:
-        """The steps so far; waits for the device."""
+    def read(self) -> tuple[float, float, float | None]:
+        """The mean loss, seconds, and seconds per step; waits for the device.
+
+        Steps that were not timed count as the mean of the others; None if none was timed.
+        """
         loss = float(self._losses) / self._steps
         timed = self._steps - self._untimed
-        seconds = (time.perf_counter() - self._since) / timed if timed else None
-        return Pace(loss, self._steps * (seconds or 0.0), seconds)
-
-    def restart(self) -> None:
-        """Begin with the next step; what happened since the reading does not count."""
-        self._losses.zero_()
-        self._steps, self._untimed, self._since = 0, 0, time.perf_counter()
+        pace = (time.perf_counter() - self._since) / timed if timed else None
+        if self._losses.is_cuda:
+            used = round(torch.cuda.max_memory_allocated() / 2**20, 1)
+            self.mib = max(self.mib or 0.0, used)
+        return loss, self._steps * (pace or 0.0), pace
 
 
 def free_memory_of_earlier_runs(device: torch.device) -> None:
@@ -107,71 +73,41 @@ def free_memory_of_earlier_runs(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-class PeakMemory:
-    """The most memory of a GPU between start and stop; on a CPU nothing is measured."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._measures = device.type == "cuda"
-        self.mib: float | None = None
-
-    def start(self) -> None:
-        if self._measures:
-            torch.cuda.reset_peak_memory_stats()
-
-    def stop(self) -> None:
-        if self._measures:
-            used = round(torch.cuda.max_memory_allocated() / 2**20, 1)
-            self.mib = max(self.mib or 0.0, used)
-
-
 COEFFICIENTS = "coefficients.csv"
 
 
 class RunLog:
-    """The history of a run, ``metrics.jsonl`` in its folder, and a log for TensorBoard.
+    """The files in a run's folder that show its history, and a log for TensorBoard.
 
-    The history has no times in it, so that two runs of one seed have the same history. Only the
-    process that ``writes`` writes files.
+    The history has no times in it, so that two runs of one seed have the same history.
     """
 
-    def __init__(self, folder: Path, writes: bool, tensorboard: bool) -> None:
-        self.folder, self.writes = folder, writes
-        self.history: list[dict[str, Any]] = []
-        self._tensorboard: Any = None
-        if writes and tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+    def __init__(self, folder: Path, state: LoopState, accelerator: Accelerator) -> None:
+        self.folder, self.state, self.accelerator = folder, state, accelerator
+        if accelerator.log_with:
+            accelerator.init_trackers("tensorboard")
 
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
-
-    def add(self, line: dict[str, Any], **beside: Any) -> None:
+    def add(self, step: int, values: dict[str, Any], **beside: Any) -> None:
         """Add a line to the history and to TensorBoard, which gets the values ``beside`` it too."""
-        self.history.append(line)
-        if self._tensorboard is not None:
-            for name, value in (line | beside).items():
-                if name != "step" and value is not None:
-                    self._tensorboard.add_scalar(name, value, line["step"])
+        self.state.history.append({"step": step} | values)
+        self.accelerator.log(values | beside, step)
 
     def close(self) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        # accelerate's end_training would end the processes too
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
-    def write(self, curve: list[dict[str, float]] | None = None) -> None:
-        """Write ``metrics.jsonl``, a JSON object per line, and the ``curve`` of validations."""
-        if not self.writes:
+    def write(self) -> None:
+        """Write ``metrics.jsonl``, ``curve.csv`` and the coefficients of filters that learn."""
+        if not self.accelerator.is_main_process:
             return
-        lines = [json.dumps(line) + "\n" for line in self.history]
+        lines = [json.dumps(line) + "\n" for line in self.state.history]
         write_text(self.folder / "metrics.jsonl", "".join(lines))
-        if curve:
-            text = io.StringIO()
-            writer = csv.DictWriter(text, list(curve[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(curve)
-            write_text(self.folder / "curve.csv", text.getvalue())
-
-    def write_coefficients(self, trajectory: Trajectory) -> None:
-        """Write those of every filter that learns, at every validation."""
-        if self.writes and trajectory.layers:
-            write_text(self.folder / COEFFICIENTS, trajectory.to_text())
+        if self.state.curve:
+            curve = pd.DataFrame(self.state.curve).to_csv(index=False, lineterminator="\n")
+            write_text(self.folder / "curve.csv", curve)
+        if self.state.trajectory.layers:
+            write_text(self.folder / COEFFICIENTS, self.state.trajectory.to_text())
 
 
 class Movement:
@@ -179,8 +115,8 @@ class Movement:
 
     def __init__(self, model: nn.Module) -> None:
         filters: list[Any] = [*gfsa.filters_of(model).values()]
-        learned = [f for f in filters if getattr(f, "theta", None) is not None]
-        self._start = [(f, f.theta.detach().clone()) for f in learned]
+        thetas = [(f, getattr(f, "theta", None)) for f in filters]
+        self._start = [(f, theta.detach().clone()) for f, theta in thetas if theta is not None]
 
     def mean(self) -> float | None:
         """Mean |coefficient − its start| over the learned numbers of all filters."""

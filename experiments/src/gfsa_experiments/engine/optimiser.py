@@ -41,16 +41,14 @@ def build_optimiser(
         if p.requires_grad:
             decayed = "weights" if p.dim() > 1 and name not in not_decayed else "biases"
             found[FILTERS if id(p) in is_added else decayed].append(p)
-    decays = {"weights": config.weight_decay}
     groups: list[dict[str, Any]] = [
-        {"name": n, "params": p, "lr": rates[n], "weight_decay": decays.get(n, 0.0)}
-        for n, p in found.items()
-        if p
+        {"name": name, "params": own, "lr": rates[name]} for name, own in found.items() if own
     ]
     if not groups:
         raise ValueError("there is nothing to train: every parameter of the model is frozen")
     device = groups[0]["params"][0].device
     for group in groups:
+        group["weight_decay"] = config.weight_decay if group["name"] == "weights" else 0.0
         # what a schedule takes its share of; a CUDA graph reads the learning rate from the device
         group["peak"] = group["lr"]
         if config.graphs:

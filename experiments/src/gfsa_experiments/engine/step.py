@@ -67,7 +67,7 @@ _MOST_GRAPHS = 64
 
 @dataclass(eq=False)
 class EagerStep:
-    """Accumulate the gradient of some batches, clip it, and update the parameters."""
+    """Clip the gradient of a batch, and update the parameters."""
 
     accelerator: Accelerator
     model: nn.Module
@@ -75,25 +75,21 @@ class EagerStep:
     loss_of: LossOf
     clip: float
 
-    def __call__(self, batches: list[Any]) -> Tensor:
-        """The mean loss of the step, on the device."""
-        losses = []
-        for batch in batches:
-            with self.accelerator.accumulate(self.model):
-                with self.accelerator.autocast():
-                    loss = self.loss_of(self.model, batch)
-                self.accelerator.backward(loss)
-                losses.append(loss.detach().float())
-                if self.accelerator.sync_gradients and self.clip:
-                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
-                self.optimiser.step()
-                self.optimiser.zero_grad()
-        return torch.stack(losses).mean()
+    def __call__(self, batch: Any) -> Tensor:
+        """The loss of the step, on the device."""
+        with self.accelerator.autocast():
+            loss = self.loss_of(self.model, batch)
+        self.accelerator.backward(loss)
+        if self.clip:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        return loss.detach().float()
 
 
 @dataclass(eq=False)
 class GraphedStep(EagerStep):
-    """The same for one process and one batch per step, replayed from a CUDA graph.
+    """The same for one process, replayed from a CUDA graph.
 
     The first batch of a shape runs eagerly (which warms up what compiles), the second is captured,
     and from then on a step is one launch.
@@ -113,8 +109,7 @@ class GraphedStep(EagerStep):
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def __call__(self, batches: list[Any]) -> Tensor:
-        (batch,) = batches
+    def __call__(self, batch: Any) -> Tensor:
         # values that are not tensors become constants of the graph, so they are part of its key
         shape = signature_of(batch)
         if not tensors_of(batch):

@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
     from gfsa_experiments.engine.config import TrainConfig
-    from gfsa_experiments.engine.measure import Work
 
 
 @dataclass
@@ -74,8 +73,8 @@ class Task(ABC):
     metric: str
     """The key of :meth:`score` that is reported, and that early stopping looks at."""
     higher_is_better: bool = True
-    work: Work | None = None
-    """The work per example, if rows and logs are to have tokens per second and MFU."""
+    tokens: int | None = None
+    """Tokens of an example, if rows and logs are to have tokens per second."""
     own_data: OwnData | None = None
     """What was read, if the data is the caller's own: printed, and kept in the run's folder."""
     falling: str | None = None

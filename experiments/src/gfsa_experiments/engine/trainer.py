@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 from torch import nn
 
-from gfsa.lens.trajectory import Trajectory
 from gfsa_experiments.engine.batches import StepBatches, in_order, loader_of
 from gfsa_experiments.engine.checkpoints import (
     LoopCheckpoints,
@@ -22,14 +21,7 @@ from gfsa_experiments.engine.checkpoints import (
 )
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
 from gfsa_experiments.engine.config import TrainConfig, as_text
-from gfsa_experiments.engine.measure import (
-    Movement,
-    PeakMemory,
-    Progress,
-    RunLog,
-    StepMeter,
-    peak_flops,
-)
+from gfsa_experiments.engine.measure import Movement, Progress, RunLog, StepMeter
 from gfsa_experiments.engine.optimiser import WeightAverage, build_optimiser, set_learning_rate
 from gfsa_experiments.engine.step import EagerStep, GraphedStep, map_tensors, to_device
 from gfsa_experiments.engine.task import Task, sealed
@@ -94,13 +86,8 @@ def evaluate(
 class Trainer:
     """Trains the model of a task; a killed run can be resumed.
 
-    Args:
-        task: model, data, loss and metrics.
-        config: how to train.
-        accelerator: devices and precision.
-        folder: where metrics, logs and checkpoints go.
-        added: parameters that a method added to the model.
-        filter_lr: their learning rate; None for the model's.
+    Metrics, logs and checkpoints go to ``folder``. :func:`build_optimiser` takes ``added`` and
+    ``filter_lr``.
     """
 
     def __init__(
@@ -121,7 +108,7 @@ class Trainer:
         task.model.to(accelerator.device)
         self.bare_model = task.model
         self.movement = Movement(task.model)
-        self.state = LoopState(Trajectory())
+        self.state = LoopState()
         # before the model is wrapped or sharded
         self.state.trajectory.record(task.model, 0)
         optimiser = build_optimiser(task.model, added, config, filter_lr)
@@ -134,14 +121,12 @@ class Trainer:
         make_step = GraphedStep if config.graphs else EagerStep
         self.step = make_step(accelerator, self.model, self.optimiser, task.loss, config.clip)
         self._first_step_compiles = compiles or config.graphs
-        self.log = RunLog(folder, accelerator.is_main_process, config.tensorboard)
-        self.checkpoints = LoopCheckpoints(folder, accelerator, self.optimiser, self.log)
+        self.log = RunLog(folder, self.state, accelerator)
+        self.checkpoints = LoopCheckpoints(folder, accelerator, self.optimiser, self.state)
+        self.meter = StepMeter(accelerator.device)
         self.batches = StepBatches(task, config, accelerator)
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total = config.total_steps(self.steps_per_epoch)
-        self._peak_memory = PeakMemory(accelerator.device)
-        found = peak_flops(accelerator.device)
-        self._peak_flops = None if found is None else found * accelerator.num_processes
 
     def _compile(self) -> bool:
         """Compile the model, or its blocks, as the settings want it; whether anything is."""
@@ -160,12 +145,12 @@ class Trainer:
             with sealed(self.task.splits["test"]):
                 valid = self._train_and_validate(resume, progress)
             test = self._evaluate("test")
-            self._add_to_log({"step": self.state.step} | _prefixed("test", test))
-            test |= self._speed(median(self.state.rates) if self.state.rates else None)
+            self._add_to_log(_prefixed("test", test))
+            if self.state.rates:
+                test |= self._speed(median(self.state.rates))
         finally:
             self.log.close()
-        self.log.write(self.state.curve)
-        self.log.write_coefficients(self.state.trajectory)
+        self.log.write()
         if self.average is not None:
             self.bare_model.load_state_dict(self.average.module.state_dict())
         # hooks that the caller adds afterwards are called in the uncompiled model only
@@ -192,7 +177,7 @@ class Trainer:
             "steps": at.step,
             "seconds": round(at.seconds, 3),
             "seconds_per_step": median(at.rates) if at.rates else 0.0,
-            "peak_memory_mib": self._peak_memory.mib,
+            "peak_memory_mib": self.meter.mib,
         }
 
     def _train_and_validate(
@@ -200,22 +185,20 @@ class Trainer:
     ) -> dict[str, float] | None:
         """Everything before the test: the metrics on ``valid`` of the weights to report."""
         if resume:
-            self.state = self.checkpoints.resume(self.state)
+            self.checkpoints.resume()
         falling = self.task.falling if "valid" in self.task.splits else None
         if falling is not None and not self.state.step:
             # a resumed run has it already; training draws the same numbers as without this
             with isolated_generators(0):
                 self.state.start = self._evaluate("valid")[falling]
-        self._peak_memory.start()
         self._train(progress)
-        self._peak_memory.stop()
         if self.state.best is not None:
             self.evaluated_model.load_state_dict(self.state.best)
         valid, start = self.state.valid, self.state.start
         # compared this way NaN has not fallen either
         if falling is None or start is None or valid is None or valid[falling] < start:
             return valid
-        self.log.write(self.state.curve)
+        self.log.write()
         raise FloatingPointError(
             f"the {falling} on valid is {valid[falling]:.4g} at the end, and was {start:.4g} "
             "before the first step: training has diverged; a smaller lr (or filter_lr) or clip=1 "
@@ -233,16 +216,16 @@ class Trainer:
         return self.bare_model if distributed else self.model
 
     def _train(self, progress: Progress | None) -> None:
-        config, at = self.config, self.state
+        config, at, meter = self.config, self.state, self.meter
         eval_steps = config.steps_between_evaluations(self.steps_per_epoch, self.total)
         self.model.train()
         # the first step compiles, which is set-up: it counts as the mean of the steps after it
-        meter = StepMeter(self.accelerator.device, untimed=1 if self._first_step_compiles else 0)
+        meter.begin(untimed=1 if self._first_step_compiles else 0)
         # a resumed run whose patience had run out has no steps left
         steps = iter(()) if at.stopped else self.batches.steps(at.step, self.total)
-        for batches in steps:
+        for batch in steps:
             rate = set_learning_rate(self.optimiser, config, at.step, self.total)
-            loss = self.step(batches)
+            loss = self.step(batch)
             at.step += 1
             if self.average is not None:
                 self.average.update(self.bare_model, at.step)
@@ -256,11 +239,10 @@ class Trainer:
             if not (evaluates or saves or done or at.step % config.log_every == 0):
                 continue
             # only here the host waits for the device
-            pace = meter.read()
-            at.seconds += pace.seconds
-            if pace.seconds_per_step is not None:
-                at.rates.append(pace.seconds_per_step)
-            mean = pace.loss
+            mean, seconds, pace = meter.read()
+            at.seconds += seconds
+            if pace is not None:
+                at.rates.append(pace)
             if self.accelerator.num_processes > 1:
                 # each has a share of every batch; all see a loss that is not finite, and end
                 own = torch.tensor(mean, device=self.accelerator.device)
@@ -270,44 +252,40 @@ class Trainer:
                     f"the loss is {mean} at step {at.step}: training has diverged; "
                     "a smaller lr (or filter_lr), clip=1 or precision=fp32 may help"
                 )
-            text = self._log_step(mean, rate, pace.seconds_per_step, evaluates)
-            if evaluates:
-                # whoever watches the run, or finds it killed, has the metrics so far
-                self.log.write()
+            text = self._log_step(mean, rate, pace, evaluates)
             if progress is not None:
                 progress(text, evaluates)
-            if saves or (at.stopped and config.checkpoints):
-                self.checkpoints.save(at)
+            saves |= at.stopped and config.checkpoints
+            if saves:
+                self.checkpoints.save()
+            if saves or evaluates:
+                # whoever watches the run, or finds it killed, has the metrics so far
+                self.log.write()
             if at.stopped:
                 break
-            meter.restart()
+            meter.begin()
 
     def _log_step(
         self, loss: float, rate: float, seconds_per_step: float | None, evaluates: bool
     ) -> str:
         """Add the last steps to the log, with a validation if one is due; what to say of them."""
-        at, metric, work = self.state, self.task.metric, self.task.work
-        line = {"step": at.step, "loss": loss, "lr": rate}
+        at, metric = self.state, self.task.metric
+        line = {"loss": loss, "lr": rate}
         said = [f"loss {loss:.4g}"]
         point: dict[str, float] = {"step": at.step}
-        if work is not None:
-            point["tokens"] = at.step * self.config.batch_size * work.tokens
+        if self.task.tokens is not None:
+            point["tokens"] = at.step * self.config.batch_size * self.task.tokens
             said.insert(0, f"{point['tokens']:,} tokens")
         if evaluates:
-            # the memory of evaluation does not count: its batches may be larger
-            self._peak_memory.stop()
             scores = self._validate()
-            self._peak_memory.start()
             line |= _prefixed("valid", scores)
             said.append(f"valid {metric} {scores[metric]:.4g}")
             point |= {"seconds": round(at.seconds, 3), f"valid {metric}": scores[metric]}
             at.curve.append(point)
         speed = self._speed(seconds_per_step)
-        self._add_to_log(line, speed)
+        self._add_to_log(line, **speed)
         if speed:
             said.append(f"{speed['tokens_per_second']:,.0f} tokens/s")
-        if "mfu" in speed:
-            said.append(f"MFU {speed['mfu']:.0%}")
         return f"step {at.step:,} of {self.total:,}, {', '.join(said)}"
 
     def _evaluate(self, split: str) -> dict[str, float]:
@@ -325,19 +303,16 @@ class Trainer:
             self.state.valid = scores
         return scores
 
-    def _add_to_log(self, line: dict[str, Any], beside: dict[str, float] | None = None) -> None:
-        self.log.add(line, **(beside or {}), **{"filters/moved": self.movement.mean()})
+    def _add_to_log(self, values: dict[str, float], **beside: float) -> None:
+        moved = {"filters/moved": self.movement.mean()}
+        self.log.add(self.state.step, values, **beside, **moved)
 
     def _speed(self, seconds_per_step: float | None) -> dict[str, float]:
-        """Tokens per second, and MFU (model FLOPs utilisation) where the GPU's peak is known."""
-        work = self.task.work
-        if work is None or seconds_per_step is None:
+        """Tokens per second, where examples have a number of tokens."""
+        if self.task.tokens is None or seconds_per_step is None:
             return {}
-        examples_per_second = self.config.batch_size / seconds_per_step
-        found: dict[str, float] = {"tokens_per_second": round(work.tokens * examples_per_second)}
-        if self._peak_flops is not None:
-            found["mfu"] = round(work.flops * examples_per_second / self._peak_flops, 4)
-        return found
+        tokens = self.task.tokens * self.config.batch_size
+        return {"tokens_per_second": round(tokens / seconds_per_step)}
 
 
 def _prefixed(split: str, scores: dict[str, float]) -> dict[str, float]:

@@ -6,7 +6,6 @@ comparison, unless it has its own; a line is a method with its options and setti
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -43,8 +42,8 @@ class Comparison:
     seeds: tuple[int, ...]
     keys: dict[str, list[Key]]
     """The runs of both lines, in the order of the seeds."""
-    arguments: dict[str, str]
-    """Those of ``gfsa train`` for the runs of each line."""
+    plan: dict[str, str]
+    """The arguments of ``gfsa train`` for the runs of each line."""
 
     @property
     def name(self) -> str:
@@ -73,7 +72,7 @@ class Family:
     @property
     def plan(self) -> list[str]:
         """The arguments of ``gfsa train`` for all runs."""
-        return list(dict.fromkeys(x for c in self.comparisons for x in c.arguments.values()))
+        return list(dict.fromkeys(x for c in self.comparisons for x in c.plan.values()))
 
     @property
     def keys(self) -> set[Key]:
@@ -126,26 +125,21 @@ def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
     a, b = given["a"], given["b"]
     if a == b:
         raise ValueError(f"a and b are both {a!r}; a comparison needs two lines")
-    lines, keys, arguments = content.get("lines", {}), {}, {}
+    lines, keys, plan = content.get("lines", {}), {}, {}
     for name in (a, b):
         if name not in lines:
             raise ValueError(f"there is no line {name!r} in [lines]; there are {', '.join(lines)}")
         method, *words = lines[name].split()
-        # a line's own settings come last and count
-        settings = _settings("settings", given["settings"].split())
-        settings |= _settings(f"the line {name!r}", words)
-        request = Request(given["recipe"], (method,), seeds, tuple(settings.items()))
+        # a line's own settings count
+        overridden = {word.split("=")[0] for word in words}
+        shared = [
+            word for word in given["settings"].split() if word.split("=")[0] not in overridden
+        ]
+        seeds_given = str(given["seeds"])
+        request = Request(given["recipe"], method, seeds=seeds_given, setting=[*shared, *words])
         keys[name] = [run.key() for run in request.runs()]
-        flags = "".join(f" --set {shlex.quote(f'{k}={v}')}" for k, v in settings.items())
-        arguments[name] = f"{given['recipe']} --method {method} --seeds {given['seeds']}{flags}"
-    return Comparison(a, b, given["metric"], seeds, keys, arguments)
-
-
-def _settings(where: str, words: Sequence[str]) -> dict[str, str]:
-    found = {key: value for key, _, value in (word.partition("=") for word in words)}
-    if len(found) < len(words):
-        raise ValueError(f"{where} has a setting more than once; leave one")
-    return found
+        plan[name] = request.line
+    return Comparison(a, b, given["metric"], seeds, keys, plan)
 
 
 def _refuse_unknown(where: str, given: Iterable[str], known: set[str]) -> None:
@@ -162,9 +156,7 @@ def refuse_unregistered(
 ) -> None:
     """Raise ValueError if a family came after a row, its seeds chose something, or a run repeats.
 
-    Args:
-        rows: every row of the folder, replaced ones included.
-        tuning: every row that settings were chosen by.
+    ``rows`` has the replaced ones too; by those of ``tuning`` settings were chosen.
     """
     for family in families:
         for comparison in family.comparisons:

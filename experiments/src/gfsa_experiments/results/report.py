@@ -53,16 +53,18 @@ def number(value: float | None, decimals: int, sign: str = "") -> str:
 
 
 def interval(found: Interval | None, decimals: int, unit: str = "") -> str:
-    """``+0.70 (+0.41 … +0.99)``; an end that would be rounded to 0 has more digits."""
+    """``+0.70 (+0.41 … +0.99)``; what would be rounded to 0, or out of its interval, has more."""
     if found is None:
         return NONE
-    shown = number(found.mean, decimals, "+") + unit
     if found.low is None or found.high is None:
-        return shown
+        return number(found.mean, decimals, "+") + unit
+    digits = decimals
     for end in (found.low, found.high):
-        while end and not round(end, decimals) and decimals < 6:
-            decimals += 1
-    return f"{shown} ({number(found.low, decimals, '+')} … {number(found.high, decimals, '+')})"
+        while end and not round(end, digits) and digits < 6:
+            digits += 1
+    is_outside = found.excludes_zero and not round(found.mean, decimals)
+    shown = number(found.mean, digits if is_outside else decimals, "+")
+    return f"{shown}{unit} ({number(found.low, digits, '+')} … {number(found.high, digits, '+')})"
 
 
 def _decimals(spread: float | None, size: float) -> int:
@@ -87,12 +89,6 @@ def _decimals_of_contrast(found: Contrast) -> int:
 
 def _p(value: float | None) -> str:
     return NONE if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"
-
-
-def _span(values: Iterable[float]) -> str:
-    """``5``, or ``5–7`` if they differ."""
-    ends = sorted(values)
-    return "–".join(dict.fromkeys(map(str, (ends[0], ends[-1])))) if ends else NONE
 
 
 def grid(rows: Sequence[Mapping[str, str]], words: Sequence[str] = ()) -> list[str]:
@@ -201,7 +197,8 @@ def summary(family: Family, outcomes: Sequence[Outcome]) -> str:
         commits = dict.fromkeys(commit for line in lines for commit in line.rows.commit)
         return f"{head}; {count} runs at commit {', '.join(commits)}."
     names = "; ".join(outcome.comparison.name for outcome in outcomes)
-    head = f"{head}, {names}, {_span(len(o.comparison.seeds) for o in outcomes)} seeds"
+    counts = sorted({len(outcome.comparison.seeds) for outcome in outcomes})
+    head = f"{head}, {names}, {' or '.join(map(str, counts))} seeds"
     if not _has_runs(outcomes):
         return f"{head}, not run."
     return f"{head}; {'; '.join(dict.fromkeys(outcome.verdict for outcome in outcomes))}."
@@ -386,7 +383,17 @@ def overall(tables: Sequence[ResultTable]) -> list[str]:
         notes.append(
             f"The mean of c0 is negative in {negative} of {len(scratch)} runs from scratch."
         )
-    return _bullets(notes + _chance_note(tables))
+    tests = [x.to_reference.test for table in tables for x in table.lines if x.to_reference]
+    ps = [test.p for test in tests if test.p is not None]
+    # of one comparison there is nothing to correct
+    if len(ps) > 1:
+        excluding = sum(test.excludes_zero for test in tests)
+        kept = sum(p < 1 - LEVEL for p in holm(ps))
+        notes.append(
+            f"Of {len(ps)} exploratory comparisons with plain {excluding} exclude 0; by chance "
+            f"{(1 - LEVEL) * len(ps):.1f} would. Holm's correction over all of them leaves {kept}."
+        )
+    return _bullets(notes)
 
 
 def _learns_c0(row: Any) -> bool:
@@ -396,29 +403,15 @@ def _learns_c0(row: Any) -> bool:
     return bool(row.coefficients) and named and all("w0" in word for word in learned)
 
 
-def _chance_note(tables: Sequence[ResultTable]) -> list[str]:
-    tests = [x.to_reference.test for table in tables for x in table.lines if x.to_reference]
-    ps = [test.p for test in tests if test.p is not None]
-    # of one comparison there is nothing to correct
-    if len(ps) < 2:
-        return []
-    excluding = sum(test.excludes_zero for test in tests)
-    kept = sum(p < 1 - LEVEL for p in holm(ps))
-    return [
-        f"Of {len(ps)} exploratory comparisons with plain {excluding} exclude 0; by chance "
-        f"{(1 - LEVEL) * len(ps):.1f} would. Holm's correction over all of them leaves {kept}."
-    ]
-
-
 def tuning_blocks(rows: pd.DataFrame) -> list[str]:
     """The best choice on valid of each arm, for each task and length of training."""
     found = []
     for (recipe, task, epochs, _), own in rows.groupby(["recipe", "task", "epochs", "data"]):
         decimals = _decimals(None, own.valid.mean())
         best = _best_choices(own)
-        plain = best.get("plain")
+        plain = best.get(PLAIN)
         for first, (arm, (at, value, tried)) in enumerate(best.items()):
-            lead = None if plain is None or arm == "plain" else value - plain[1]
+            lead = None if plain is None or arm == PLAIN else value - plain[1]
             row = {
                 "task": "" if first else f"{recipe}: {task}, {epochs:.3g} epochs",
                 "arm": arm,
@@ -433,21 +426,21 @@ def tuning_blocks(rows: pd.DataFrame) -> list[str]:
 
 def _best_choices(rows: pd.DataFrame) -> dict[str, tuple[str, float, int]]:
     """Of each arm, plain first: its best choice, what it has on valid, and how many were tried."""
-    words = [text.split() for text in rows.settings]
-    shared = set.intersection(*map(set, words))
-    arms, choices = [], []
-    for method, options, settings in zip(rows.method, rows.options, words, strict=True):
-        own = [*options.split(), *(w for w in settings if w not in shared)]
+    shared = set.intersection(*(set(text.split()) for text in rows.settings))
+    # arm → choice → its results on valid
+    tried: dict[str, dict[str, list[float]]] = {PLAIN: {}}
+    for row in rows[rows.valid.notna()].itertuples():
+        own = [*row.options.split(), *(w for w in row.settings.split() if w not in shared)]
         tuned = [word for word in own if word.partition("=")[0] in _TUNED]
-        arms.append(" ".join([method, *(w for w in own if w not in tuned and "epochs" not in w)]))
-        choices.append(" ".join(tuned))
-    table = rows.assign(arm=arms, choice=choices)
+        arm = " ".join([row.method, *(w for w in own if w not in tuned and "epochs" not in w)])
+        tried.setdefault(arm, {}).setdefault(" ".join(tuned), []).append(row.valid)
+    choose = max if rows.higher_is_better.iloc[0] else min
     best = {}
-    for arm in sorted(dict.fromkeys(arms), key=lambda arm: arm != "plain"):
-        means = table[table.arm == arm].groupby("choice", sort=False).valid.mean().dropna()
-        if len(means):
-            at = means.idxmax() if rows.higher_is_better.iloc[0] else means.idxmin()
-            best[arm] = (str(at), float(means[at]), len(means))
+    for arm, choices in tried.items():
+        means = {choice: mean(values) for choice, values in choices.items()}
+        if means:
+            at = choose(means, key=means.__getitem__)
+            best[arm] = (at, means[at], len(means))
     return best
 
 
@@ -517,28 +510,34 @@ class Mark(NamedTuple):
 
 def marks(tables: Sequence[ResultTable], judged: Sequence[Judged] = ()) -> list[Mark]:
     """The comparisons of complete families; without one, every line of the tables with plain."""
-    found = []
-    for family, outcomes in judged:
-        group, labels = family.title.partition(":")[0], family.name
-        for outcome in outcomes:
-            label = named(outcome.comparison.name, labels)
-            found += _mark(group, label, outcome.contrast, outcome.verdict)
-    if not found:
-        for table, title in zip(tables, titles(tables), strict=True):
-            for line in table.lines:
-                found += _mark(f"{table.recipe}: {title}", line.name, line.to_reference)
-    return found
-
-
-def _mark(group: str, label: str, found: Contrast | None, verdict: str = "") -> list[Mark]:
-    if found is None or found.reduction is None:
-        return []
-    word = verdict or found.test.reading or ""
-    return [Mark(f"{group} ({found.reduced})", label, found.reduction, word, bool(verdict))]
+    registered = [
+        (family.title.partition(":")[0], named(o.comparison.name, family.name), o.contrast, o)
+        for family, outcomes in judged
+        for o in outcomes
+        if o.contrast is not None
+    ]
+    explored = [
+        (f"{table.recipe}: {title}", line.name, line.to_reference, None)
+        for table, title in zip(tables, titles(tables), strict=True)
+        for line in table.lines
+    ]
+    return [
+        Mark(
+            f"{group} ({found.reduced})",
+            label,
+            found.reduction,
+            outcome.verdict if outcome else found.test.reading or "",
+            is_registered=outcome is not None,
+        )
+        for group, label, found, outcome in registered or explored
+        if found is not None and found.reduction is not None
+    ]
 
 
 def plot(tables: Sequence[ResultTable], path: Path, judged: Sequence[Judged] = ()) -> None:
     """Write the figure, in the format of the path's extension."""
+    import matplotlib
+
     figure = draw(marks(tables, judged))
     formats, ending = figure.canvas.get_supported_filetypes(), path.suffix.lstrip(".")
     if ending not in formats:
@@ -546,16 +545,10 @@ def plot(tables: Sequence[ResultTable], path: Path, judged: Sequence[Judged] = (
             f"--plot {path}: cannot write {path.suffix or 'a file without extension'}; "
             f"known extensions: {', '.join(sorted(formats))}"
         )
-    save(figure, path, dpi=160)
-
-
-def save(figure: Any, path: Path, dpi: int) -> None:
-    import matplotlib
-
     path.parent.mkdir(parents=True, exist_ok=True)
     # text stays text, and the same rows give the same file
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gfsa"}):
-        figure.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def draw(drawn: Sequence[Mark]) -> Any:
@@ -577,14 +570,9 @@ def draw(drawn: Sequence[Mark]) -> Any:
             axis.plot([low, high], [height, height], color=colour, linewidth=1.6)
         fill = colour if mark.is_registered else "white"
         axis.plot(mark.interval.mean, height, "D", color=colour, mfc=fill, markersize=6)
+        beside: Any = {"transform": axis.get_yaxis_transform(), "va": "center", "fontsize": 8}
         weight = "bold" if mark.verdict == "better" else "normal"
-        look: dict[str, Any] = {
-            "va": "center",
-            "fontsize": 8,
-            "weight": weight,
-            "annotation_clip": False,
-        }
-        axis.annotate(mark.verdict, (1.01, height), xycoords=axis.get_yaxis_transform(), **look)
+        axis.text(1.01, height, mark.verdict, weight=weight, **beside)
     # beside the labels too: a title may be as long as the figure is wide
     across = blended_transform_factory(figure.transFigure, axis.transData)
     for height, (group, label) in enumerate(rows):

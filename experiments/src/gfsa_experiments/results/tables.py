@@ -129,9 +129,7 @@ class ResultTable:
 def make_tables(rows: pd.DataFrame, reference: str = PLAIN) -> list[ResultTable]:
     """Every table of the folder, in order.
 
-    Args:
-        reference: the line that the others are compared with, by its name; or by its method, if
-            that has one line in a table.
+    ``reference`` names the line that others are compared with, or its method, if that has one line.
     """
     groups = dict(iter(rows.groupby(_TABLE)))
     return [_make_table(key, groups[key], reference) for key in sorted(groups, key=_natural)]

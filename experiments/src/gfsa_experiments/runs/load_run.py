@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from gfsa_experiments.engine.checkpoints import seed_everything
 from gfsa_experiments.engine.config import field_names
 from gfsa_experiments.engine.task import Task
-from gfsa_experiments.runs.methods import MethodConfig, find_method
-from gfsa_experiments.runs.run import read_json
+from gfsa_experiments.runs.methods import MethodConfig
+from gfsa_experiments.runs.run import Run, build_task, read_json
 from gfsa_experiments.tasks import find_recipe
 
 
@@ -27,12 +26,15 @@ def trained_task(folder: Path, data_dir: Path, device: torch.device | str = "cpu
     if not weights.exists():
         raise FileNotFoundError(f"{weights} does not exist; train with --set save_model=true")
     written = read_json(folder / "config.json")
-    recipe = find_recipe(written["recipe"])
-    config = recipe.config(**_fields(recipe.config, written))
-    seed_everything(config.seed)
-    task = recipe.build(config, data_dir)
-    options = MethodConfig(**_fields(MethodConfig, written["options"]))
-    find_method(written["method"]).apply(task.model, options)
+    kind = find_recipe(written["recipe"]).config
+    run = Run(
+        recipe=written["recipe"],
+        config=kind(**_fields(kind, written)),
+        method=written["method"],
+        options=MethodConfig(**_fields(MethodConfig, written["options"])),
+        data_dir=data_dir,
+    )
+    task = build_task(run)
     task.model.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
     task.model.to(device).eval()
     return task

@@ -47,8 +47,8 @@ class Method:
 
     name: str
     what: str
-    apply: Callable[[nn.Module, MethodConfig], int]
-    """Changes the model in place and returns how many trainable numbers it added."""
+    apply: Callable[[nn.Module, MethodConfig], None]
+    """Changes the model in place."""
     uses: tuple[str, ...] = ()
     """The options that it reads; setting another one is an error."""
 
@@ -60,13 +60,13 @@ class Method:
         return self.uses
 
 
-Apply = Callable[[nn.Module, MethodConfig], int]
+Apply = Callable[[nn.Module, MethodConfig], None]
 
 
 def _plug(make: Any = None, **forced: Any) -> Apply:
     """Filters of ``make``, or GFSA; the options ``forced`` override those that are given."""
 
-    def apply(model: nn.Module, config: MethodConfig) -> int:
+    def apply(model: nn.Module, config: MethodConfig) -> None:
         config = replace(config, **forced)
         names = ("K", "learn", "w0", "power", "lr_multiplier")
         of_gfsa = {name: getattr(config, name) for name in names}
@@ -78,8 +78,7 @@ def _plug(make: Any = None, **forced: Any) -> Apply:
             learned = config.share == "learned"
             return built.exclude(0.0 if learned else 1.0, learned)
 
-        depth = config.first_values
-        return gfsa.plug(model, filter=build, layers=config.layers, depth=depth).parameters
+        gfsa.plug(model, filter=build, layers=config.layers, depth=config.first_values)
 
     return apply
 
@@ -88,18 +87,17 @@ def _plug(make: Any = None, **forced: Any) -> Apply:
 _ATTENTION: dict[str, Any] = {"K": None, "learn": ()}
 
 
-def _exclusive(model: nn.Module, config: MethodConfig) -> int:
+def _exclusive(model: nn.Module, config: MethodConfig) -> None:
     share = "fixed" if config.share == "none" else config.share
-    return _plug(**_ATTENTION, share=share)(model, config)
+    _plug(**_ATTENTION, share=share)(model, config)
 
 
 def _baseline(name: str, strength: str = "") -> Apply:
-    def apply(model: nn.Module, config: MethodConfig) -> int:
+    def apply(model: nn.Module, config: MethodConfig) -> None:
         given: dict[str, Any] = {} if config.strength is None else {strength: config.strength}
         if name == "contranorm":
             given["form"] = config.form
-        added: int = baselines.apply(model, name, layers=config.layers, **given).parameters
-        return added
+        baselines.apply(model, name, layers=config.layers, **given)
 
     return apply
 
@@ -112,7 +110,7 @@ _TERMS = ("w0", *_LEARNED)
 METHODS = {
     method.name: method
     for method in (
-        Method("plain", "the model as it is", lambda model, config: 0),
+        Method("plain", "the model as it is", lambda model, config: None),
         Method("gfsa", "w0·I + w1·A + wK·A^K", _plug(), ("learn", *_PUBLISHED)),
         Method("gfsa-even", "the same in every second layer", _plug(layers="even"), _OF_EVEN),
         Method("gfsa-published", "wK alone is learned", _plug(learn=("wK",)), _PUBLISHED),

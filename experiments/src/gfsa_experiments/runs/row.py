@@ -69,11 +69,6 @@ class Row:
         """What identifies the run."""
         return self.recipe, self.task, self.method, self.options, self.settings, self.seed
 
-    @property
-    def name(self) -> str:
-        """The method with its options."""
-        return f"{self.method} {self.options}".strip()
-
 
 _TYPES = get_type_hints(Row)
 COLUMNS = list(_TYPES)
@@ -85,22 +80,15 @@ def append_rows(path: Path, rows: list[Row]) -> None:
     append_lines(path, COLUMNS, lines, end="\r\n")
 
 
-def read_rows_if_any(path: Path) -> list[Row]:
-    """The rows of a table, which may not exist yet."""
-    return read_rows(path) if _has_header(path) else []
-
-
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a table, typed; a ValueError names the file, the line and the column."""
+    """The rows of a table, typed, none before the first is written.
+
+    A ValueError names the file, the line and the column.
+    """
+    if not _has_header(path):
+        return []
     lines = _read_table(path)
-    _, header = next(lines, ("", []))
-    if header != COLUMNS:
-        missing = [name for name in COLUMNS if name not in header]
-        unknown = [name for name in header if name not in COLUMNS]
-        raise ValueError(
-            f"{path} has other columns than a table of runs, {', '.join(COLUMNS)}; "
-            f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
-        )
+    _check_header(path, next(lines)[1], COLUMNS)
     return [Row(**_typed(cells, where)) for where, cells in lines]
 
 
@@ -124,11 +112,17 @@ def check_table(path: Path, columns: Sequence[str] = COLUMNS) -> None:
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not os.access(existing, os.W_OK):
         raise ValueError(f"{existing} is not writable; choose another place")
-    header = next(_read_table(path))[1] if _has_header(path) else [*columns]
-    if header != [*columns]:
+    if _has_header(path):
+        _check_header(path, next(_read_table(path))[1], columns)
+
+
+def _check_header(path: Path, header: Sequence[str], columns: Sequence[str]) -> None:
+    if [*header] != [*columns]:
+        missing = ", ".join(name for name in columns if name not in header)
+        unknown = ", ".join(name for name in header if name not in columns)
         raise ValueError(
-            f"{path} has other columns than this version writes; "
-            f"expected {', '.join(columns)}, got {', '.join(header)}; move it away first"
+            f"{path} has other columns than this version writes, {', '.join(columns)}; missing: "
+            f"{missing or 'none'}; unknown: {unknown or 'none'}; move it away first"
         )
 
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 import platform
 import re
 import shlex
@@ -14,7 +13,7 @@ import shutil
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from hashlib import sha256
@@ -44,7 +43,6 @@ from gfsa_experiments.engine.config import (
     as_text,
     changed_settings,
     settings_of,
-    without_folders,
 )
 from gfsa_experiments.engine.measure import COEFFICIENTS, Progress, free_memory_of_earlier_runs
 from gfsa_experiments.engine.step import to_device
@@ -121,7 +119,7 @@ class Run:
     def command(self) -> str:
         """The command of this run alone; data outside of the working folder needs --data-dir."""
         words = ["gfsa train", self.recipe, "--method", self.method, "--seeds", self.config.seed]
-        changed = without_folders(changed_settings(self.config)) | self._changed_options()
+        changed = changed_settings(self.config) | self._changed_options()
         # quoted one by one: a value may have blanks in it
         pairs = [shlex.quote(as_text({name: value})) for name, value in changed.items()]
         return " ".join(map(str, words)) + "".join(f" --set {pair}" for pair in pairs)
@@ -195,54 +193,51 @@ def _accelerator(run: Run) -> Accelerator:
     return Accelerator(
         cpu=run.device == "cpu",
         mixed_precision="no" if precision in ("fp32", "tf32") else precision,
-        gradient_accumulation_steps=run.config.accumulate,
+        log_with="tensorboard" if run.config.tensorboard else None,
+        project_dir=run.folder,
     )
 
 
 @contextlib.contextmanager
 def _arithmetic_of(config: TrainConfig) -> Iterator[None]:
-    """Torch's deterministic algorithms and TF32, if the settings want them, for one run."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    if config.deterministic:
-        # cuBLAS reads this when it starts
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    """TF32, if the settings want it, for one run."""
+    before = torch.get_float32_matmul_precision()
     if config.precision == "tf32":
         torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.set_float32_matmul_precision(before[1])
+        torch.set_float32_matmul_precision(before)
 
 
 def build_task(run: Run) -> Task:
-    """The task of a run, with a model that depends on the seed alone."""
+    """The task of a run, with a model that depends on the seed alone, and then on the method."""
     seed_everything(run.config.seed)
     recipe = find_recipe(run.recipe)
     try:
-        return recipe.build(run.config, run.data_dir)
+        task = recipe.build(run.config, run.data_dir)
     except ModuleNotFoundError as error:
         raise ValueError(
             f"recipe {recipe.name} needs {error.name}, which is not installed. In a checkout of "
             f"gfsa, pip install './experiments[{recipe.extra}]' installs all that it needs"
         ) from error
+    find_method(run.method).apply(task.model, run.options)
+    return task
 
 
 def _train(
     run: Run, task: Task, data: str, accelerator: Accelerator, progress: Progress | None
 ) -> Row:
     folder, config = run.folder, run.config
-    added = find_method(run.method).apply(task.model, run.options)
     # the same state for every method, however many numbers its initialisation drew, and
     # another dropout in each process
     seed_everything(config.seed + 7919 * accelerator.process_index)
-    new = added_parameters(task.model)
-    trainer = Trainer(task, config, accelerator, folder, new, run.options.filter_lr)
+    added = added_parameters(task.model)
+    trainer = Trainer(task, config, accelerator, folder, added, run.options.filter_lr)
     try:
         results = trainer.fit(run.resume, progress)
     except FloatingPointError as error:
-        row = _row_of(run, task, data, added, trainer.columns(), accelerator)
+        row = _row_of(run, task, data, trainer.columns(), accelerator)
         if accelerator.is_main_process:
             write_json(folder / "row.json", dataclasses.asdict(row))
         raise DivergedError(str(error), row) from error
@@ -250,11 +245,10 @@ def _train(
         # the row and the files are made of whole weights
         weights = accelerator.get_state_dict(trainer.bare_model)
         task = build_task(run)
-        find_method(run.method).apply(task.model, run.options)
         if accelerator.is_main_process:
             task.model.load_state_dict(weights)
             task.model.to(accelerator.device)
-    row = _row_of(run, task, data, added, results, accelerator)
+    row = _row_of(run, task, data, results, accelerator)
     if accelerator.is_main_process:
         _keep_files(run, task)
         write_json(folder / "row.json", dataclasses.asdict(row))
@@ -265,15 +259,14 @@ def _train(
 
 
 def _row_of(
-    run: Run, task: Task, data: str, added: int, results: dict[str, Any], accelerator: Accelerator
+    run: Run, task: Task, data: str, results: dict[str, Any], accelerator: Accelerator
 ) -> Row:
-    """The row of a run, whose model has ``added`` numbers more than without its method."""
     count, name = accelerator.num_processes, device_name(accelerator.device)
     return Row(
         **run.key()._asdict(),
         **results,
-        parameters=sum(p.numel() for p in task.model.parameters() if p.requires_grad),
-        added=added,
+        parameters=_trainable(task.model.parameters()),
+        added=_trainable(added_parameters(task.model)),
         coefficients=_coefficients(task.model),
         jobs=run.jobs,
         device=name if count == 1 else f"{count} × {name}",
@@ -285,6 +278,10 @@ def _row_of(
         command=run.command,
         data=data,
     )
+
+
+def _trainable(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def _polynomials(model: nn.Module) -> list[gfsa.GraphFilter]:
@@ -418,20 +415,15 @@ def fingerprint(task: Task) -> str:
     digest = sha256()
     with isolated_generators(0):
         for name, size in sizes.items():
-            for index in _spread(size):
+            # evenly spaced from the first to the last
+            spread = np.arange(_EXAMPLES) * (size - 1) // (_EXAMPLES - 1)
+            for index in np.unique(spread).tolist() if size else ():
                 for piece in _pieces(task.identity(name, index)):
                     digest.update(piece)
     if task.own_data is not None:
         # two versions of a table may differ in a few labels to train on
         digest.update(task.own_data.digest.encode())
     return f"{'+'.join(map(str, sizes.values()))} {digest.hexdigest()[:8]}"
-
-
-def _spread(count: int) -> Sequence[int]:
-    """At most ``_EXAMPLES`` of ``count`` indices, evenly spaced from the first to the last."""
-    if count <= _EXAMPLES:
-        return range(count)
-    return [at * (count - 1) // (_EXAMPLES - 1) for at in range(_EXAMPLES)]
 
 
 def _pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
@@ -455,8 +447,16 @@ def _pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
         yield from _pieces([value.mode, *value.size, value.tobytes()], depth)
     elif depth == _DEEPEST or isinstance(value, types.ModuleType) or callable(value):
         yield f"{type(value).__name__}:".encode()
+    elif isinstance(value, (list, tuple)):
+        yield f"list {len(value)}:".encode()
+        for part in value:
+            yield from _pieces(part, depth + 1)
     else:
-        yield from _of_container(value, depth + 1)
+        named = {str(name): part for name, part in _members(value).items()}
+        yield f"dict {len(named)}:".encode()
+        for name in sorted(named):
+            yield from _pieces(name, depth + 1)
+            yield from _pieces(named[name], depth + 1)
 
 
 def _of_array(value: Any, depth: int) -> Iterator[bytes]:
@@ -479,27 +479,15 @@ def _of_array(value: Any, depth: int) -> Iterator[bytes]:
     yield f"{kind} {array.shape}:".encode() + array.tobytes()
 
 
-def _of_container(value: Any, depth: int) -> Iterator[bytes]:
-    if isinstance(value, (list, tuple)):
-        yield f"list {len(value)}:".encode()
-        for part in value:
-            yield from _pieces(part, depth)
-        return
-    named: Any
+def _members(value: Any) -> Mapping[Any, Any]:
     if isinstance(value, Mapping):
-        named = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        named = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif hasattr(value, "to_dict"):
+        return value
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if hasattr(value, "to_dict"):
         # a graph of PyG
-        named = dict(value.to_dict())
-    else:
-        named = getattr(value, "__dict__", {}) | {"": type(value).__name__}
-    named = {str(name): part for name, part in named.items()}
-    yield f"dict {len(named)}:".encode()
-    for name in sorted(named):
-        yield from _pieces(name, depth)
-        yield from _pieces(named[name], depth)
+        return dict(value.to_dict())
+    return getattr(value, "__dict__", {}) | {"": type(value).__name__}
 
 
 def read_row(folder: Path) -> Row | None:

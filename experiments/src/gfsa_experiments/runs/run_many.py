@@ -10,7 +10,7 @@ import signal
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from gfsa_experiments.engine.measure import Progress
-from gfsa_experiments.runs.row import Row, append_rows, read_rows_if_any
+from gfsa_experiments.runs.row import Row, append_rows, read_rows
 from gfsa_experiments.runs.run import DivergedError, Run, carry_out
 
 
@@ -37,12 +37,9 @@ class Finished(NamedTuple):
 def carry_out_all(
     runs: Sequence[Run], jobs: int = 1, progress: Callable[[Run], Progress] | None = None
 ) -> Iterator[Finished]:
-    """Yield each run as it ends; the others continue if one fails.
+    """Yield each run as it ends, ``jobs`` at a time; the others continue if one fails.
 
-    Args:
-        runs: the runs, started in this order.
-        jobs: how many run at a time; above 1 each has a process, which later runs reuse.
-        progress: makes the progress callback of a run; used if ``jobs`` is 1.
+    ``progress`` makes the progress callback of a run, which it has if it runs alone.
     """
     if jobs == 1:
         for run in runs:
@@ -113,7 +110,6 @@ _HARDLY_MOVED = 1e-3
 
 def record_all(console: Console, runs: list[Run], jobs: int, results: Path, write: bool) -> int:
     """Run everything, append each row as it comes, and return the number of failed runs."""
-    names = _names(runs)
     before = {run.folder for run in runs if run.resume and (run.folder / "row.json").exists()}
     # error → the runs that failed with it: wrong data makes every run fail alike
     failures: dict[str, list[str]] = defaultdict(list)
@@ -123,7 +119,8 @@ def record_all(console: Console, runs: list[Run], jobs: int, results: Path, writ
         progress = functools.partial(_follow, console, status)
         ended = enumerate(carry_out_all(runs, jobs, progress), start=1)
         for count, (run, row, error) in ended:
-            name = names[run.folder]
+            # a sweep of settings has many runs of one method
+            name = f"{run} {run.key().settings}".strip()
             if row is not None and write:
                 error = "; ".join(filter(None, [error, _append(results, run, row, before)]))
             if row is None or error:
@@ -134,7 +131,7 @@ def record_all(console: Console, runs: list[Run], jobs: int, results: Path, writ
                 said = "finished before: " if run.folder in before else ""
                 print_line(console, f"{said}{name}: {row.metric} {row.test:.4f}")
                 if row.added and row.moved is not None and row.moved < _HARDLY_MOVED:
-                    at_rest.add(row.name)
+                    at_rest.add(f"{row.method} {row.options}".strip())
             status.update(f"{count} of {len(runs)} runs")
     for first, *others in failures.values():
         if others:
@@ -170,20 +167,10 @@ def _append(results: Path, run: Run, row: Row, before: set[Path]) -> str:
     try:
         # of several rows of a run the latest counts; a run that was finished before usually has
         # its row in the table
-        recorded = {(other.key, other.data) for other in read_rows_if_any(table)}
+        recorded = {(other.key, other.data) for other in read_rows(table)}
         if run.folder not in before or (row.key, row.data) not in recorded:
             append_rows(table, [row])
     except (ValueError, OSError) as reason:
         # the other runs continue
         return f"its row is in {run.folder / 'row.json'}, --resume adds it: {reason}"
     return ""
-
-
-def _names(runs: Sequence[Run]) -> Mapping[Path, str]:
-    """The name of each run, with the settings that not all of them share."""
-    settings = [run.key().settings.split() for run in runs]
-    shared = set.intersection(*map(set, settings))
-    return {
-        run.folder: " ".join([str(run), *(word for word in words if word not in shared)])
-        for run, words in zip(runs, settings, strict=True)
-    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,50 +21,32 @@ _MOST_NUMBERS = 10_000
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of one ``gfsa train``: a recipe, and the methods, orders and seeds to run."""
+    """The arguments of one ``gfsa train`` as they are typed: what to run, and its settings."""
 
     recipe: str
-    methods: tuple[str, ...] = ("plain",)
-    seeds: tuple[int, ...] = (0,)
-    settings: tuple[tuple[str, str], ...] = ()
-    each: tuple[tuple[str, str], ...] = ()
+    method: str = "plain"
+    K: str = ""
+    seeds: str = "0"
+    setting: Sequence[str] | None = None
+    each: Sequence[str] | None = None
     """Settings with several values, separated by commas; every combination of them is run."""
 
-    @classmethod
-    def from_arguments(
-        cls,
-        recipe: str,
-        method: str,
-        K: str,
-        seeds: str,
-        setting: Sequence[str] | None,
-        each: Sequence[str] | None,
-    ) -> Request:
-        """A request from the arguments of the command, as text."""
-        methods = tuple(name.strip() for name in method.split(",") if name.strip())
-        if not methods:
-            raise ValueError(f"--method takes some of {', '.join(METHODS)}, got {method!r}")
-        several = [_setting_of("--each", text) for text in each or ()]
-        if K:
-            several.append(("K", ",".join(map(str, numbers_of("--K", K)))))
-        return cls(
-            recipe,
-            methods=methods,
-            seeds=numbers_of("--seeds", seeds),
-            settings=tuple(_setting_of("--set", text) for text in setting or ()),
-            each=tuple(several),
-        )
+    @property
+    def line(self) -> str:
+        """The line of a plan for a request without ``K`` and ``each``."""
+        flags = "".join(f" --set {shlex.quote(text)}" for text in self.setting or ())
+        return f"{self.recipe} --method {self.method} --seeds {self.seeds}{flags}"
 
     def runs(self, **places: Any) -> list[Run]:
         """Every combination, checked; a method without an option is run once, not per value.
 
-        Args:
-            places: further fields of :class:`Run`: ``data_dir``, ``out``, ``device`` …
-
-        Raises:
-            ValueError: for settings that make no sense or have no effect in any combination.
+        ``places`` are further fields of :class:`Run`. Settings that make no sense, or have no
+        effect in any combination, raise ValueError.
         """
-        found = [self._runs(settings, **places) for settings in self._combinations()]
+        methods = [name.strip() for name in self.method.split(",") if name.strip()]
+        if not methods:
+            raise ValueError(f"--method takes some of {', '.join(METHODS)}, got {self.method!r}")
+        found = [self._runs(methods, settings, places) for settings in self._combinations()]
         # a setting without effect in one combination may be meant for another
         (_, first), *others = found
         unused = {k: why for k, why in first.items() if all(k in other for _, other in others)}
@@ -72,14 +55,16 @@ class Request:
             raise ValueError(f"leave out settings that would have no effect: {reasons}")
         return one_per_folder([run for runs, _ in found for run in runs])
 
-    def _runs(self, settings: dict[str, str], **places: Any) -> tuple[list[Run], dict[str, str]]:
+    def _runs(
+        self, methods: Sequence[str], settings: dict[str, str], places: dict[str, Any]
+    ) -> tuple[list[Run], dict[str, str]]:
         """The runs of one combination of settings, and why some settings have no effect."""
         recipe = find_recipe(self.recipe)
         for_recipe, for_method = _split_settings(settings, recipe.config)
         config, unused = _config(recipe.config, for_recipe)
         runs: list[Run] = []
         used: set[str] = set()
-        for name in self.methods:
+        for name in methods:
             method = find_method(name)
             # another method of the same request may read the others
             given = {key: text for key, text in for_method.items() if key in method.uses}
@@ -87,7 +72,7 @@ class Request:
             used.update(having_effect)
             kept = {key: text for key, text in given.items() if key in having_effect}
             options = from_text(MethodConfig, kept)
-            for seed in self.seeds:
+            for seed in numbers_of("--seeds", self.seeds):
                 seeded = dataclasses.replace(config, seed=seed)
                 run = Run(recipe=self.recipe, config=seeded, method=name, options=options, **places)
                 run.check()
@@ -95,24 +80,28 @@ class Request:
             check_options(name, options, config.sketch(), config.label())
         with_learn = f" with learn={for_method['learn']}" if "learn" in for_method else ""
         why = (
-            f"none of the methods {', '.join(self.methods)} has such an option{with_learn}; their "
+            f"none of the methods {', '.join(methods)} has such an option{with_learn}; their "
             f"options: {', '.join(sorted(used)) or 'none'}"
         )
         return runs, unused | {k: why for k in for_method if k not in used}
 
     def _combinations(self) -> list[dict[str, str]]:
         """The settings with each combination of the values in ``each``."""
-        names = [name for name, _ in self.each]
-        given = [*names, *(name for name, _ in self.settings)]
+        settings = [_setting_of("--set", text) for text in self.setting or ()]
+        several = [_setting_of("--each", text) for text in self.each or ()]
+        if self.K:
+            several.append(("K", ",".join(map(str, numbers_of("--K", self.K)))))
+        names = [name for name, _ in several]
+        given = [*names, *(name for name, _ in settings)]
         twice = sorted({name for name in given if given.count(name) > 1})
         if twice:
             raise ValueError(
                 f"{', '.join(twice)} given twice, by --set, --each or --K: give one value "
                 "to --set, or all values to one --each, separated by commas"
             )
-        combinations = itertools.product(*(text.split(",") for _, text in self.each))
+        combinations = itertools.product(*(text.split(",") for _, text in several))
         return [
-            dict(self.settings) | dict(zip(names, map(str.strip, values), strict=True))
+            dict(settings) | dict(zip(names, map(str.strip, values), strict=True))
             for values in combinations
         ]
 

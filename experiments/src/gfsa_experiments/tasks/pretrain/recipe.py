@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from pandas import Interval
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa_experiments.data.own import digest_of, name_of
 from gfsa_experiments.engine.config import (
-    Bounds,
     Compile,
     Count,
     CountOrZero,
@@ -30,7 +30,6 @@ from gfsa_experiments.engine.config import (
     TrainConfig,
     check_multiple,
 )
-from gfsa_experiments.engine.measure import Work
 from gfsa_experiments.engine.next_token_loss import IGNORED, NextTokenLoss, cross_entropy
 from gfsa_experiments.engine.task import OwnData, Split, Task, as_it_is
 from gfsa_experiments.tasks.pretrain.data import (
@@ -89,10 +88,6 @@ class LanguageConfig(TrainConfig):
     def falling(self) -> str | None:
         """The metric that training lowers, if it is to (:attr:`Task.falling`)."""
         return "loss"
-
-    def work(self, vocabulary: int) -> Work | None:
-        """The work of a row, to have tokens per second reported."""
-        return None
 
     def unused(self) -> dict[str, str]:
         unused = super().unused() | {"group_by_length": "every row has the same length"}
@@ -224,7 +219,7 @@ class PretrainConfig(LanguageConfig):
     """The key of the text in JSON lines, its column in tables and on the hub."""
     tokenizer: str = "bpe"
     """``bpe``: trained on the text; or the path of a tokenizer.json."""
-    vocab_size: Annotated[int, Bounds(257)] = 16_384
+    vocab_size: Annotated[int, Interval(257, math.inf, "left")] = 16_384
     """With ``tokenizer=bpe``: every byte, the end, and more."""
     block: Count = 1024
     """Tokens of a row."""
@@ -335,19 +330,6 @@ class PretrainConfig(LanguageConfig):
         sizes = {name: part.bytes for name, part in parts.items()}
         return Text(tokens, sizes, meta.vocabulary, meta.end, own)
 
-    def work(self, vocabulary: int) -> Work:
-        """Forward and backward of a row, matrix products alone: ``n·(6 P + 6·depth·inner·n)``.
-
-        P are the weights that tokens are multiplied with; causal attention is half of a square.
-        """
-        sizes: Any = self.whole()
-        inner = sizes.heads * self.head_dim
-        attention = sizes.width * (2 * inner + 2 * sizes.kv_heads * self.head_dim)
-        weights = sizes.depth * (attention + 3 * sizes.width * sizes.mlp)
-        weights += sizes.width * _multiple_of_64(vocabulary)
-        flops = self.block * (6.0 * weights + 6.0 * sizes.depth * inner * self.block)
-        return Work(self.block, flops)
-
     def decoder(self, vocabulary: int, end: int | None = None) -> Any:
         model = build_decoder(self.whole(), _multiple_of_64(vocabulary), end)
         model.loss_function = NextTokenLoss(self.compile != "no")
@@ -435,12 +417,6 @@ class StdlibConfig(LanguageConfig):
     def decoder(self, vocabulary: int = 256, end: int | None = None) -> ByteDecoder:
         return ByteDecoder(self.depth, self.width, self.heads, self.block, self.init_std)
 
-    def work(self, vocabulary: int) -> Work:
-        weights = sum(p.numel() for p in self.sketch().parameters() if p.dim() > 1)
-        # matrix products alone; causal attention is half of a square
-        attention = 6.0 * self.depth * self.width * self.block
-        return Work(self.block, self.block * (6.0 * weights + attention))
-
     def mean_loss(
         self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor
     ) -> Tensor:
@@ -480,7 +456,7 @@ class LanguageTask(Task):
         }
         self.splits = {part: Split(rows, as_it_is) for part, rows in self.rows.items()}
         self._units = {part: text.units[part] / len(of) for part, of in text.tokens.items()}
-        self.work = config.work(text.vocabulary)
+        self.tokens = config.block
         self.model = config.decoder(text.vocabulary, text.end)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

@@ -406,19 +406,23 @@ def _learns_c0(row: Any) -> bool:
 def tuning_blocks(rows: pd.DataFrame) -> list[str]:
     """The best choice on valid of each arm, for each task and length of training."""
     found = []
-    for (recipe, task, epochs, _), own in rows.groupby(["recipe", "task", "epochs", "data"]):
+    for (_, task, epochs, _), own in rows.groupby(["recipe", "task", "epochs", "data"]):
         decimals = _decimals(None, own.valid.mean())
         best = _best_choices(own)
         plain = best.get(PLAIN)
+        # what every arm chose stands once
+        common = set.intersection(*(set(at.split()) for at, *_ in best.values())) if best else set()
         for first, (arm, (at, value, tried)) in enumerate(best.items()):
             lead = None if plain is None or arm == PLAIN else value - plain[1]
+            chosen = " ".join(word for word in at.split() if word not in common)
+            title = " ".join([f"{task}, {epochs:.3g} epochs", *sorted(common)])
             row = {
-                "task": "" if first else f"{recipe}: {task}, {epochs:.3g} epochs",
+                "task": "" if first else title,
                 "arm": arm,
                 "choices": str(tried),
                 "best on valid": number(value, decimals),
                 "− plain's best": number(lead, decimals, "+"),
-                "at": f"`{at}`" if at else "defaults",
+                "at": f"`{chosen}`" if chosen else NONE if at else "defaults",
             }
             found.append(row)
     return grid(found, ("task", "arm", "at"))
@@ -493,7 +497,7 @@ def _speed_cells(shape: str, found: pd.DataFrame, columns: Sequence[str]) -> dic
         times = (
             found.loc[name, ["fwd_bwd_ratio", "fwd_ratio"]].dropna() if name in found.index else []
         )
-        cells[name] = " | ".join(f"{x:.2f}×" for x in times) or NONE
+        cells[name] = "/".join(f"{x:.2f}×" for x in times) or NONE
     return cells | {"commit": ", ".join(found.drop(PLAIN).commit.unique())}
 
 

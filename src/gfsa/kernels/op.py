@@ -28,10 +28,8 @@ from gfsa.kernels.launching import (
     Inputs,
     Options,
     Saved,
-    copyable_by_tile,
     empty_like,
     needs_registered_operator,
-    on_device_of,
 )
 from gfsa.kernels.routes import (
     OPERATION,
@@ -42,7 +40,6 @@ from gfsa.kernels.routes import (
     situation_of_kernels,
     with_contiguous_rows,
 )
-from gfsa.kernels.short import prepared_for
 from gfsa.operators.base import Coefficients, Operator
 from gfsa.operators.call import AttentionCall
 from gfsa.operators.sdpa import SDPAOperator
@@ -119,33 +116,24 @@ def kernels_for(
 Given = tuple[Any, ...]
 
 
-def _run(given: Given, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Any]:
-    """``(out, U, LSE)``, the coefficients, and the prepared launches if there are some."""
+def _run(given: Given, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(out, U, LSE)`` and the coefficients."""
     q, k, v, numbers, share, mask, seed, (learned, options, (route, *_)) = given
     coeffs = coefficients.columns(numbers, learned, share, 2 if route in ONCE else 3)
-    prepared = prepared_for(q, k, v, mask, options) if route == "short" else None
-    if prepared is not None:
-        made = prepared.forward(q, k, v, coeffs, mask, seed)
-    else:
-        made = run_forward(route, q, k, v, coeffs, mask, seed, options, keeps)
-    return *made, coeffs, prepared
+    return *run_forward(route, q, k, v, coeffs, mask, seed, options, keeps), coeffs
 
 
-def run_forward(route: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Forward:
-    """A route's forward on tensors of any layout, on their device."""
-    q, k, v = map(copyable_by_tile, (q, k, v))
-    found: Forward = on_device_of(q, FORWARD[route], Inputs(q, k, v, *rest))
+def run_forward(route: str, *given: Any) -> Forward:
+    """A route's forward on :class:`Inputs` of any layout."""
+    found: Forward = FORWARD[route](Inputs(*given))
     return found
 
 
 def run_backward(gradient: str, g: Tensor, saved: Saved, options: Options) -> Gradients:
-    """A gradient on tensors of any layout, on their device."""
-    # hooks on saved tensors may return them in another layout; U may not have been saved
-    q, k, v, u, out = [copyable_by_tile(x) if x.numel() else x for x in saved[:5]]
+    """A gradient on tensors of any layout."""
     if saved.lse.dim() == 4:
         gradient = "hopper once"
-    saved = saved._replace(q=q, k=k, v=v, u=u, out=out)
-    found: Gradients = on_device_of(g, GRADIENT[gradient], copyable_by_tile(g), saved, options)
+    found: Gradients = GRADIENT[gradient](g, saved, options)
     return found
 
 
@@ -161,7 +149,7 @@ class _Filter(torch.autograd.Function):
         ctx.gradient = kernels.gradient
         ctx.basis = None if learned is None else learned.basis
         ctx.powers = numbers.shape[1] if learned is None else learned.base.shape[1]
-        out, u, lse, coeffs, ctx.prepared = _run(given, True)
+        out, u, lse, coeffs = _run(given, True)
         # the gradient of the exclusive term reads A·V in place of the output
         read = out if share is None else u
         ctx.save_for_backward(q, k, v, u, read, lse, coeffs, mask, seed)
@@ -176,12 +164,8 @@ class _Filter(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        saved, gradients = Saved(*ctx.saved_tensors), None
-        if ctx.prepared is not None:
-            gradients = ctx.prepared.backward(g, saved)
-        if gradients is None:
-            gradients = run_backward(ctx.gradient, g, saved, ctx.options)
-        dq, dk, dv, parts = gradients
+        saved = Saved(*ctx.saved_tensors)
+        dq, dk, dv, parts = run_backward(ctx.gradient, g, saved, ctx.options)
         needed = ctx.needs_input_grad
         dc, dshare = coefficients.gradients(parts, ctx.basis, ctx.powers, needed[3], needed[4])
         return dq, dk, dv, dc, dshare, None, None, None
@@ -248,7 +232,8 @@ def backward(
 def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     share, once, keeps = rest[3], *rest[-2:]
     if once:
-        return empty_like(q), *one_pass.kept(q, share is not None and keeps)
+        rooms = one_pass.kept(q, share is not None and keeps)
+        return empty_like(q), rooms["u"](), rooms["lse"]()
     return empty_like(q), empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 

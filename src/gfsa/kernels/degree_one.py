@@ -143,8 +143,7 @@ def combine_degree_one(
     if torch.is_grad_enabled():
         return _Combine.apply(v, u, numbers, share, learned)
     coeffs = coefficients.columns(numbers, learned, share, 2)
-    combined: Tensor = _COMBINE((u, v), (coeffs,), None, share is not None)
-    return combined
+    return _COMBINE((u, v), (coeffs,), None, share is not None)
 
 
 def _prepare(given: Given, exclusive: bool) -> Prepared:
@@ -158,8 +157,8 @@ def _prepare(given: Given, exclusive: bool) -> Prepared:
     return Prepared(given, rooms, [(launch, "g v u dv du", "coeffs parts")], "dv du parts")
 
 
-_COMBINE = Launches(_prepare, "u v", "coeffs")
-_BACKWARD = Launches(_prepare, "u v g", "coeffs")
+_COMBINE = Launches[Tensor](_prepare, "u v", "coeffs")
+_BACKWARD = Launches[tuple[Tensor, ...]](_prepare, "u v g", "coeffs")
 
 
 class _Combine(torch.autograd.Function):
@@ -181,8 +180,7 @@ class _Combine(torch.autograd.Function):
         ctx.basis = None if learned is None else learned.basis
         ctx.exclusive = share is not None
         ctx.save_for_backward(v, u, coeffs)
-        combined: Tensor = _COMBINE((u, v), (coeffs,), None, ctx.exclusive)
-        return combined
+        return _COMBINE((u, v), (coeffs,), None, ctx.exclusive)
 
     @staticmethod
     @once_differentiable

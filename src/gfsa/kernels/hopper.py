@@ -80,29 +80,31 @@ def _prepare(given: Given, options: Options, deterministic: bool) -> Prepared:
     q, lse = given["q"], given["lse"]
     problem = problem_of(q, given["k"], given["mask"], options)
     with_queries = adds_up_queries(problem, deterministic)
-    launches = _launches(problem, with_queries)
-    grad_first = launches["grad_first_pass"]
+    grad_first, grad_keys = (
+        _launch(name, problem, with_queries) for name in ("grad_first_pass", "grad_keys")
+    )
     parts = q.shape[1], 3, math.prod(grad_first.grid) // q.shape[1]
     rooms = {"du": room_like(q), "delta": room(lse.shape, lse), "parts": room(parts, lse)}
     rooms |= rooms_by_query_head(given)
-    dq, sums = "dq", "coeffs"
     if with_queries:
         # dQ is written where dU was: sums take twice as much beside it
         dq, sums = "du", "sums"
         rooms["sums"] = _zeros(problem, q.device)
-        last = launches["finish_queries"], dq, sums
+        last = _finish_queries(problem), dq, sums
     else:
+        dq, sums = "dq", "coeffs"
         rooms["dq"] = room_like(q)
-        last = launches["grad_queries"], "k v u q g du dq", "delta lse coeffs mask"
+        grad_queries = _launch("grad_queries", problem, with_queries)
+        last = grad_queries, "k v u q g du dq", "delta lse coeffs mask"
     steps = [
         (grad_first, "q g lse k g v u out du", "delta parts coeffs mask"),
-        (launches["grad_keys"], "q g du lse delta k v u g dk dv", f"coeffs mask {sums}"),
+        (grad_keys, "q g du lse delta k v u g dk dv", f"coeffs mask {sums}"),
         last,
     ]
     return Prepared(given, rooms, steps, f"{dq} dk dv parts")
 
 
-_BACKWARD = Launches(_prepare, "q k v u out g lse", "coeffs")
+_BACKWARD = Launches[Gradients](_prepare, "q k v u out g lse", "coeffs")
 
 
 def adds_up_queries(problem: Problem, deterministic: bool) -> bool:
@@ -126,16 +128,7 @@ def _zeros(problem: Problem, device: torch.device) -> Room:
     cols = TILES["grad_keys"][width].cols
     tiles = -(-problem.length // cols)
     shape = problem.batch * problem.heads, tiles, cols, width
-    return functools.partial(torch.zeros, shape, device=device)
-
-
-def _launches(problem: Problem, with_queries: bool) -> dict[str, Launch]:
-    """Each kernel over the rows of one problem."""
-    names = ["grad_first_pass", "grad_keys", *([] if with_queries else ["grad_queries"])]
-    launches = {name: _launch(name, problem, with_queries) for name in names}
-    if with_queries:
-        launches["finish_queries"] = _finish_queries(problem)
-    return launches
+    return functools.partial(torch.zeros, shape, dtype=torch.float32, device=device)
 
 
 def _launch(name: str, problem: Problem, with_queries: bool) -> Launch:
@@ -243,7 +236,7 @@ def _prepare_once(given: Given, options: Options) -> Prepared:
     return Prepared(given, rooms, steps, "dq dk dv parts")
 
 
-_BACKWARD_ONCE = Launches(_prepare_once, "q k v out g lse", "coeffs")
+_BACKWARD_ONCE = Launches[Gradients](_prepare_once, "q k v out g lse", "coeffs")
 
 
 def _launches_once(problem: Problem, powers: int) -> list[Launch]:

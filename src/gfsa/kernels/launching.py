@@ -11,8 +11,8 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter, methodcaller
-from typing import Any, NamedTuple, TypeGuard
+from operator import itemgetter, methodcaller, or_
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 import torch
 import triton
@@ -183,11 +183,6 @@ def _mask_layout(
     used = [s if n > 1 else 0 for s, n in zip(strides, shape, strict=True)]
     b, h, i, j = (*(0,) * missing, *used)
     return (b, h, i, j), KEY_MASK if i == 0 or length == 1 else FULL_MASK
-
-
-def readable(mask: Tensor) -> Tensor:
-    """A mask as kernels take it."""
-    return mask.contiguous() if are_spans(mask) else mask.view(torch.uint8)
 
 
 def padded(size: int) -> int:
@@ -444,8 +439,8 @@ class Direct:
         try:
             arguments = self.arguments.copy()
             arguments[3] = self.stream(pointers[0].device.index)
-            for (index, encoding, known), x in zip(self.tiles, tensors, strict=True):
-                address = x.data_ptr()
+            addresses = map(_ADDRESS, tensors)
+            for (index, encoding, known), address in zip(self.tiles, addresses, strict=True):
                 descriptor = known.get(address)
                 if descriptor is None:
                     if len(known) >= _MOST_DESCRIPTORS:
@@ -468,6 +463,7 @@ class Direct:
 Given = Mapping[str, Any]
 # makes a tensor of a call
 Room = Callable[[], Tensor]
+Results = TypeVar("Results")
 
 
 def room(
@@ -537,20 +533,20 @@ class Prepared:
         return self.results(tensors)
 
 
-class Launches:
+class Launches(Generic[Results]):
     """Launches that are prepared once for all calls of one signature.
 
     Args:
         prepare: makes them, given the tensors of a call and what else they depend on.
         tiles: the names of the tensors that the copy engine moves; the shapes of the first two
             decide about those of the others.
-        pointers: the names of the others. The first one's shape may vary.
+        pointers: the names of the others. The first one's shape may vary, the last one may be None.
     """
 
     def __init__(self, prepare: Callable[..., Prepared], tiles: str, pointers: str) -> None:
         self.prepare = prepare
         self.names = (*tiles.split(), *pointers.split(), "mask")
-        self.known: DecisionCache[Prepared] = DecisionCache()
+        self.known: DecisionCache[Prepared] = DecisionCache(1024)
 
     def __call__(
         self,
@@ -558,20 +554,19 @@ class Launches:
         pointers: tuple[Tensor | None, ...],
         mask: Tensor | None,
         *others: Any,
-    ) -> Any:
+    ) -> Results:
         """Launch on such tensors and return the results.
 
         Args:
             others: what the launches depend on besides; hashable.
         """
-        addresses = 0
-        for x in tiles:
-            addresses |= x.data_ptr()
+        addresses = functools.reduce(or_, map(_ADDRESS, tiles))
         first, numbers = tiles[0], pointers[0]
         assert numbers is not None
         signature = (
             *(first.shape, tiles[1].shape, first.dtype, first.device, numbers.shape),
             *map(_STRIDES, tiles),
+            pointers[-1] is None,
             None if mask is None else (mask.shape, mask.stride(), mask.dtype),
             *others,
         )
@@ -585,8 +580,9 @@ class Launches:
             if prepared.is_kept:
                 self.known.remember(signature, prepared)
         if mask is not None:
-            mask = readable(mask)
-        return on_device_of(first, prepared, (*tiles, *pointers, mask))
+            mask = mask.contiguous() if are_spans(mask) else mask.view(torch.uint8)
+        results: Results = on_device_of(first, prepared, (*tiles, *pointers, mask))
+        return results
 
 
 def tiles_of(kernel: Kernel, tiles: Tiles, width: int) -> list[Block]:

@@ -161,8 +161,7 @@ def tiles(length: int, is_causal: bool) -> Tiles:
 def forward(given: Inputs) -> Forward:
     """As every route of ``op.py``, without a mask."""
     q, k, v, coeffs, _, _, options, keeps = given
-    made: Forward = _FORWARD((q, k, v), (coeffs,), None, options, keeps and options.exclusive)
-    return made
+    return _FORWARD((q, k, v), (coeffs,), None, options, keeps and options.exclusive)
 
 
 def _prepare(given: Given, options: Options, keeps: bool) -> Prepared:
@@ -175,7 +174,7 @@ def _prepare(given: Given, options: Options, keeps: bool) -> Prepared:
     return Prepared(given, rooms, steps, "out u lse")
 
 
-_FORWARD = Launches(_prepare, "q k v", "coeffs")
+_FORWARD = Launches[Forward](_prepare, "q k v", "coeffs")
 _KERNEL = Kernel(attend_once)
 
 

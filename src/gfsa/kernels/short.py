@@ -68,8 +68,7 @@ def chunks(length: int, width: int) -> Chunks:
 def forward(given: Inputs) -> Forward:
     """As every route of ``op.py``."""
     q, k, v, coeffs, mask, seed, options, _ = given
-    made: Forward = _FORWARD((q, k, v), (coeffs, seed), mask, options)
-    return made
+    return _FORWARD((q, k, v), (coeffs, seed), mask, options)
 
 
 def backward(g: Tensor, saved: Saved, options: Options) -> Gradients:
@@ -104,8 +103,8 @@ def _prepare_backward(given: Given, options: Options) -> Prepared:
     return Prepared(given, rooms, steps, "dq dk dv parts")
 
 
-_FORWARD = Launches(_prepare_forward, "q k v", "coeffs seed")
-_BACKWARD = Launches(_prepare_backward, "q k v u out g", "coeffs lse seed")
+_FORWARD = Launches[Forward](_prepare_forward, "q k v", "coeffs seed")
+_BACKWARD = Launches[Gradients](_prepare_backward, "q k v u out g", "coeffs lse seed")
 
 
 def forward_launch(problem: Problem) -> Launch:

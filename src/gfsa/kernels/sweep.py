@@ -33,7 +33,6 @@ from gfsa.kernels.launching import (
     Options,
     Prepared,
     Problem,
-    Room,
     gluon_kernel,
     multiprocessors,
     problem_of,
@@ -199,8 +198,7 @@ def forward(given: Inputs, degree: int = 2) -> Forward:
     """As every route of ``op.py``; spans at most, and no dropout."""
     q, k, v, coeffs, mask, _, options, keeps = given
     keeps = degree == 2 or (keeps and options.exclusive)
-    made: Forward = _FORWARD((q, k, v), (coeffs,), mask, options, degree, keeps)
-    return made
+    return _FORWARD((q, k, v), (coeffs,), mask, options, degree, keeps)
 
 
 forward_once = functools.partial(forward, degree=1)
@@ -209,18 +207,22 @@ forward_once = functools.partial(forward, degree=1)
 def _prepare(given: Given, options: Options, degree: int, keeps: bool) -> Prepared:
     q, mask = given["q"], given["mask"]
     problem = problem_of(q, given["k"], mask, options)
-    rooms = {"out": room_like(q)}
+    rooms = {"out": room_like(q), **kept(q, keeps)}
     steps: list[tuple[Launch, str, str]] = []
     strides: tuple[int, ...] = 0, 0, 0
-    if degree == 1:
-        rooms |= kept(q, keeps)
-        rooms["flags"] = functools.partial(torch.zeros, 1, dtype=torch.int32, device=q.device)
-    else:
-        rooms |= {"u": room_like(q), "lse": room(q.shape[:3], q, dtype=torch.float32)}
-        rooms["flags"] = _flags(problem, q.device)
+    # the number of the next item
+    flags, make_flags = 1, torch.zeros
+    if degree == 2:
+        rooms["lse"] = room(q.shape[:3], q, dtype=torch.float32)
         strides = result_strides(q)[:3]
+        # before it a flag for each half block's U
+        blocks = -(-problem.length // ROWS)
+        flags = problem.batch * problem.heads * blocks * (ROWS // HALF) + POLLED
         if mask is not None:
+            # then the plan of spans, whose launch sets the flags to zero
+            flags, make_flags = flags + problem.batch * planned(blocks), torch.empty
             steps = [(_plan(problem), "", "mask flags")]
+    rooms["flags"] = functools.partial(make_flags, flags, dtype=torch.int32, device=q.device)
     launch = _launch(problem, degree, given["coeffs"].shape[1], keeps, strides)
     # an address that the kernel does not write may be any
     u = "u" if keeps else "out"
@@ -228,19 +230,7 @@ def _prepare(given: Given, options: Options, degree: int, keeps: bool) -> Prepar
     return Prepared(given, rooms, steps, "out u lse")
 
 
-_FORWARD = Launches(_prepare, "q k v", "coeffs")
-
-
-def _flags(problem: Problem, device: torch.device) -> Room:
-    """A flag for each half block's U, then the number of the next item, then the plan of spans."""
-    blocks = -(-problem.length // ROWS)
-    numbers = problem.batch * problem.heads * blocks * (ROWS // HALF) + POLLED
-    make = torch.zeros
-    if problem.mask_kind == SPANS:
-        numbers += problem.batch * planned(blocks)
-        # the launch before the sweep makes them zero
-        make = torch.empty
-    return functools.partial(make, numbers, dtype=torch.int32, device=device)
+_FORWARD = Launches[Forward](_prepare, "q k v", "coeffs")
 
 
 def planned(blocks: int) -> int:

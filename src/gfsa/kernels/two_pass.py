@@ -618,20 +618,17 @@ def tiles(
 def forward(given: Inputs) -> Forward:
     """As every route of ``op.py``."""
     q, k, v, coeffs, mask, seed, options, _ = given
-    made: Forward
-    if cudnn_would_run(q, k, v, mask, options):
-        q, k, v = map(copyable_by_tile, (q, k, v))
+    q, k, v = map(copyable_by_tile, (q, k, v))
+    if on_device_of(q, cudnn_would_run, q, k, v, mask, options):
         u, lse = on_device_of(q, _cudnn_first_pass, q, k, v, options)
-        made = _COMBINE((q, k, v, u), (coeffs, seed, lse), mask, options)
-    else:
-        made = _FORWARD((q, k, v), (coeffs, seed), mask, options)
-    return made
+        return _COMBINE((q, k, v, u), (coeffs, lse, seed), mask, options)
+    return _FORWARD((q, k, v), (coeffs, seed), mask, options)
 
 
 def backward(g: Tensor, saved: Saved, options: Options) -> Gradients:
     """As every gradient of ``op.py``."""
     q, k, v, u, out, lse, coeffs, mask, seed = saved
-    dq, dk, dv, dc = _BACKWARD((q, k, v, u, out, g), (coeffs, seed, lse), mask, options)
+    dq, dk, dv, dc = _BACKWARD((q, k, v, u, out, g), (coeffs, lse, seed), mask, options)
     return dq, sum_groups(dk, k), sum_groups(dv, v), dc
 
 
@@ -661,9 +658,9 @@ def _prepare_backward(given: Given, options: Options) -> Prepared:
     return Prepared(given, rooms, steps, "dq dk dv parts")
 
 
-_FORWARD = Launches(_prepare_forward, "q k v", "coeffs seed")
-_COMBINE = Launches(_prepare_forward, "q k v u", "coeffs seed lse")
-_BACKWARD = Launches(_prepare_backward, "q k v u out g", "coeffs seed lse")
+_FORWARD = Launches[Forward](_prepare_forward, "q k v", "coeffs seed")
+_COMBINE = Launches[Forward](_prepare_forward, "q k v u", "coeffs lse seed")
+_BACKWARD = Launches[Gradients](_prepare_backward, "q k v u out g", "coeffs lse seed")
 
 
 def _cudnn_first_pass(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -671,8 +668,8 @@ def _cudnn_first_pass(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tupl
     u, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, options.is_causal, False, scale=options.scale
     )
-    room = empty_like(q)
-    u = u if u.stride() == room.stride() else room.copy_(u)
+    wanted = empty_like(q)
+    u = u if u.stride() == wanted.stride() else wanted.copy_(u)
     return u, lse.view(q.shape[:3])
 
 

@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter, methodcaller, or_
+from operator import itemgetter, or_
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 import torch
@@ -263,9 +263,6 @@ DIRECT_TRITON = ("3.6.0",)
 Grid = tuple[int, int, int]
 Block = tuple[int, int, int, int]
 
-# faster than a comprehension, and unlike Tensor's methods for subclasses too
-_STRIDES, _ADDRESS = methodcaller("stride"), methodcaller("data_ptr")
-
 # how many descriptors of one argument of one launch are kept: a deep model needs one a layer, and
 # there may be thousands of launches, for as many lengths
 _MOST_DESCRIPTORS = 64
@@ -439,7 +436,7 @@ class Direct:
         try:
             arguments = self.arguments.copy()
             arguments[3] = self.stream(pointers[0].device.index)
-            addresses = map(_ADDRESS, tensors)
+            addresses = map(Tensor.data_ptr, tensors)
             for (index, encoding, known), address in zip(self.tiles, addresses, strict=True):
                 descriptor = known.get(address)
                 if descriptor is None:
@@ -448,7 +445,7 @@ class Direct:
                     descriptor = known[address] = self.encode(address, *encoding)
                 arguments[index] = descriptor
             fixed = self.fixed if numbers is None else (*numbers, *self.constants)
-            self.c_launcher(*arguments, *map(_ADDRESS, pointers), *fixed)
+            self.c_launcher(*arguments, *[x.data_ptr() for x in pointers], *fixed)
         except TypeError:
             self.documented(tensors, pointers, numbers)
 
@@ -529,7 +526,11 @@ class Prepared:
         for make in self.rooms:
             tensors.append(make())
         for launch, tiles, pointers in self.steps:
-            launch(tiles(tensors), *pointers(tensors))
+            run = launch.direct
+            if run is not None:
+                run(tiles(tensors), pointers(tensors))
+            else:
+                launch(tiles(tensors), *pointers(tensors))
         return self.results(tensors)
 
 
@@ -560,15 +561,19 @@ class Launches(Generic[Results]):
         Args:
             others: what the launches depend on besides; hashable.
         """
-        addresses = functools.reduce(or_, map(_ADDRESS, tiles))
+        addresses = functools.reduce(or_, map(Tensor.data_ptr, tiles))
         first, numbers = tiles[0], pointers[0]
         assert numbers is not None
         signature = (
-            *(first.shape, tiles[1].shape, first.dtype, first.device, numbers.shape),
-            *map(_STRIDES, tiles),
+            first.shape,
+            tiles[1].shape,
+            first.dtype,
+            first.device,
+            numbers.shape,
             pointers[-1] is None,
             None if mask is None else (mask.shape, mask.stride(), mask.dtype),
             *others,
+            *map(Tensor.stride, tiles),
         )
         prepared = None if addresses % 16 else self.known.get(signature)
         if prepared is None:

@@ -394,7 +394,7 @@ def saved_by(problem: Problem) -> tuple[Tensor, Saved, Options]:
     q, k, v, coeffs, g = problem.tensors()
     options = Options(problem.head_dim**-0.5, problem.is_causal)
     assert op.kernels_for(q, None, options).gradient == "hopper"
-    assert hopper.adds_up_queries(problem_of(q, k, None, options))
+    assert hopper.adds_up_queries(problem_of(q, k, None, options), False)
     out, u, lse = run_forward("two_pass", q, k, v, coeffs, None, None, options)
     return g, Saved(q, k, v, u, out, lse, coeffs), options
 

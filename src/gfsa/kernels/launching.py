@@ -526,6 +526,7 @@ class Prepared:
         for make in self.rooms:
             tensors.append(make())
         for launch, tiles, pointers in self.steps:
+            # without the call of the launch, once its code is compiled
             run = launch.direct
             if run is not None:
                 run(tiles(tensors), pointers(tensors))

@@ -29,6 +29,7 @@ from support.fused_cases import (
     assert_learns_by_the_kernels,
     error,
 )
+from support.nothing_launched import fresh_launches
 
 assert support.triton_interpreter
 
@@ -171,9 +172,8 @@ def test_one_pass_agrees_with_the_specification(problem: Problem, exclusive: boo
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     rows, cols = request.param
     monkeypatch.setattr(one_pass, "tiles", lambda *_: Tiles(rows, cols, 4, 2))
-    one_pass._launch.cache_clear()
-    yield
-    one_pass._launch.cache_clear()
+    with fresh_launches():
+        yield
 
 
 @pytest.mark.parametrize("tiles", [(16, 32), (32, 16)], indirect=True, ids=str)
@@ -187,9 +187,8 @@ def test_every_block_of_every_head_once(monkeypatch: pytest.MonkeyPatch) -> None
     """In whatever order the programs take them: two heads together, then the one that is left."""
     problem = Problem(1, 3, 70, 16, is_causal=True)
     monkeypatch.setattr(one_pass, "_heads_together", lambda problem: 2)
-    one_pass._launch.cache_clear()
-    agrees(*run_once(problem))
-    one_pass._launch.cache_clear()
+    with fresh_launches():
+        agrees(*run_once(problem))
 
 
 def test_heads_together_fill_the_cache() -> None:

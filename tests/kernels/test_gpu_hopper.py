@@ -27,6 +27,7 @@ from gfsa.kernels.op import filter_attention, run_backward, run_forward
 from support import packed_cases
 from support.capturing import captured
 from support.fused_cases import Problem, assert_as_exact_as_attention, assert_same_bits, error
+from support.nothing_launched import fresh_launches
 from support.packed_cases import Packed
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -43,12 +44,10 @@ def _for_any_shape(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(routes, "ROUTES", tuple(found))
     monkeypatch.setattr(routes, "SWEEP_TOKENS", 1)
     monkeypatch.setattr(hopper, "LEAST_WITH_QUERIES", 1)
-    caches = (sweep._launch, routes.kernels_of, hopper._launches)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
+    routes.kernels_of.cache_clear()
+    with fresh_launches():
+        yield
+    routes.kernels_of.cache_clear()
 
 
 def causal(*shape: int, **options: object) -> Problem:
@@ -139,7 +138,6 @@ def swept_by(
     degree: int = 2,
 ) -> Tensor:
     """The filter by so many programs, ``span`` heads at a time."""
-    sweep._launch.cache_clear()
     monkeypatch.setattr(sweep, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(sweep, "heads_at_a_time", lambda problem, degree: span)
     grids: list[tuple[int, ...]] = []
@@ -150,7 +148,8 @@ def swept_by(
         launch(self, *args, **options)
 
     monkeypatch.setattr(Launch, "__call__", note)
-    out, *_ = sweep.forward(Inputs(*inputs, spans, None, Options(0.1, True)), degree)
+    with fresh_launches():
+        out, *_ = sweep.forward(Inputs(*inputs, spans, None, Options(0.1, True)), degree)
     # the plan of the spans is launched before; a grid is never larger than there are blocks
     assert grids[-1] == (programs, 1, 1)
     return out
@@ -395,7 +394,7 @@ def saved_by(problem: Problem) -> tuple[Tensor, Saved, Options]:
     q, k, v, coeffs, g = problem.tensors()
     options = Options(problem.head_dim**-0.5, problem.is_causal)
     assert op.kernels_for(q, None, options).gradient == "hopper"
-    assert hopper.adds_up_queries(problem_of(q, k, None, options))
+    assert hopper.adds_up_queries(problem_of(q, k, None, options), False)
     out, u, lse = run_forward("two_pass", q, k, v, coeffs, None, None, options)
     return g, Saved(q, k, v, u, out, lse, coeffs), options
 
@@ -460,9 +459,9 @@ def test_heads_by_turns(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In whatever order programs begin."""
     g, saved, options = saved_by(causal(2, 6, 1100, 128, 3, projected=True))
     expected = run_backward("hopper", g, saved, options)
-    hopper._launches.cache_clear()
     monkeypatch.setattr(hopper, "HEADS_AT_A_TIME", {128: together})
-    got = run_backward("hopper", g, saved, options)
+    with fresh_launches():
+        got = run_backward("hopper", g, saved, options)
     for name, x, y in zip(("dq", "dk", "dv", "dc"), got, expected, strict=True):
         assert error(x, y) <= 0.5 * torch.finfo(BF16).eps if name == "dq" else torch.equal(x, y)
 

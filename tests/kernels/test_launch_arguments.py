@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from gfsa.kernels import hopper, op, routes, sweep
 from gfsa.kernels.launching import Inputs, Launch, Options, Saved
 from gfsa.operators import Visibility
+from support.nothing_launched import fresh_launches
 
 if routes.TRITON != routes.MEASURED_TRITON:
     pytest.skip("Gluon changes with Triton's version", allow_module_level=True)
@@ -39,12 +40,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Launch, dic
 
     monkeypatch.setattr(Launch, "__call__", record)
     monkeypatch.setattr(sweep, "multiprocessors", lambda device: 132)
-    caches = (sweep._launch, sweep._plan, hopper._launches, hopper._launches_once)
-    for cache in caches:
-        cache.cache_clear()
-    yield taken
-    for cache in caches:
-        cache.cache_clear()
+    with fresh_launches():
+        yield taken
 
 
 def seen_by(kind: str) -> Tensor | None:

@@ -13,8 +13,7 @@ transformers = pytest.importorskip("transformers")
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 
 import gfsa  # noqa: E402
-from gfsa.kernels import op, routes  # noqa: E402
-from gfsa.kernels.short import Prepared  # noqa: E402
+from gfsa.kernels import op, routes, short  # noqa: E402
 from support.nothing_launched import nothing_launched  # noqa: E402
 
 SMALL = {
@@ -52,11 +51,12 @@ def test_padded_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         causal.append(args[6].is_causal)
         return attend(*args)
 
-    def forward(short: Prepared, q: Any, k: Any, v: Any, coeffs: Any, mask: Any, seed: Any) -> Any:
+    def forward(tiles: Any, pointers: Any, mask: Any, options: Any) -> Any:
         seen.append(mask.expand(2, 1, 9, 9))
+        q, *_ = tiles
         return torch.zeros_like(q), torch.zeros_like(q), q.new_zeros(q.shape[:3])
 
-    monkeypatch.setattr(Prepared, "forward", forward)
+    monkeypatch.setattr(short, "_FORWARD", forward)
     monkeypatch.setattr(op, "filter_attention", note)
     real = torch.ones(2, 9, dtype=torch.long)
     real[1, 6:] = 0

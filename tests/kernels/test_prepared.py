@@ -15,9 +15,8 @@ import gfsa
 from gfsa.kernels import coefficients, launching, short
 from gfsa.kernels import decode as kernels
 from gfsa.kernels.decode import PreparedToken
-from gfsa.kernels.launching import Launch, Options, Saved
+from gfsa.kernels.launching import Forward, Inputs, Launch, Options, Prepared, Saved
 from gfsa.kernels.op import FusedOperator, kernels_for
-from gfsa.kernels.short import Prepared, prepared_for
 from gfsa.operators import AttentionCall, AttentionOperator, Coefficients
 from support.nothing_launched import nothing_launched, without_c_functions
 
@@ -28,28 +27,43 @@ def tokens(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=BF16)
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Prepared | None:
-    return prepared_for(q, k, v, mask, Options(0.125))
+COEFFS = torch.ones(4, 3)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Prepared]:
+    """The launches of each call."""
+    found: list[Prepared] = []
+    run = Prepared.__call__
+
+    def note(prepared: Prepared, given: Any) -> Any:
+        found.append(prepared)
+        return run(prepared, given)
+
+    monkeypatch.setattr(Prepared, "__call__", note)
+    return found
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Forward:
+    return short.forward(Inputs(q, k, v, COEFFS, mask, None, Options(0.125)))
 
 
 def test_one_for_each_signature() -> None:
     x = tokens(2, 4, 40, 64)
     other_layout = tokens(2, 40, 4, 64).transpose(1, 2)
     mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
+    known = short._FORWARD.known
     with nothing_launched():
-        first = prepare(x, x, x)
-        assert isinstance(first, Prepared)
-        assert prepare(x.clone(), x, x) is first
-        others = [
-            prepare(other_layout, x, x),
-            prepare(x, other_layout, x),
-            prepare(x, x, x, mask),
-            prepare(x, x, x, mask.expand(2, 1, 40, 40)),
-            prepare(x[:1], x[:1], x[:1]),
-            prepare(x[:, :, :39], x[:, :, :39], x[:, :, :39]),
-        ]
-        assert all(isinstance(each, Prepared) for each in others)
-        assert len({id(each) for each in [first, *others]}) == 7
+        for _ in range(2):
+            forward(x.clone(), x, x)
+            assert len(known) == 1
+        forward(other_layout, x, x)
+        forward(x, other_layout, x)
+        forward(x, x, x, mask)
+        forward(x, x, x, mask.expand(2, 1, 40, 40))
+        forward(x[:1], x[:1], x[:1])
+        forward(x[:, :, :39], x[:, :, :39], x[:, :, :39])
+        assert len(known) == 7
 
 
 def test_what_is_kept_is_not_of_a_graph_that_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,66 +90,84 @@ def test_launches_prepared_in_a_captured_graph_are_not_kept(
 ) -> None:
     """The zero that they read is of the graph, whose replays alone make it zero."""
     x = tokens(2, 4, 41, 64)
-    zero = short.zero
+    zero, known = short.zero, short._FORWARD.known
     with nothing_launched():
         monkeypatch.setattr(short, "zero", lambda device: torch.ones(1, dtype=torch.int32))
-        captured = prepare(x, x, x)
-        assert captured is not None
+        forward(x, x, x)
+        assert not known
         monkeypatch.setattr(short, "zero", zero)
-        found = prepare(x, x, x)
-        assert found is not None
-        assert found.zero.tolist() == [0]
-        assert prepare(x, x, x) is found
+        forward(x, x, x)
+        (prepared,) = known.values()
+        assert prepared.rooms[-1]().tolist() == [0]
 
 
-def test_what_goes_the_longer_way() -> None:
+def test_what_the_copy_engine_does_not_take_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     x = tokens(1, 2, 40, 64)
     off_the_border = tokens(1, 2, 40, 65)[..., 1:]
+    given: list[Any] = []
+    launch = Prepared.__call__
+
+    def note(prepared: Prepared, tensors: Any) -> Any:
+        given.append(tensors)
+        return launch(prepared, tensors)
+
+    monkeypatch.setattr(Prepared, "__call__", note)
     with nothing_launched():
-        assert prepare(off_the_border, x, x) is None
-        assert prepare(x, x.expand(1, 2, 40, 64), x) is not None
-        assert prepare(x, tokens(1, 1, 40, 64).expand(1, 2, 40, 64), x) is None
+        forward(x, x.expand(1, 2, 40, 64), x)
+        forward(off_the_border, x, x)
+        forward(x, tokens(1, 1, 40, 64).expand(1, 2, 40, 64), x)
+    for (q, k, v, *_), copied in zip(given, ([], [0], [1]), strict=True):
+        assert [i for i, y in enumerate((q, k, v)) if y.data_ptr() != x.data_ptr()] == copied
+        assert all(launching.copyable_by_tile(y) is y for y in (q, k, v))
 
 
 def test_results_lie_as_the_tokens_do() -> None:
     q, k = tokens(2, 40, 4, 64).transpose(1, 2), tokens(2, 4, 40, 64)
-    coeffs = torch.ones(4, 3)
     with nothing_launched():
-        prepared = prepare(q, k, k)
-        assert prepared is not None
-        out, u, lse = prepared.forward(q, k, k, coeffs, None)
-        gradients = prepared.backward(out, Saved(q, k, k, u, out, lse, coeffs))
+        out, u, lse = forward(q, k, k)
+        gradients = short.backward(out, Saved(q, k, k, u, out, lse, COEFFS), Options(0.125))
     assert out.stride() == u.stride() == q.stride()
-    assert gradients is not None
     assert [x.stride() for x in gradients[:3]] == [x.stride() for x in (q, k, k)]
     assert gradients[3].shape == (4, 3, 2 * 64)
 
 
-def test_saved_tensors_in_another_layout_are_noticed() -> None:
+def test_saved_tensors_in_another_layout_are_noticed(ran: list[Prepared]) -> None:
     """Hooks on saved tensors may copy them; strides that were settled no longer hold then."""
     x = tokens(2, 4, 40, 64)
+    other_layout = tokens(2, 40, 4, 64).transpose(1, 2)
     mask = torch.ones(2, 1, 1, 40, dtype=torch.bool).expand(2, 1, 40, 40)
-    coeffs = torch.ones(4, 3)
     with nothing_launched():
-        prepared = prepare(x, x, x, mask)
-        assert prepared is not None
-        out, u, lse = prepared.forward(x, x, x, coeffs, mask)
-        kept = Saved(x, x, x, u, out, lse, coeffs, mask)
-        assert prepared.backward(out, kept) is not None
-        assert prepared.backward(out, kept._replace(mask=mask.contiguous())) is None
-        assert prepared.backward(out.sum().expand(out.shape), kept) is None
+        out, u, lse = forward(x, x, x, mask)
+        kept = Saved(x, x, x, u, out, lse, COEFFS, mask)
+        for g, saved in [
+            (out, kept),
+            (out, kept._replace(mask=mask.contiguous())),
+            (out, kept._replace(k=other_layout)),
+            (other_layout, kept),
+        ]:
+            for _ in range(2):
+                short.backward(g, saved, Options(0.125))
+            assert ran[-1] is ran[-2]
+            ((launch, _, _),) = ran[-1].steps
+            # what the copy engine is told of k and g, the second and the sixth tensor
+            strides = [launch.direct.tiles[place][1][5] for place in (1, 5)]
+            assert strides == [saved.k.stride(), g.stride()]
+        # copied, so laid out as the first one
+        short.backward(out.sum().expand(out.shape), kept, Options(0.125))
+    assert len({id(each) for each in ran[1:]}) == 4
 
 
 def test_a_filter_of_degree_one_takes_the_short_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a second pass of weight zero; θ's gradient is that of its own two powers."""
     q, layer = tokens(2, 4, 40, 64).requires_grad_(), gfsa.GFSA(4, K=None)
-    forward, seen = Prepared.forward, []
+    seen: list[torch.Size] = []
+    launches = short._FORWARD
 
-    def recording(prepared: Prepared, *given: Any) -> Any:
-        seen.append(given[3].shape)
-        return forward(prepared, *given)
+    def recording(tiles: Any, pointers: Any, *others: Any) -> Any:
+        seen.append(pointers[0].shape)
+        return launches(tiles, pointers, *others)
 
-    monkeypatch.setattr(Prepared, "forward", recording)
+    monkeypatch.setattr(short, "_FORWARD", recording)
     with nothing_launched():
         y = layer(AttentionOperator(q, q), q)
         dq, dtheta = torch.autograd.grad(y, [q, layer.theta], torch.zeros_like(y))
@@ -158,38 +190,21 @@ def test_a_mask_broadcast_over_keys_is_laid_out_for_the_kernels() -> None:
     assert FusedOperator(AttentionCall(x, x, keys)).mask is keys
 
 
-def test_the_way_back_is_settled_for_each_layout() -> None:
-    x, coeffs = tokens(2, 4, 40, 64), torch.ones(4, 3)
-    other_layout = tokens(2, 40, 4, 64).transpose(1, 2)
-    with nothing_launched():
-        prepared = prepare(x, x, x)
-        assert prepared is not None
-        out, u, lse = prepared.forward(x, x, x, coeffs, None)
-        for g in (x, other_layout, x):
-            assert prepared.backward(g, Saved(x, x, x, u, out, lse, coeffs)) is not None
-        settled = {strides[-1]: launch for strides, launch in prepared.direct_backward.items()}
-    assert settled.keys() == {x.stride(), other_layout.stride()}
-    for g_strides, launch in settled.items():
-        # what the copy engine is told of g, the sixth tensor
-        assert launch.tiles[5][1][5] == g_strides
-
-
 def test_a_tensor_is_described_once_for_each_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_MOST_DESCRIPTORS", 4)
-    coeffs, asked, launched = torch.ones(4, 3), [], []
+    asked: list[int] = []
+    launched: list[tuple[Any, ...]] = []
     with nothing_launched():
-        prepared = prepare(*[tokens(2, 4, 40, 64)] * 3)
-        assert prepared is not None
-        prepared.forward(*[tokens(2, 4, 40, 64)] * 3, coeffs, None)
-        launch = prepared.direct
-        assert launch is not None
+        forward(*[tokens(2, 4, 40, 64)] * 3)
+        (prepared,) = short._FORWARD.known.values()
+        launch: Any = prepared.steps[0][0].direct
         monkeypatch.setattr(launch, "encode", lambda at, *_: asked.append(at) or f"at {at}")
         monkeypatch.setattr(launch, "c_launcher", lambda *given: launched.append(given))
         for _, _, known in launch.tiles:
             known.clear()
         places = [tokens(2, 4, 40, 64) for _ in range(9)]
         for q in [*places, *places[::-1]]:
-            prepared.forward(q, places[0], places[0], coeffs, None)
+            forward(q, places[0], places[0])
             assert launched[-1][launch.tiles[0][0]] == f"at {q.data_ptr()}"
     first, keys = launch.tiles[0][2], launch.tiles[1][2]
     assert 0 < len(first) <= 4
@@ -224,7 +239,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     def compiled(*given: Any) -> Launch:
         launch = made(*given)
-        direct = launch.direct[()] = without_c_functions(launch, ())
+        direct = launch.direct = without_c_functions(launch, ())
         direct.c_launcher = lambda *given: arguments.append(given)
         direct.stream = lambda index: STREAM
         return launch

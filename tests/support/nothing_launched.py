@@ -26,11 +26,9 @@ def nothing_launched() -> Iterator[None]:
     hopper = routes.Hardware(routes.HOPPER, routes.MEASURED_TRITON, None)
 
     def call_launch(launch: Any, tensors: Any, *pointers: Tensor, numbers: Any = None) -> None:
-        strides = tuple([x.stride() for x in tensors])
-        direct = launch.direct.get(strides)
-        if direct is None:
-            direct = launch.direct[strides] = without_c_functions(launch, tensors)
-        direct(tensors, pointers, numbers)
+        if launch.direct is None:
+            launch.direct = without_c_functions(launch, tensors)
+        launch.direct(tensors, pointers, numbers)
 
     replaced: list[tuple[Any, str, Any]] = [
         (launching.Launch, "__call__", call_launch),
@@ -44,8 +42,21 @@ def nothing_launched() -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, replacement in replaced:
             stack.enter_context(mock.patch.object(module, name, replacement))
-        for cache in (attention._DECISIONS, short._PREPARED):
-            stack.enter_context(mock.patch.dict(cache, clear=True))
+        stack.enter_context(mock.patch.dict(attention._DECISIONS, clear=True))
+        stack.enter_context(fresh_launches())
+        yield
+
+
+@contextmanager
+def fresh_launches() -> Iterator[None]:
+    """A context in which no launches are prepared yet, and after which none of it are kept."""
+    from gfsa.kernels import degree_one, hopper, launching, one_pass, short, sweep, two_pass
+
+    modules = degree_one, hopper, one_pass, short, sweep, two_pass
+    with ExitStack() as stack:
+        for each in (x for module in modules for x in vars(module).values()):
+            if isinstance(each, launching.Launches):
+                stack.enter_context(mock.patch.dict(each.known, clear=True))
         yield
 
 

@@ -612,7 +612,7 @@ class PreparedToken:
     def _prepare(self, token: Token, scale: float) -> tuple[Direct, Ready] | None:
         """The launch for such tensors; None until its code is compiled."""
         ready = ready_for(token, scale)
-        direct = ready.launch.direct.get(())
+        direct = ready.launch.direct
         if not isinstance(direct, Direct):
             return None
         self.ready[None if token.u is None else token.u.stride()] = found = (direct, ready)

@@ -18,7 +18,6 @@ Heads that share one of V are added up in the launch: V is not repeated, nor is 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -30,15 +29,17 @@ from torch.autograd.function import once_differentiable
 from gfsa.kernels import coefficients
 from gfsa.kernels.launching import (
     JIT_OPTIONS,
+    Given,
     Kernel,
     Launch,
+    Launches,
+    Prepared,
     Tiles,
-    copyable_by_tile,
-    empty_like,
     load_tile,
     needs_registered_operator,
-    on_device_of,
     padded,
+    room,
+    room_like,
     store_tile,
     tiles_of,
 )
@@ -141,16 +142,23 @@ def combine_degree_one(
         return combine(numbers, [repeat_heads(v, u), u], exclusive=share)
     if torch.is_grad_enabled():
         return _Combine.apply(v, u, numbers, share, learned)
-    return _run(v, u, coefficients.columns(numbers, learned, share, 2), share is not None)
+    coeffs = coefficients.columns(numbers, learned, share, 2)
+    return _COMBINE((u, v), (coeffs,), None, share is not None)
 
 
-def _run(v: Tensor, u: Tensor, coeffs: Tensor, exclusive: bool) -> Tensor:
-    v, u = copyable_by_tile(v), copyable_by_tile(u)
-    out = empty_like(u)
-    given = u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, exclusive
-    launch = _launch("combine_around", *given)
-    on_device_of(u, launch, (v, u, out), coeffs)
-    return out
+def _prepare(given: Given, exclusive: bool) -> Prepared:
+    u, v, coeffs = given["u"], given["v"], given["coeffs"]
+    name = "grad_around" if "g" in given else "combine_around"
+    launch = _launch(name, u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, exclusive)
+    if name == "combine_around":
+        return Prepared(given, {"out": room_like(u)}, [(launch, "v u out", "coeffs")], "out")
+    parts = u.shape[1], 2 + exclusive, u.shape[0] * launch.grid[0]
+    rooms = {"dv": room_like(v), "du": room_like(u), "parts": room(parts, coeffs)}
+    return Prepared(given, rooms, [(launch, "g v u dv du", "coeffs parts")], "dv du parts")
+
+
+_COMBINE = Launches[Tensor](_prepare, "u v", "coeffs")
+_BACKWARD = Launches[tuple[Tensor, ...]](_prepare, "u v g", "coeffs")
 
 
 class _Combine(torch.autograd.Function):
@@ -172,19 +180,14 @@ class _Combine(torch.autograd.Function):
         ctx.basis = None if learned is None else learned.basis
         ctx.exclusive = share is not None
         ctx.save_for_backward(v, u, coeffs)
-        return _run(v, u, coeffs, ctx.exclusive)
+        return _COMBINE((u, v), (coeffs,), None, ctx.exclusive)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         v, u, coeffs = ctx.saved_tensors
         # hooks on saved tensors may return them in another layout
-        g, v, u, coeffs = *(copyable_by_tile(x) for x in (g, v, u)), coeffs.contiguous()
-        dv, du = empty_like(v), empty_like(u)
-        given = u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, ctx.exclusive
-        launch = _launch("grad_around", *given)
-        parts = coeffs.new_empty(u.shape[1], 2 + ctx.exclusive, u.shape[0] * launch.grid[0])
-        on_device_of(u, launch, (g, v, u, dv, du), coeffs, parts)
+        dv, du, parts = _BACKWARD((u, v, g), (coeffs.contiguous(),), None, ctx.exclusive)
         needed = ctx.needs_input_grad
         sums = coefficients.gradients(parts, ctx.basis, 2, needed[2], needed[3])
         return dv, du, *sums, None
@@ -193,7 +196,6 @@ class _Combine(torch.autograd.Function):
 _KERNELS = {"combine_around": Kernel(combine_around), "grad_around": Kernel(grad_around)}
 
 
-@functools.lru_cache(maxsize=1024)
 def _launch(
     name: str,
     shape: torch.Size,

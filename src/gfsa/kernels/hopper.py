@@ -19,18 +19,23 @@ from torch import Tensor
 from gfsa.kernels.launching import (
     NO_MASK,
     SPANS,
+    Given,
     Gradients,
     Grid,
     Launch,
+    Launches,
     Options,
+    Prepared,
     Problem,
+    Room,
     Saved,
     Tiles,
-    empty_like,
     gluon_kernel,
     padded,
-    pointers,
     problem_of,
+    room,
+    room_like,
+    rooms_by_query_head,
     sum_groups,
     tiles_of,
 )
@@ -64,35 +69,45 @@ LEAST_WITH_QUERIES = 2048
 def backward(g: Tensor, saved: Saved, options: Options) -> Gradients:
     """As every gradient of ``op.py``, with key masks or spans at most."""
     q, k, v, u, out, lse, coeffs, mask, _ = saved
-    problem = problem_of(q, k, mask, options)
-    with_queries = adds_up_queries(problem)
-    launches = _launches(problem, with_queries)
-    mask, _ = pointers(mask, None, unused=q)
-    lse = copyable_by_row(lse)
-    du, delta = empty_like(q), torch.empty_like(lse)
-    lses, deltas = as_tiles(lse), as_tiles(delta)
-    grad_first = launches["grad_first_pass"]
-    dc = lse.new_empty(q.shape[1], 3, math.prod(grad_first.grid) // q.shape[1])
-    grad_first((q, g, lses, k, g, v, u, out, du), delta, dc, coeffs, mask)
-    # a row of k and v for each query head; heads that share keys are added up below
-    grouped = q.shape[1] != k.shape[1]
-    dk, dv = (empty_like(q if grouped else x) for x in (k, v))
-    sums = _zeros(problem, q.device) if with_queries else coeffs
-    grad_keys = launches["grad_keys"]
-    grad_keys((q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs, mask, sums)
-    if with_queries:
-        # dQ may lie where dU was: sums take twice as much beside it
-        del du
-        dq = empty_like(q)
-        launches["finish_queries"]((dq,), sums)
-        del sums
-    else:
-        dq = empty_like(q)
-        launches["grad_queries"]((k, v, u, q, g, du, dq), delta, lse, coeffs, mask)
+    # numbers in the four dimensions that launches describe
+    tiles = q, k, v, u, out, g, lse.contiguous().view(*lse.shape[:2], 1, lse.shape[2])
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    dq, dk, dv, dc = _BACKWARD(tiles, (coeffs,), mask, options, deterministic)
     return dq, sum_groups(dk, k), sum_groups(dv, v), dc
 
 
-def adds_up_queries(problem: Problem) -> bool:
+def _prepare(given: Given, options: Options, deterministic: bool) -> Prepared:
+    q, lse = given["q"], given["lse"]
+    problem = problem_of(q, given["k"], given["mask"], options)
+    with_queries = adds_up_queries(problem, deterministic)
+    grad_first, grad_keys = (
+        _launch(name, problem, with_queries) for name in ("grad_first_pass", "grad_keys")
+    )
+    parts = q.shape[1], 3, math.prod(grad_first.grid) // q.shape[1]
+    rooms = {"du": room_like(q), "delta": room(lse.shape, lse), "parts": room(parts, lse)}
+    rooms |= rooms_by_query_head(given)
+    if with_queries:
+        # dQ is written where dU was: sums take twice as much beside it
+        dq, sums = "du", "sums"
+        rooms["sums"] = _zeros(problem, q.device)
+        last = _finish_queries(problem), dq, sums
+    else:
+        dq, sums = "dq", "coeffs"
+        rooms["dq"] = room_like(q)
+        grad_queries = _launch("grad_queries", problem, with_queries)
+        last = grad_queries, "k v u q g du dq", "delta lse coeffs mask"
+    steps = [
+        (grad_first, "q g lse k g v u out du", "delta parts coeffs mask"),
+        (grad_keys, "q g du lse delta k v u g dk dv", f"coeffs mask {sums}"),
+        last,
+    ]
+    return Prepared(given, rooms, steps, f"{dq} dk dv parts")
+
+
+_BACKWARD = Launches[Gradients](_prepare, "q k v u out g lse", "coeffs")
+
+
+def adds_up_queries(problem: Problem, deterministic: bool) -> bool:
     """Whether dQ is added up in any order by the kernel of dK and dV, where that was faster.
 
     With documents it gains a fiftieth, and where products leave features out (:func:`used`) it
@@ -103,37 +118,17 @@ def adds_up_queries(problem: Problem) -> bool:
         and problem.mask_kind == NO_MASK
         and problem.options.is_causal
         and problem.length >= LEAST_WITH_QUERIES
-        and not torch.are_deterministic_algorithms_enabled()
+        and not deterministic
     )
 
 
-def _zeros(problem: Problem, device: torch.device) -> Tensor:
+def _zeros(problem: Problem, device: torch.device) -> Room:
     """Sums of dQ, in float32: whole tiles of all heads."""
     width = width_of(problem)
     cols = TILES["grad_keys"][width].cols
     tiles = -(-problem.length // cols)
-    return torch.zeros(problem.batch * problem.heads, tiles, cols, width, device=device)
-
-
-def copyable_by_row(x: Tensor) -> Tensor:
-    """Numbers ``(B, H, N)``, or a copy that is contiguous and begins where the copy engine can."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
-
-
-def as_tiles(x: Tensor) -> Tensor:
-    """Numbers ``(B, H, N)`` in the four dimensions that launches describe."""
-    return x.view(*x.shape[:2], 1, x.shape[2])
-
-
-@functools.lru_cache(maxsize=1024)
-def _launches(problem: Problem, with_queries: bool) -> dict[str, Launch]:
-    """Each kernel over the rows of one problem."""
-    names = ["grad_first_pass", "grad_keys", *([] if with_queries else ["grad_queries"])]
-    launches = {name: _launch(name, problem, with_queries) for name in names}
-    if with_queries:
-        launches["finish_queries"] = _finish_queries(problem)
-    return launches
+    shape = problem.batch * problem.heads, tiles, cols, width
+    return functools.partial(torch.zeros, shape, dtype=torch.float32, device=device)
 
 
 def _launch(name: str, problem: Problem, with_queries: bool) -> Launch:
@@ -219,22 +214,31 @@ def used(head_dim: int) -> int:
 def backward_once(g: Tensor, saved: Saved, options: Options) -> Gradients:
     """As every gradient of ``op.py``, of degree 1 in one pass."""
     q, k, v, _, out, lse, coeffs, mask, _ = saved
-    lse = copyable_by_row(lse)
-    problem = problem_of(q, k, mask, options)
-    grad_queries, grad_keys = _launches_once(problem, coeffs.shape[1])
-    spans, _ = pointers(mask, None, unused=q)
-    delta, dq = torch.empty_like(lse), empty_like(q)
-    du = empty_like(g) if options.exclusive else g
-    grad_queries((k, v, q, g, v, out, dq, du), delta, lse, coeffs, spans)
-    # a row of k and v for each query head; heads that share keys are added up below
-    dk, dv = (empty_like(x if problem.group == 1 else q) for x in (k, v))
-    sums = 2 + options.exclusive
-    parts = coeffs.new_empty(problem.heads, sums, problem.batch * grad_keys.grid[0])
-    grad_keys((q, du, lse, delta, k, v, g, out, dk, dv), parts, coeffs, spans)
+    tiles = q, k, v, out, g, lse.contiguous()
+    dq, dk, dv, parts = _BACKWARD_ONCE(tiles, (coeffs,), mask, options)
     return dq, sum_groups(dk, k), sum_groups(dv, v), parts
 
 
-@functools.lru_cache(maxsize=1024)
+def _prepare_once(given: Given, options: Options) -> Prepared:
+    q, lse, powers = given["q"], given["lse"], given["coeffs"].shape[1]
+    problem = problem_of(q, given["k"], given["mask"], options)
+    grad_queries, grad_keys = _launches_once(problem, powers)
+    parts = problem.heads, 2 + options.exclusive, problem.batch * grad_keys.grid[0]
+    rooms = {"delta": room(lse.shape, lse), "dq": room_like(q), **rooms_by_query_head(given)}
+    rooms["parts"] = room(parts, lse)
+    du = "g"
+    if options.exclusive:
+        du, rooms["du"] = "du", room_like(given["g"])
+    steps = [
+        (grad_queries, f"k v q g v out dq {du}", "delta lse coeffs mask"),
+        (grad_keys, f"q {du} lse delta k v g out dk dv", "parts coeffs mask"),
+    ]
+    return Prepared(given, rooms, steps, "dq dk dv parts")
+
+
+_BACKWARD_ONCE = Launches[Gradients](_prepare_once, "q k v out g lse", "coeffs")
+
+
 def _launches_once(problem: Problem, powers: int) -> list[Launch]:
     grid = -(-problem.length // ONE_TILES.rows), problem.batch * problem.heads, 1
     strides = problem.mask_strides[:1]

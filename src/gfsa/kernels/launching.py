@@ -1,7 +1,8 @@
 """Launches of Triton kernels: what a call poses, how its tensors lie, and what is compiled.
 
 The records of a call come first, then layouts, then tiles as kernels read them, then launches
-without the per-call work of Triton's own launcher.
+without the per-call work of Triton's own launcher, and launches that are prepared: beside kernels
+of some ten microseconds each Python call counts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from operator import itemgetter, or_
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 import torch
 import triton
@@ -22,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gfsa.kernels import routes
 from gfsa.operators.base import PLAIN
+from gfsa.operators.call import DecisionCache
 
 # kinds of mask, as compile-time numbers
 NO_MASK = 0
@@ -182,17 +185,6 @@ def _mask_layout(
     return (b, h, i, j), KEY_MASK if i == 0 or length == 1 else FULL_MASK
 
 
-def pointers(mask: Tensor | None, seed: Tensor | None, unused: Tensor) -> tuple[Tensor, Tensor]:
-    """Mask and seed as kernels take them; ``unused``, which is never read, replaces None."""
-    if mask is None:
-        mask = unused
-    elif are_spans(mask):
-        mask = mask.contiguous()
-    else:
-        mask = mask.view(torch.uint8)
-    return mask, unused if seed is None else seed
-
-
 def padded(size: int) -> int:
     """The next power of two, 16 at least: what a tile's side may be."""
     return max(16, 1 << (size - 1).bit_length())
@@ -291,7 +283,7 @@ class Kernel:
 
 
 class Launch:
-    """A kernel for problems of one shape, launched directly once it is compiled.
+    """A kernel for tensors of one layout, launched directly once it is compiled.
 
     Triton's own launcher inspects every argument again in each call to find the compiled code
     that fits; for a kernel of a few microseconds that costs more than the kernel. Here everything
@@ -321,8 +313,8 @@ class Launch:
         self.numbers = numbers
         self.constants = constants
         self.options = options
-        # by the tensors' strides: a saved tensor may come back in another layout
-        self.direct: dict[tuple[Strides, ...], Callable[..., None]] = {}
+        # launches the compiled code, once there is some
+        self.direct: Callable[..., None] | None = None
 
     def __call__(
         self,
@@ -330,20 +322,19 @@ class Launch:
         *pointers: Tensor,
         numbers: tuple[Any, ...] | None = None,
     ) -> None:
-        """Launch on ``tensors``, one for each block, whose shapes are always the same.
+        """Launch on ``tensors``, one for each block, whose layouts are always the same.
 
         Args:
             numbers: in place of the launch's own, for this call alone; they are not kept, since
                 other threads use the same launch.
         """
-        strides = tuple([x.stride() for x in tensors])
-        launch = self.direct.get(strides)
+        launch = self.direct
         if launch is not None:
             launch(tensors, pointers, numbers)
             return
         compiled = self.kernel.compiled.get(self.key)
         if compiled is not None:
-            launch = self.direct[strides] = self._launcher(compiled, tensors)
+            launch = self.direct = self._launcher(compiled, tensors)
             launch(tensors, pointers, numbers)
             return
         described = [*map(self.kernel.describe, tensors, self.blocks)]
@@ -445,8 +436,8 @@ class Direct:
         try:
             arguments = self.arguments.copy()
             arguments[3] = self.stream(pointers[0].device.index)
-            for (index, encoding, known), x in zip(self.tiles, tensors, strict=True):
-                address = x.data_ptr()
+            addresses = map(Tensor.data_ptr, tensors)
+            for (index, encoding, known), address in zip(self.tiles, addresses, strict=True):
                 descriptor = known.get(address)
                 if descriptor is None:
                     if len(known) >= _MOST_DESCRIPTORS:
@@ -463,6 +454,141 @@ class Direct:
         arguments = self.arguments.copy()
         arguments[3] = stream
         self.c_launcher(*arguments, *addresses, *numbers, *self.constants)
+
+
+# the tensors that a call gives, by name
+Given = Mapping[str, Any]
+# makes a tensor of a call
+Room = Callable[[], Tensor]
+Results = TypeVar("Results")
+
+
+def room(
+    shape: Sequence[int], like: Tensor, strides: Strides | None = None, dtype: Any = None
+) -> Room:
+    """What makes an uninitialised tensor where ``like`` is; contiguous, of its dtype by default."""
+    dtype = like.dtype if dtype is None else dtype
+    if strides is None:
+        return functools.partial(torch.empty, shape, dtype=dtype, device=like.device)
+    return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=like.device)
+
+
+def room_like(x: Tensor) -> Room:
+    """What makes a tensor as :func:`empty_like` does."""
+    return room(x.shape, x, result_strides(x))
+
+
+def rooms_by_query_head(given: Given) -> dict[str, Room]:
+    """Those of dK and dV: a row for each query head, see :func:`sum_groups`."""
+    q, k, v = given["q"], given["k"], given["v"]
+    is_grouped = q.shape[1] != k.shape[1]
+    return {"dk": room_like(q if is_grouped else k), "dv": room_like(q if is_grouped else v)}
+
+
+class Prepared:
+    """The launches of a call, for tensors of one layout.
+
+    Tensors have names; where a call gives none, its first tensor stands in, which is never read.
+
+    Args:
+        given: the tensors that a call gives, or None, by name.
+        rooms: what makes each further tensor, by name.
+        steps: the launches, with the names of their tiles and of their pointers.
+        results: the names of what a call returns.
+        is_kept: whether later calls may use it.
+    """
+
+    def __init__(
+        self,
+        given: Given,
+        rooms: Mapping[str, Room],
+        steps: Sequence[tuple[Launch, str, str]],
+        results: str,
+        is_kept: bool = True,
+    ) -> None:
+        places = {name: place for place, name in enumerate([*given, *rooms])}
+        places |= {name: 0 for name, x in given.items() if x is None}
+
+        def picked(names: str) -> Callable[[Sequence[Any]], Any]:
+            found = [places[name] for name in names.split()]
+            if len(found) > 1:
+                return itemgetter(*found)
+            # itemgetter takes one at least, and gives no tuple of a single one
+            return itemgetter(slice(found[0], found[0] + 1) if found else slice(0))
+
+        self.rooms = tuple(rooms.values())
+        self.steps = [(launch, picked(tiles), picked(others)) for launch, tiles, others in steps]
+        self.results = itemgetter(*[places[name] for name in results.split()])
+        self.is_kept = is_kept
+
+    def __call__(self, given: Sequence[Tensor | None]) -> Any:
+        tensors: list[Any] = [*given]
+        for make in self.rooms:
+            tensors.append(make())
+        for launch, tiles, pointers in self.steps:
+            # without the call of the launch, once its code is compiled
+            run = launch.direct
+            if run is not None:
+                run(tiles(tensors), pointers(tensors))
+            else:
+                launch(tiles(tensors), *pointers(tensors))
+        return self.results(tensors)
+
+
+class Launches(Generic[Results]):
+    """Launches that are prepared once for all calls of one signature.
+
+    Args:
+        prepare: makes them, given the tensors of a call and what else they depend on.
+        tiles: the names of the tensors that the copy engine moves; the shapes of the first two
+            decide about those of the others.
+        pointers: the names of the others. The first one's shape may vary, the last one may be None.
+    """
+
+    def __init__(self, prepare: Callable[..., Prepared], tiles: str, pointers: str) -> None:
+        self.prepare = prepare
+        self.names = (*tiles.split(), *pointers.split(), "mask")
+        self.known: DecisionCache[Prepared] = DecisionCache(1024)
+
+    def __call__(
+        self,
+        tiles: tuple[Tensor, ...],
+        pointers: tuple[Tensor | None, ...],
+        mask: Tensor | None,
+        *others: Any,
+    ) -> Results:
+        """Launch on such tensors and return the results.
+
+        Args:
+            others: what the launches depend on besides; hashable.
+        """
+        addresses = functools.reduce(or_, map(Tensor.data_ptr, tiles))
+        first, numbers = tiles[0], pointers[0]
+        assert numbers is not None
+        signature = (
+            first.shape,
+            tiles[1].shape,
+            first.dtype,
+            first.device,
+            numbers.shape,
+            pointers[-1] is None,
+            None if mask is None else (mask.shape, mask.stride(), mask.dtype),
+            *others,
+            *map(Tensor.stride, tiles),
+        )
+        prepared = None if addresses % 16 else self.known.get(signature)
+        if prepared is None:
+            copied = tuple(map(copyable_by_tile, tiles))
+            if any(x is not y for x, y in zip(copied, tiles, strict=True)):
+                return self(copied, pointers, mask, *others)
+            tensors = dict(zip(self.names, (*tiles, *pointers, mask), strict=True))
+            prepared = self.prepare(tensors, *others)
+            if prepared.is_kept:
+                self.known.remember(signature, prepared)
+        if mask is not None:
+            mask = mask.contiguous() if are_spans(mask) else mask.view(torch.uint8)
+        results: Results = on_device_of(first, prepared, (*tiles, *pointers, mask))
+        return results
 
 
 def tiles_of(kernel: Kernel, tiles: Tiles, width: int) -> list[Block]:

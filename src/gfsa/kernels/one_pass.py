@@ -14,8 +14,6 @@ engine's loads outside of a loop would wait for one another.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -25,15 +23,21 @@ from gfsa.kernels.degree_one import own_part
 from gfsa.kernels.launching import (
     LOG2E,
     Forward,
+    Given,
     Inputs,
     Kernel,
     Launch,
+    Launches,
+    Options,
+    Prepared,
     Problem,
+    Room,
     Tiles,
-    empty_like,
     load_tile,
     padded,
     problem_of,
+    room,
+    room_like,
     store_tile,
     tiles_of,
 )
@@ -156,14 +160,21 @@ def tiles(length: int, is_causal: bool) -> Tiles:
 
 def forward(given: Inputs) -> Forward:
     """As every route of ``op.py``, without a mask."""
-    q, k, v, coeffs, mask, _, options, keeps = given
-    out, (u, lse) = empty_like(q), kept(q, keeps and options.exclusive)
-    problem = problem_of(q, k, mask, options)
-    launch = _launch(problem, coeffs.shape[1], _strides(q, v), bool(u.numel()))
-    launch((k, v, out, u if u.numel() else out), q, v, lse, coeffs)
-    return out, u, lse
+    q, k, v, coeffs, _, _, options, keeps = given
+    return _FORWARD((q, k, v), (coeffs,), None, options, keeps and options.exclusive)
 
 
+def _prepare(given: Given, options: Options, keeps: bool) -> Prepared:
+    q, v, coeffs = given["q"], given["v"], given["coeffs"]
+    problem = problem_of(q, given["k"], None, options)
+    rooms = {"out": room_like(q), **kept(q, keeps)}
+    launch = _launch(problem, coeffs.shape[1], _strides(q, v), keeps)
+    # an address that the kernel does not write may be any
+    steps = [(launch, f"k v out {'u' if keeps else 'out'}", "q v lse coeffs")]
+    return Prepared(given, rooms, steps, "out u lse")
+
+
+_FORWARD = Launches[Forward](_prepare, "q k v", "coeffs")
 _KERNEL = Kernel(attend_once)
 
 
@@ -173,7 +184,6 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple([stride * size // 16 for x in tensors for stride in x.stride()[:3]])
 
 
-@functools.lru_cache(maxsize=1024)
 def _launch(problem: Problem, powers: int, strides: tuple[int, ...], keeps: bool) -> Launch:
     """The kernel over the rows of one problem, ``strides`` as by :func:`_strides`."""
     scale, is_causal, _, exclusive = problem.options
@@ -208,9 +218,9 @@ def heads_in_cache(problem: Problem) -> int:
     return max(1, CACHED_BYTES // head_bytes)
 
 
-def kept(q: Tensor, keeps: bool) -> tuple[Tensor, Tensor]:
+def kept(q: Tensor, keeps: bool) -> dict[str, Room]:
     """Room for U, empty unless it is kept, and for logsumexps, ``(B, H, 1, N or more)``."""
     batch, heads, length, _ = q.shape
-    u = empty_like(q) if keeps else q.new_empty(0)
     shape = batch, heads, 1, (length + 15) // 16 * 16
-    return u, q.new_empty(shape, dtype=torch.float32)
+    u = room_like(q) if keeps else room((0,), q)
+    return {"u": u, "lse": room(shape, q, dtype=torch.float32)}

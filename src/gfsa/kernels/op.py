@@ -14,6 +14,7 @@ differentiates its attention itself.
 
 # no postponed annotations here: the operator's schema is read from them
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,10 +29,8 @@ from gfsa.kernels.launching import (
     Inputs,
     Options,
     Saved,
-    copyable_by_tile,
     empty_like,
     needs_registered_operator,
-    on_device_of,
 )
 from gfsa.kernels.routes import (
     OPERATION,
@@ -42,21 +41,20 @@ from gfsa.kernels.routes import (
     situation_of_kernels,
     with_contiguous_rows,
 )
-from gfsa.kernels.short import prepared_for
 from gfsa.operators.base import Coefficients, Operator
 from gfsa.operators.call import AttentionCall
 from gfsa.operators.sdpa import SDPAOperator
 from gfsa.operators.visibility import Visibility
 
 # the functions of the routes' names
-FORWARD: dict[str, Any] = {
+FORWARD: dict[str, Callable[[Inputs], Forward]] = {
     "short": short.forward,
     "sweep": sweep.forward,
     "two_pass": two_pass.forward,
     "one_sweep": sweep.forward_once,
     "one_pass": one_pass.forward,
 }
-GRADIENT: dict[str, Any] = {
+GRADIENT: dict[str, Callable[[Tensor, Saved, Options], Gradients]] = {
     "short": short.backward,
     "hopper": hopper.backward,
     "two_pass": two_pass.backward,
@@ -86,18 +84,18 @@ def filter_attention(
         mask: bool, broadcastable to ``(B, H, N, N)``, True takes part; or spans with causality,
             see :func:`~gfsa.kernels.launching.are_spans`.
         seed: int64, one number, needed with dropout.
-        kernels: the routes of this call, if they are decided already.
+        kernels: the routes of this call, if they are decided already, in eager mode only.
         once: degree 1 in one pass, where a mask can only be spans.
         share: of the exclusive term, ``(H,)``, float32; degree 1 alone.
     """
     learned = coeffs if isinstance(coeffs, Coefficients) else None
     numbers: Any = coeffs if learned is None else learned.theta
-    # the registered operator costs several times the kernels' own launches on short sequences;
-    # only the compiler and modes that record what runs need it
-    if learned is None and needs_registered_operator(q):
-        keeps = torch.is_grad_enabled()
-        return forward(q, k, v, numbers, share, mask, seed, *options[:3], once, keeps)[0]
     if kernels is None:
+        # the registered operator costs several times the kernels' own launches on short sequences;
+        # only the compiler and modes that record what runs need it
+        if learned is None and needs_registered_operator(q):
+            keeps = torch.is_grad_enabled()
+            return forward(q, k, v, numbers, share, mask, seed, *options[:3], once, keeps)[0]
         kernels = kernels_for(q, mask, options, once)
     given = q, k, v, numbers, share, mask, seed, (learned, options, kernels)
     if torch.is_grad_enabled():
@@ -119,34 +117,23 @@ def kernels_for(
 Given = tuple[Any, ...]
 
 
-def _run(given: Given, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Any]:
-    """``(out, U, LSE)``, the coefficients, and the prepared launches if there are some."""
+def _run(given: Given, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(out, U, LSE)`` and the coefficients."""
     q, k, v, numbers, share, mask, seed, (learned, options, (route, *_)) = given
     coeffs = coefficients.columns(numbers, learned, share, 2 if route in ONCE else 3)
-    prepared = prepared_for(q, k, v, mask, options) if route == "short" else None
-    if prepared is not None:
-        made = prepared.forward(q, k, v, coeffs, mask, seed)
-    else:
-        made = run_forward(route, q, k, v, coeffs, mask, seed, options, keeps)
-    return *made, coeffs, prepared
+    return *run_forward(route, q, k, v, coeffs, mask, seed, options, keeps), coeffs
 
 
-def run_forward(route: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Forward:
-    """A route's forward on tensors of any layout, on their device."""
-    q, k, v = map(copyable_by_tile, (q, k, v))
-    found: Forward = on_device_of(q, FORWARD[route], Inputs(q, k, v, *rest))
-    return found
+def run_forward(route: str, *given: Any) -> Forward:
+    """A route's forward on :class:`Inputs` of any layout."""
+    return FORWARD[route](Inputs(*given))
 
 
 def run_backward(gradient: str, g: Tensor, saved: Saved, options: Options) -> Gradients:
-    """A gradient on tensors of any layout, on their device."""
-    # hooks on saved tensors may return them in another layout; U may not have been saved
-    q, k, v, u, out = [copyable_by_tile(x) if x.numel() else x for x in saved[:5]]
+    """A gradient on tensors of any layout."""
     if saved.lse.dim() == 4:
         gradient = "hopper once"
-    saved = saved._replace(q=q, k=k, v=v, u=u, out=out)
-    found: Gradients = on_device_of(g, GRADIENT[gradient], copyable_by_tile(g), saved, options)
-    return found
+    return GRADIENT[gradient](g, saved, options)
 
 
 class _Filter(torch.autograd.Function):
@@ -161,7 +148,7 @@ class _Filter(torch.autograd.Function):
         ctx.gradient = kernels.gradient
         ctx.basis = None if learned is None else learned.basis
         ctx.powers = numbers.shape[1] if learned is None else learned.base.shape[1]
-        out, u, lse, coeffs, ctx.prepared = _run(given, True)
+        out, u, lse, coeffs = _run(given, True)
         # the gradient of the exclusive term reads A·V in place of the output
         read = out if share is None else u
         ctx.save_for_backward(q, k, v, u, read, lse, coeffs, mask, seed)
@@ -176,12 +163,8 @@ class _Filter(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        saved, gradients = Saved(*ctx.saved_tensors), None
-        if ctx.prepared is not None:
-            gradients = ctx.prepared.backward(g, saved)
-        if gradients is None:
-            gradients = run_backward(ctx.gradient, g, saved, ctx.options)
-        dq, dk, dv, parts = gradients
+        saved = Saved(*ctx.saved_tensors)
+        dq, dk, dv, parts = run_backward(ctx.gradient, g, saved, ctx.options)
         needed = ctx.needs_input_grad
         dc, dshare = coefficients.gradients(parts, ctx.basis, ctx.powers, needed[3], needed[4])
         return dq, dk, dv, dc, dshare, None, None, None
@@ -248,7 +231,8 @@ def backward(
 def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     share, once, keeps = rest[3], *rest[-2:]
     if once:
-        return empty_like(q), *one_pass.kept(q, share is not None and keeps)
+        rooms = one_pass.kept(q, share is not None and keeps)
+        return empty_like(q), rooms["u"](), rooms["lse"]()
     return empty_like(q), empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -277,6 +261,12 @@ def _differentiate(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, 
 
 
 forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _by_head(numbers: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Numbers in float32, for each head if there is one for all."""
+    numbers = numbers.float()
+    return numbers if numbers.dim() == len(shape) else numbers.expand(shape)
 
 
 class FusedOperator(Operator):
@@ -322,39 +312,41 @@ class FusedOperator(Operator):
     def polynomial(
         self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
     ) -> Tensor:
-        q, k = self.call.q, self.call.k
+        q, k, options = self.call.q, self.call.k, self.options
+        registered = needs_registered_operator(q)
         if isinstance(coeffs, Coefficients):
-            if needs_registered_operator(q) or not coefficients.takes(coeffs):
+            if registered or not coefficients.takes(coeffs):
                 return self.polynomial(coeffs.value(), v, exclusive)
             powers = coeffs.base.shape[1]
         else:
-            coeffs = coeffs.float().expand(q.shape[1], -1)
+            coeffs = _by_head(coeffs, (q.shape[1], -1))
             powers = coeffs.shape[1]
         if exclusive is not None:
-            exclusive = exclusive.float().expand(q.shape[1]).contiguous()
-        options = self.options._replace(exclusive=exclusive is not None)
-        operation, kernels = self._decided(powers - 1, options)
+            exclusive = _by_head(exclusive, (q.shape[1],)).contiguous()
+            options = options._replace(exclusive=True)
+        operation, kernels = self._decided(powers - 1, options, registered)
         if operation == "around":
             return combine_degree_one(v, self.apply(v), coeffs, exclusive)
         seed = None
-        if self.options.dropout_p:
+        if options.dropout_p:
             # drawn on the device, so that each replay of a captured graph draws a new one
             seed = torch.randint(2**32, (1,), device=q.device)
         once = operation == "once"
         return filter_attention(q, k, v, coeffs, self.mask, seed, options, kernels, once, exclusive)
 
-    def _decided(self, degree: int, options: Options) -> tuple[str, Kernels | None]:
-        """The operation, and its kernels unless the operation chooses them when it runs."""
+    def _decided(
+        self, degree: int, options: Options, registered: bool
+    ) -> tuple[str, Kernels | None]:
+        """The operation, and its kernels unless the ``registered`` operation chooses them."""
         decision = self.decision
-        q, mask = self.call.q, self.mask
-        if needs_registered_operator(q):
-            if degree == 2:
-                return "filter", None
-            return operation_of(situation_of_kernels(q, mask, *options, degree)), None
-        if decision is None:
-            kernels = kernels_of(situation_of_kernels(q, mask, *options, degree))
-        else:
-            kernels = Kernels(decision.route, decision.gradient)
+        if registered and degree == 2:
+            return "filter", None
+        if decision is not None and not registered:
+            return OPERATION[decision.route], Kernels(decision.route, decision.gradient)
+        situation = situation_of_kernels(self.call.q, self.mask, *options, degree)
+        if registered:
+            return operation_of(situation), None
+        kernels = kernels_of(situation)
         return OPERATION[kernels.forward], kernels
 
     def visibility(self) -> Visibility:

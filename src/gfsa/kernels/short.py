@@ -1,14 +1,8 @@
-"""The short kernels' path: the filter and its gradient in one launch each, whole heads on chip.
-
-In eager mode launches are prepared: beside kernels of some ten microseconds each Python call
-counts. What the host does for calls of one signature is done once; a forward then looks its
-signature up, allocates three tensors and launches.
-"""
+"""The short kernels' path: the filter and its gradient in one launch each, whole heads on chip."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,23 +13,25 @@ from gfsa.kernels.launching import (
     FULL_MASK,
     Block,
     Forward,
+    Given,
     Gradients,
     Inputs,
     Launch,
+    Launches,
     Options,
+    Prepared,
     Problem,
     Saved,
-    copyable_by_tile,
     gluon_kernel,
     multiprocessors,
-    on_device_of,
     padded,
     problem_of,
-    result_strides,
+    room,
+    room_like,
+    rooms_by_query_head,
     sum_groups,
 )
 from gfsa.kernels.routes import SHORT_HEAD_DIM
-from gfsa.operators.call import DecisionCache
 
 
 class Chunks(NamedTuple):
@@ -72,22 +68,45 @@ def chunks(length: int, width: int) -> Chunks:
 def forward(given: Inputs) -> Forward:
     """As every route of ``op.py``."""
     q, k, v, coeffs, mask, seed, options, _ = given
-    # tensors were copied where that was necessary
-    prepared = prepared_for(q, k, v, mask, options)
-    assert prepared is not None
-    return prepared.forward(q, k, v, coeffs, mask, seed)
+    return _FORWARD((q, k, v), (coeffs, seed), mask, options)
 
 
 def backward(g: Tensor, saved: Saved, options: Options) -> Gradients:
-    """As every route of ``op.py``."""
-    prepared = prepared_for(saved.q, saved.k, saved.v, saved.mask, options)
-    assert prepared is not None
-    gradients = prepared.backward(g, saved)
-    assert gradients is not None
-    return gradients
+    """As every gradient of ``op.py``."""
+    q, k, v, u, out, lse, coeffs, mask, seed = saved
+    dq, dk, dv, dc = _BACKWARD((q, k, v, u, out, g), (coeffs, lse, seed), mask, options)
+    return dq, sum_groups(dk, k), sum_groups(dv, v), dc
 
 
-@functools.lru_cache(maxsize=1024)
+def _prepare_forward(given: Given, options: Options) -> Prepared:
+    q, unset = given["q"], zero(given["q"].device)
+    launch = forward_launch(problem_of(q, given["k"], given["mask"], options))
+    rooms = {
+        "out": room_like(q),
+        "u": room_like(q),
+        "lse": room(q.shape[:3], q, dtype=torch.float32),
+        "zero": lambda: unset,
+    }
+    steps = [(launch, "q k v u out", "lse coeffs mask seed zero")]
+    # a zero of a CUDA graph that is captured now is zero in its replays alone
+    return Prepared(given, rooms, steps, "out u lse", is_kept(unset))
+
+
+def _prepare_backward(given: Given, options: Options) -> Prepared:
+    q = given["q"]
+    problem = problem_of(q, given["k"], given["mask"], options)
+    launch = backward_launch(problem)
+    parts = problem.heads, 3, problem.batch * launch.blocks[0][2]
+    rooms = {"dq": room_like(q), **rooms_by_query_head(given)}
+    rooms["parts"] = room(parts, q, dtype=torch.float32)
+    steps = [(launch, "q k v u out g dq dk dv", "lse parts coeffs mask seed")]
+    return Prepared(given, rooms, steps, "dq dk dv parts")
+
+
+_FORWARD = Launches[Forward](_prepare_forward, "q k v", "coeffs seed")
+_BACKWARD = Launches[Gradients](_prepare_backward, "q k v u out g", "coeffs lse seed")
+
+
 def forward_launch(problem: Problem) -> Launch:
     cut = chunks(problem.length, 64)
     warps = cut.rows // 16
@@ -109,7 +128,6 @@ def forward_launch(problem: Problem) -> Launch:
     )
 
 
-@functools.lru_cache(maxsize=1024)
 def backward_launch(problem: Problem) -> Launch:
     length = problem.length
     cut = chunks(length, 128 if 64 < length <= 128 else 64)
@@ -162,120 +180,3 @@ def is_kept(zero: Tensor) -> bool:
 
 
 _ZEROS: dict[torch.device, Tensor] = {}
-
-
-class Prepared:
-    """The short kernels for tensors of one shape and layout."""
-
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options
-    ) -> None:
-        problem = problem_of(q, k, mask, options)
-        self.launch = forward_launch(problem)
-        self.shape, self.strides = q.shape, result_strides(q)
-        self.dtype, self.device = q.dtype, q.device
-        self.zero = zero(q.device)
-        # the launch for these strides, which are fixed by the signature
-        self.direct: Callable[..., None] | None = None
-        self.backward_launch = backward_launch(problem)
-        rows = self.backward_launch.blocks[0][2]
-        self.parts = (problem.heads, 3, problem.batch * rows)
-        self.mask_strides = None if mask is None else mask.stride()
-        # a row of k and v for each query head; heads that share keys are added up afterwards
-        self.key_strides, self.value_strides = (
-            result_strides(x if problem.group == 1 else q) for x in (k, v)
-        )
-        # by the strides of the given tensors, which the copy engine takes as they are
-        self.direct_backward: dict[tuple[Any, ...], Callable[..., None] | None] = {}
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, mask: Tensor | None, seed: Any = None
-    ) -> Forward:
-        """``(out, U, LSE)``, as every route's forward."""
-        shape, strides, dtype, device = self.shape, self.strides, self.dtype, self.device
-        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        u = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
-        tensors = (q, k, v, u, out)
-        pointers = (
-            lse,
-            coeffs,
-            q if mask is None else mask.view(torch.uint8),
-            q if seed is None else seed,
-            self.zero,
-        )
-        if self.direct is not None:
-            on_device_of(q, self.direct, tensors, pointers)
-            return out, u, lse
-        on_device_of(q, self.launch, tensors, *pointers)
-        self.direct = self.launch.direct.get(tuple([x.stride() for x in tensors]))
-        return out, u, lse
-
-    def backward(self, g: Tensor, saved: Saved) -> Gradients | None:
-        """As every route's backward; None if that has to run."""
-        q, k, v, u, out, lse, coeffs, mask, seed = saved
-        given = (q, k, v, u, out, g)
-        strides = tuple([x.stride() for x in given])
-        if not self._takes(given, strides):
-            return None
-        if mask is not None and mask.stride() != self.mask_strides:
-            return None
-        shape, dtype, device = self.shape, self.dtype, self.device
-        dq = torch.empty_strided(shape, self.strides, dtype=dtype, device=device)
-        dk = torch.empty_strided(shape, self.key_strides, dtype=dtype, device=device)
-        dv = torch.empty_strided(shape, self.value_strides, dtype=dtype, device=device)
-        parts = torch.empty(self.parts, dtype=torch.float32, device=device)
-        tensors = (*given, dq, dk, dv)
-        pointers = (
-            lse,
-            parts,
-            coeffs,
-            q if mask is None else mask.view(torch.uint8),
-            q if seed is None else seed,
-        )
-        direct = self.direct_backward[strides]
-        if direct is not None:
-            on_device_of(q, direct, tensors, pointers)
-        else:
-            on_device_of(q, self.backward_launch, tensors, *pointers)
-            all_strides = tuple([x.stride() for x in tensors])
-            self.direct_backward[strides] = self.backward_launch.direct.get(all_strides)
-        return dq, sum_groups(dk, k), sum_groups(dv, v), parts
-
-    def _takes(self, given: tuple[Tensor, ...], strides: tuple[Any, ...]) -> bool:
-        """Whether the copy engine takes these; hooks may return saved tensors in other layouts."""
-        if strides not in self.direct_backward:
-            if any(copyable_by_tile(x) is not x for x in given):
-                return False
-            self.direct_backward[strides] = None
-        addresses = 0
-        for x in given:
-            addresses |= x.data_ptr()
-        return addresses % 16 == 0
-
-
-# False where the short kernels cannot serve without copies
-_PREPARED: DecisionCache[Prepared | bool] = DecisionCache()
-
-
-def prepared_for(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options
-) -> Prepared | None:
-    """The prepared launches for a call that the short kernels take; None if it needs copies."""
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-        return None
-    signature = (
-        *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), v.stride()),
-        None if mask is None else (mask.shape, mask.stride(), mask.dtype),
-        options,
-    )
-    found = _PREPARED.get(signature)
-    if found is None:
-        found = all(copyable_by_tile(x) is x for x in (q, k, v))
-        if found:
-            found = Prepared(q, k, v, mask, options)
-            if not is_kept(found.zero):
-                # it is of the CUDA graph that is captured now, and is zero in its replays alone
-                return found
-        _PREPARED.remember(signature, found)
-    return found if isinstance(found, Prepared) else None

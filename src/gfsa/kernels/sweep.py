@@ -21,20 +21,24 @@ import functools
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from gfsa.kernels.launching import (
     SPANS,
     Forward,
+    Given,
     Inputs,
     Kernel,
     Launch,
+    Launches,
+    Options,
+    Prepared,
     Problem,
-    empty_like,
     gluon_kernel,
     multiprocessors,
-    pointers,
     problem_of,
+    result_strides,
+    room,
+    room_like,
 )
 from gfsa.kernels.one_pass import heads_in_cache, kept
 
@@ -193,37 +197,40 @@ LEAST_HEADS = 4
 def forward(given: Inputs, degree: int = 2) -> Forward:
     """As every route of ``op.py``; spans at most, and no dropout."""
     q, k, v, coeffs, mask, _, options, keeps = given
-    problem = problem_of(q, k, mask, options)
-    spans, _ = pointers(mask, None, unused=q)
-    out = empty_like(q)
-    strides: tuple[int, ...] = 0, 0, 0
-    if degree == 1:
-        u, lse = kept(q, keeps and options.exclusive)
-        flags = torch.zeros(1, dtype=torch.int32, device=q.device)
-    else:
-        u, lse = empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        strides = out.stride()[:3]
-        flags = _flags(problem, spans)
-    # an address that the kernel does not write may be any
-    room = u if u.numel() else out
-    launch = _launch(problem, degree, coeffs.shape[1], bool(u.numel()), strides)
-    launch((q, k, v, room, out), out, room, lse, coeffs, flags, spans)
-    return out, u, lse
+    keeps = degree == 2 or (keeps and options.exclusive)
+    return _FORWARD((q, k, v), (coeffs,), mask, options, degree, keeps)
 
 
 forward_once = functools.partial(forward, degree=1)
 
 
-def _flags(problem: Problem, spans: Tensor) -> Tensor:
-    """A flag for each half block's U, then the number of the next item, then the plan of spans."""
-    blocks = -(-problem.length // ROWS)
-    numbers = problem.batch * problem.heads * blocks * (ROWS // HALF) + POLLED
-    if problem.mask_kind != SPANS:
-        return torch.zeros(numbers, dtype=torch.int32, device=spans.device)
-    numbers += problem.batch * planned(blocks)
-    flags = torch.empty(numbers, dtype=torch.int32, device=spans.device)
-    _plan(problem)((), spans, flags)
-    return flags
+def _prepare(given: Given, options: Options, degree: int, keeps: bool) -> Prepared:
+    q, mask = given["q"], given["mask"]
+    problem = problem_of(q, given["k"], mask, options)
+    rooms = {"out": room_like(q), **kept(q, keeps)}
+    steps: list[tuple[Launch, str, str]] = []
+    strides: tuple[int, ...] = 0, 0, 0
+    # the number of the next item
+    flags, make_flags = 1, torch.zeros
+    if degree == 2:
+        rooms["lse"] = room(q.shape[:3], q, dtype=torch.float32)
+        strides = result_strides(q)[:3]
+        # before it a flag for each half block's U
+        blocks = -(-problem.length // ROWS)
+        flags = problem.batch * problem.heads * blocks * (ROWS // HALF) + POLLED
+        if mask is not None:
+            # then the plan of spans, whose launch sets the flags to zero
+            flags, make_flags = flags + problem.batch * planned(blocks), torch.empty
+            steps = [(_plan(problem), "", "mask flags")]
+    rooms["flags"] = functools.partial(make_flags, flags, dtype=torch.int32, device=q.device)
+    launch = _launch(problem, degree, given["coeffs"].shape[1], keeps, strides)
+    # an address that the kernel does not write may be any
+    u = "u" if keeps else "out"
+    steps.append((launch, f"q k v {u} out", f"out {u} lse coeffs flags mask"))
+    return Prepared(given, rooms, steps, "out u lse")
+
+
+_FORWARD = Launches[Forward](_prepare, "q k v", "coeffs")
 
 
 def planned(blocks: int) -> int:
@@ -238,7 +245,6 @@ def heads_at_a_time(problem: Problem, degree: int) -> int:
     return max(LEAST_HEADS, min(MOST_HEADS, tokens // problem.length))
 
 
-@functools.lru_cache(maxsize=1024)
 def _launch(
     problem: Problem, degree: int, powers: int, keeps: bool, out_strides: tuple[int, ...]
 ) -> Launch:
@@ -262,7 +268,6 @@ def _launch(
     )
 
 
-@functools.lru_cache(maxsize=1024)
 def _plan(problem: Problem) -> Launch:
     """The launch before the sweep: the plan, and flags that are zero."""
     blocks = -(-problem.length // ROWS)

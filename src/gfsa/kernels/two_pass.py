@@ -25,8 +25,6 @@ that the block's first query sees, so hidden tiles cost nothing.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -38,19 +36,26 @@ from gfsa.kernels.launching import (
     JIT_OPTIONS,
     LOG2E,
     Forward,
+    Given,
     Gradients,
     Inputs,
     Kernel,
     Launch,
+    Launches,
     Options,
+    Prepared,
     Problem,
     Saved,
     Tiles,
+    copyable_by_tile,
     empty_like,
     load_tile,
+    on_device_of,
     padded,
-    pointers,
     problem_of,
+    room,
+    room_like,
+    rooms_by_query_head,
     store_tile,
     sum_groups,
     tiles_of,
@@ -613,35 +618,49 @@ def tiles(
 def forward(given: Inputs) -> Forward:
     """As every route of ``op.py``."""
     q, k, v, coeffs, mask, seed, options, _ = given
-    launches = _launches(problem_of(q, k, mask, options))
-    extra = pointers(mask, seed, unused=q)
-    if cudnn_would_run(q, k, v, mask, options):
-        u, lse = _cudnn_first_pass(q, k, v, options)
-    else:
-        u = empty_like(q)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        launches["attend"]((q, k, v, u), lse, *extra)
-    out = empty_like(q)
-    launches["combine"]((q, k, u, u, v, out), lse, coeffs, *extra)
-    return out, u, lse
+    q, k, v = map(copyable_by_tile, (q, k, v))
+    if on_device_of(q, cudnn_would_run, q, k, v, mask, options):
+        u, lse = on_device_of(q, _cudnn_first_pass, q, k, v, options)
+        return _COMBINE((q, k, v, u), (coeffs, lse, seed), mask, options)
+    return _FORWARD((q, k, v), (coeffs, seed), mask, options)
 
 
 def backward(g: Tensor, saved: Saved, options: Options) -> Gradients:
-    """As every route of ``op.py``."""
+    """As every gradient of ``op.py``."""
     q, k, v, u, out, lse, coeffs, mask, seed = saved
-    launches = _launches(problem_of(q, k, mask, options))
-    extra = pointers(mask, seed, unused=q)
-    du, delta = empty_like(q), torch.empty_like(lse)
-    grad_first = launches["grad_first_pass"]
-    dc = lse.new_empty(q.shape[1], 3, q.shape[0] * grad_first.grid[0])
-    grad_first((q, k, g, g, v, u, out, du), delta, dc, lse, coeffs, *extra)
-    # a row of k and v for each query head; heads that share keys are added up below
-    grouped = q.shape[1] != k.shape[1]
-    dk, dv = (empty_like(q if grouped else x) for x in (k, v))
-    launches["grad_keys"]((q, k, v, u, g, g, du, dk, dv), delta, lse, coeffs, *extra)
-    dq = empty_like(q)
-    launches["grad_queries"]((q, k, v, u, g, du, dq), delta, lse, coeffs, *extra)
+    dq, dk, dv, dc = _BACKWARD((q, k, v, u, out, g), (coeffs, lse, seed), mask, options)
     return dq, sum_groups(dk, k), sum_groups(dv, v), dc
+
+
+def _prepare_forward(given: Given, options: Options) -> Prepared:
+    q = given["q"]
+    launches = _launches(problem_of(q, given["k"], given["mask"], options))
+    rooms = {"out": room_like(q)}
+    steps = [(launches["combine"], "q k u u v out", "lse coeffs mask seed")]
+    if "u" not in given:
+        rooms |= {"u": room_like(q), "lse": room(q.shape[:3], q, dtype=torch.float32)}
+        steps.insert(0, (launches["attend"], "q k v u", "lse mask seed"))
+    return Prepared(given, rooms, steps, "out u lse")
+
+
+def _prepare_backward(given: Given, options: Options) -> Prepared:
+    q, lse = given["q"], given["lse"]
+    launches = _launches(problem_of(q, given["k"], given["mask"], options))
+    parts = q.shape[1], 3, q.shape[0] * launches["grad_first_pass"].grid[0]
+    rooms = {"du": room_like(q), "dq": room_like(q), **rooms_by_query_head(given)}
+    rooms |= {"delta": room(lse.shape, lse), "parts": room(parts, lse)}
+    extra = "lse coeffs mask seed"
+    steps = [
+        (launches["grad_first_pass"], "q k g g v u out du", f"delta parts {extra}"),
+        (launches["grad_keys"], "q k v u g g du dk dv", f"delta {extra}"),
+        (launches["grad_queries"], "q k v u g du dq", f"delta {extra}"),
+    ]
+    return Prepared(given, rooms, steps, "dq dk dv parts")
+
+
+_FORWARD = Launches[Forward](_prepare_forward, "q k v", "coeffs seed")
+_COMBINE = Launches[Forward](_prepare_forward, "q k v u", "coeffs lse seed")
+_BACKWARD = Launches[Gradients](_prepare_backward, "q k v u out g", "coeffs lse seed")
 
 
 def _cudnn_first_pass(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -649,8 +668,8 @@ def _cudnn_first_pass(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tupl
     u, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, options.is_causal, False, scale=options.scale
     )
-    room = empty_like(q)
-    u = u if u.stride() == room.stride() else room.copy_(u)
+    wanted = empty_like(q)
+    u = u if u.stride() == wanted.stride() else wanted.copy_(u)
     return u, lse.view(q.shape[:3])
 
 
@@ -673,7 +692,6 @@ _KERNELS = {
 }
 
 
-@functools.lru_cache(maxsize=1024)
 def _launches(problem: Problem) -> dict[str, Launch]:
     """Each kernel over the rows of one problem."""
     return {name: _launch(name, problem) for name in _KERNELS}

@@ -548,7 +548,7 @@ class Launches(Generic[Results]):
     def __init__(self, prepare: Callable[..., Prepared], tiles: str, pointers: str) -> None:
         self.prepare = prepare
         self.names = (*tiles.split(), *pointers.split(), "mask")
-        self.known: DecisionCache[Prepared] = DecisionCache(1024)
+        self.known: DecisionCache[Prepared] = DecisionCache()
 
     def __call__(
         self,

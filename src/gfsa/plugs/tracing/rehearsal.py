@@ -168,7 +168,7 @@ def no_heads(scores: Sequence[int], heads: int) -> str:
     return f"its map has shape {tuple(scores)}, with no axis for its {heads} heads"
 
 
-class _Reached(BaseException):
+class Reached(BaseException):
     """The forward has reached its product; no Exception, so that few modules catch it."""
 
 
@@ -189,14 +189,14 @@ class Rehearsal(Watch):
 
     def of_attention(self, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
         self.reached = (query, key), value, (*query.shape[:-1], key.shape[-2])
-        raise _Reached
+        raise Reached
 
     def of_flex(self, flex: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
         return self.of_attention(query, key, value)
 
     def of_map(self, step: Step, matrix: Tensor, values: Tensor) -> Any:
         self.reached = (matrix,), values, tuple(matrix.shape)
-        raise _Reached
+        raise Reached
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func == _REQUIRES_GRAD and not args[0].is_leaf:
@@ -279,12 +279,12 @@ def _rehearse(
             elif id(x) not in by_id:
                 leaves[key] = by_id[id(x)] = _leaf(x)
         rehearsal, replica = Rehearsal(module), _replica(module)
-        own = [_argument(value, by_id) for value in args]
-        named = {key: _argument(value, by_id) for key, value in kwargs.items()}
+        own = [own_argument(value, by_id) for value in args]
+        named = {key: own_argument(value, by_id) for key, value in kwargs.items()}
         try:
             with rehearsal:
                 module.run_untraced(replica, own, named)
-        except (_Reached, TraceError):
+        except (Reached, TraceError):
             # the forward itself raises such an error again
             pass
         except Exception as error:
@@ -345,13 +345,13 @@ def _leaf(x: Tensor) -> Tensor:
     return torch.where((x != 0) & (x.abs() < _MASKED), x, noise_like(x)).requires_grad_()
 
 
-def _argument(value: Any, leaves: Mapping[int, Tensor]) -> Any:
+def own_argument(value: Any, leaves: Mapping[int, Tensor]) -> Any:
     """An argument of the forward for a rehearsal, which may write into it."""
     if isinstance(value, Tensor):
         leaf = leaves.get(id(value))
         return (value if leaf is None else leaf).clone()
     if type(value) in (list, tuple):
-        return type(value)(_argument(x, leaves) for x in value)
+        return type(value)(own_argument(x, leaves) for x in value)
     if value is None or callable(value) or isinstance(value, (bool, int, float, str, torch.dtype)):
         return value
     # a cache, say

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,85 +36,58 @@ _REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
 
 
 class HeadLayout(NamedTuple):
-    """The place of the heads among the axes of a map ``(..., N, N)``.
-
-    ``before`` and ``after`` are the numbers of entries that are merged into this axis before and
-    after the heads; None if that depends on the batch.
-    """
+    """The place of the heads among the axes of a map ``(..., N, N)``."""
 
     rank: int
     axis: int
-    before: int | None = 1
-    after: int | None = 1
-
-    @property
-    def is_merged(self) -> bool:
-        return (self.before, self.after) != (1, 1)
+    merged: Literal["before", "after"] | None = None
+    """Whether samples are merged into this axis, before or after the heads."""
 
     def split(self, x: Tensor, heads: int) -> Tensor:
         """``x`` with its heads as the third axis from the end."""
         if heads == 1:
             return x.unsqueeze(-3)
         axis = self.axis + x.dim()
-        if not self.is_merged:
-            return x.movedim(axis, -3)
-        before, after = (-1 if size is None else size for size in (self.before, self.after))
-        # a mask may be the same for all heads
-        x = x.unflatten(axis, (1, 1, 1) if x.shape[axis] == 1 else (before, heads, after))
-        return x.movedim(axis + 1, -3)
+        if self.merged:
+            # a mask may be the same for all heads
+            heads = 1 if x.shape[axis] == 1 else heads
+            samples = x.shape[axis] // heads
+            x = x.unflatten(axis, (samples, heads) if self.merged == "before" else (heads, samples))
+            axis += self.merged == "before"
+        return x.movedim(axis, -3)
 
     def join(self, y: Tensor, heads: int, shape: Sequence[int]) -> Tensor:
         """The inverse of :meth:`split`: ``y`` in the leading sizes of ``shape``."""
         if heads > 1:
-            y = y.movedim(-3, self.axis + self.rank + 1 if self.is_merged else self.axis)
+            y = y.movedim(-3, self.axis + self.rank + (self.merged == "before"))
         return y.reshape(*shape[:-1], y.shape[-1])
 
     def fits(self, scores: Sequence[int], heads: int) -> bool:
         """Whether a map of this shape can have this layout."""
-        if heads == 1:
-            return True
-        if len(scores) != self.rank:
-            return False
+        if heads == 1 or len(scores) != self.rank:
+            return heads == 1
         size = scores[self.axis]
-        if self.before is None or self.after is None:
-            return size % (heads * (self.before or self.after or 1)) == 0
-        return size == heads * self.before * self.after
+        return size % heads == 0 if self.merged else size == heads
 
-    def for_any_batch(self, scores: Sequence[int], heads: int) -> HeadLayout | None:
-        """The layout for batches of other sizes, or None if this one does not show it.
-
-        A batch of one sample, or of as many samples as there are heads or tokens, does not: the
-        sizes that the module's code reads could then belong to another axis.
-        """
+    @classmethod
+    def possible(cls, scores: Sequence[int], heads: int) -> list[HeadLayout]:
+        """The layouts of a map of this shape; heads with an axis of their own come first."""
+        rank = len(scores)
         if heads == 1:
-            return self
-        samples, tokens = math.prod(scores[:-2]) // heads, scores[-1]
-        if len({samples, heads, tokens, 1}) < 4:
-            return None
-        if not self.is_merged:
-            return self
-        if 1 not in (self.before, self.after):
-            # which of the two grows with the batch is unknown
-            return None
-        return self._replace(before=None) if self.after == 1 else self._replace(after=None)
+            return [cls(rank, -3)]
+        axes = range(-rank, -2)
+        found = (cls(rank, axis, m) for m in (None, "before", "after") for axis in axes)
+        return [layout for layout in found if layout.fits(scores, heads)]
 
 
-def possible_layouts(scores: Sequence[int], heads: int) -> list[HeadLayout]:
-    """The layouts that a map of shape ``scores`` may have, judging by its sizes alone."""
-    rank = len(scores)
-    if heads == 1:
-        return [HeadLayout(rank, -3)]
-    found = []
-    for place, size in enumerate(scores[:-2]):
-        if size == 0:
-            # an empty batch; any place of the heads will do
-            found.append(HeadLayout(rank, place - rank, 0))
-        elif size % heads == 0:
-            rest = size // heads
-            befores = [before for before in range(1, rest + 1) if rest % before == 0]
-            found += [HeadLayout(rank, place - rank, b, rest // b) for b in befores]
-    # heads with an axis of their own come first
-    return sorted(found, key=lambda layout: layout.is_merged)
+def shows_any_batch(scores: Sequence[int], heads: int) -> bool:
+    """Whether a map of this shape shows the place of the heads for batches of other sizes.
+
+    One sample, or as many samples as heads or tokens, do not: the sizes that the module's code
+    reads could then belong to another axis.
+    """
+    samples, tokens = math.prod(scores[:-2]) // heads, scores[-1]
+    return heads == 1 or len({samples, heads, tokens, 1}) == 4
 
 
 class Verified(NamedTuple):
@@ -123,8 +96,8 @@ class Verified(NamedTuple):
     layout: HeadLayout
     equal_inputs: tuple[tuple[str, str], ...] = ()
     """Pairs of inputs that must hold the same tokens."""
-    for_any_batch: HeadLayout | None = None
-    """The layout for batches of other sizes, if this one shows it."""
+    for_any_batch: bool = False
+    """Whether this holds for batches of other sizes, too."""
 
 
 # a module that is called with ever new sizes is proven again for some of them
@@ -149,10 +122,7 @@ class Memory:
         if len(self.verified) >= _CALLS_KEPT:
             self.verified.clear()
         self.verified[signature] = proven
-        if proven.for_any_batch is None:
-            return
-        general = Verified(proven.for_any_batch, proven.equal_inputs)
-        if self.for_any_batch.setdefault(kind, general) != general:
+        if proven.for_any_batch and self.for_any_batch.setdefault(kind, proven) != proven:
             # two paths through the forward: which of them a compiled graph takes is unknown
             self.for_any_batch[kind] = Verified(HeadLayout(0, 0))
 
@@ -323,7 +293,7 @@ def _proof(
     scores, values, shape = rehearsal.reached
     if shape[-2] != shape[-1]:
         return NOT_SQUARE.format(*shape[-2:])
-    layouts = possible_layouts(shape, heads)
+    layouts = HeadLayout.possible(shape, heads)
     if layouts and (0 in shape or values.numel() == 0 or values.is_meta):
         # nothing is computed, so any layout of these sizes will do
         return Verified(layouts[0], equal)
@@ -335,7 +305,7 @@ def _proof(
         refusal = evidence.refusal()
         if refusal is not None:
             return refusal
-        return Verified(layout, equal, layout.for_any_batch(shape, heads))
+        return Verified(layout, equal, shows_any_batch(shape, heads))
     return no_heads(shape, heads)
 
 

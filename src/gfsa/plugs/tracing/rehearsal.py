@@ -26,7 +26,7 @@ from gfsa.plugs.checks.proof import (
     noise_like,
 )
 from gfsa.plugs.running import copied, same_random_numbers
-from gfsa.plugs.tracing.capture import Step, TraceError, Watch, is_over_last
+from gfsa.plugs.tracing.capture import Step, TraceError, Watch
 
 # norms whose statistics are over tokens: each token depends on all others, but only through them
 _NORMS = (F.batch_norm, F.instance_norm, F.group_norm)
@@ -187,16 +187,11 @@ class Rehearsal(Watch):
         return result
 
     def softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        if not is_over_last(args, kwargs):
-            result: Tensor = self.run(func, args, kwargs)
-            return result
-        scores = args[0] if args else kwargs["input"]
+        scores: Tensor = args[0] if args else kwargs["input"]
         self.hidden = self.hidden or not torch.is_grad_enabled()
         # a mask that is added to the scores hides no entry here
         scores = scores.masked_fill(scores.isinf(), -_MASKED)
-        scores = scores.to(kwargs.get("dtype") or scores.dtype)
-        self.steps.append(Step(scores))
-        return scores
+        return scores.to(kwargs.get("dtype") or scores.dtype)
 
 
 _UNPROVEN = (

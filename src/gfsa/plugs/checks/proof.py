@@ -145,8 +145,6 @@ class Evidence:
         self.values = values
         self.rows = torch.Size((*values.shape[:-3], 1, values.shape[-2]))
         self.random = torch.Generator(values.device).manual_seed(0)
-        # of the entries whose gradients are taken, by the tensor
-        self.weights: dict[int, Tensor] = {}
 
     def separates_lead(self, merged: bool) -> bool:
         """Whether no token is in two places of the leading axes, the heads apart.
@@ -246,7 +244,11 @@ class Evidence:
         if any(_meet(scores, others) for scores, others, _, _ in halves):
             return _other_order(name)
         if any(_meet(s, w) or _meet(t, v) for s, t, v, w in halves) or (
-            halves is collapsed and any(_part(pair, v) for pair, v in one_row)
+            halves is collapsed
+            and any(
+                pair.shape == v.shape and pair.any() and v.any() and not _meet(pair, v)
+                for pair, v in one_row
+            )
         ):
             return (
                 "its values are other tokens than its keys, or the same tokens in another order: "
@@ -276,32 +278,25 @@ class Evidence:
             chosen = [rows[..., :, None] & columns[..., None, :]]
         else:
             chosen = [rows[..., None], columns[..., None]]
-        return self._touched(self.scores, chosen, heads)
+        return self._touched([x[..., :heads, :, :] for x in self.scores], chosen)
 
     def _of_values(self, rows: Tensor) -> dict[str, Tensor]:
         """The places of the inputs that some rows of the values depend on."""
         return self._touched([self.values], [rows[..., None]])
 
-    def _touched(
-        self, outputs: Sequence[Tensor], chosen: Sequence[Tensor], heads: int | None = None
-    ) -> dict[str, Tensor]:
-        """The places of the inputs with a gradient of the chosen entries of some heads."""
-        weights = []
-        for x, mask in zip(outputs, chosen, strict=True):
-            if id(x) not in self.weights:
-                weight = torch.rand(x.shape, generator=self.random, device=x.device) + 0.5
-                self.weights[id(x)] = weight.to(x.dtype)
-            weight = torch.where(mask, self.weights[id(x)], 0)
-            if heads is not None:
-                weight[..., heads:, :, :] = 0
-            weights.append(weight)
-        used = [(x, weight) for x, weight in zip(outputs, weights, strict=True) if x.requires_grad]
+    def _touched(self, outputs: Sequence[Tensor], chosen: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The places of the inputs with a gradient of the chosen entries."""
+        used = [(x, mask) for x, mask in zip(outputs, chosen, strict=True) if x.requires_grad]
+        weights = [
+            torch.where(mask, torch.rand(x.shape, generator=self.random, device=x.device) + 0.5, 0)
+            for x, mask in used
+        ]
         gradients: Sequence[Tensor | None] = [None] * len(self.inputs)
         if used:
             gradients = torch.autograd.grad(
                 [x for x, _ in used],
                 list(self.inputs.values()),
-                [weight for _, weight in used],
+                [weight.to(x.dtype) for (x, _), weight in zip(used, weights, strict=True)],
                 retain_graph=True,
                 allow_unused=True,
             )
@@ -325,21 +320,15 @@ def _meet(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool((one & other).any())
 
 
-def _part(one: Tensor, other: Tensor) -> bool:
-    """Whether two sets of places, neither of which is empty, have none in common."""
-    alike = one.shape == other.shape and bool(one.any()) and bool(other.any())
-    return alike and not _meet(one, other)
-
-
 def _extent(sets: Iterable[Tensor]) -> list[int]:
     """The axes along which one of these sets has more than one place."""
-    return sorted(
-        {axis for places in sets for axis in range(places.dim()) if _width(places, axis) > 1}
-    )
-
-
-def _width(places: Tensor, axis: int) -> int:
-    return int(places.movedim(axis, 0).flatten(1).any(1).sum())
+    axes = {
+        axis
+        for places in sets
+        for axis in range(places.dim())
+        if int(places.movedim(axis, 0).flatten(1).any(1).sum()) > 1
+    }
+    return sorted(axes)
 
 
 def _without(places: Tensor, axes: list[int]) -> Tensor:

@@ -300,7 +300,7 @@ def _crosses(module: nn.Module, filter: GraphFilter, args: Any, kwargs: Mapping[
     sides: list[Tensor] = []
 
     def stop(filter: nn.Module, args: Any) -> None:
-        operator = args[0] if args else None
+        operator: Any = args[0] if args else None
         if isinstance(operator, LinearOperator):
             sides.extend((operator.rows, operator.columns))
         elif isinstance(getattr(operator, "call", None), AttentionCall):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gfsa.plugs.adapter import plain_class
 from gfsa.plugs.checks.proof import (
     Evidence,
     are_same_tokens,
@@ -248,7 +249,7 @@ def _rehearse(
         named = {key: own_argument(value, by_id) for key, value in kwargs.items()}
         try:
             with rehearsal:
-                module.run_untraced(replica, own, named)
+                plain_class(module).forward(replica, *own, **named)
         except (Reached, TraceError):
             # the forward itself raises such an error again
             pass
@@ -257,8 +258,23 @@ def _rehearse(
             return _UNPROVEN.format(why)
         if rehearsal.reached is None:
             return _UNPROVEN.format("its forward had no attention product when it was verified")
+        scores, values, shape = rehearsal.reached
+        if shape[-2] != shape[-1]:
+            return NOT_SQUARE.format(*shape[-2:])
         pairs = tuple((first, second) for second, first in equal.items())
-        return _proof(leaves, rehearsal, module.gfsa.num_heads, pairs)
+        heads = module.gfsa.num_heads
+        layouts = HeadLayout.possible(shape, heads)
+        if layouts and (0 in shape or values.numel() == 0 or values.is_meta):
+            # nothing is computed, so any layout of these sizes will do
+            return Verified(layouts[0], pairs)
+        for merged, layout in itertools.product((False, True), layouts):
+            *sides, v = (layout.split(x, heads) for x in (*scores, values))
+            evidence = Evidence(leaves, sides, v, rehearsal.hidden)
+            if len(layouts) > 1 and not evidence.separates_lead(merged):
+                continue
+            for_any_batch = shows_any_batch(shape, heads)
+            return evidence.refusal() or Verified(layout, pairs, for_any_batch)
+        return no_heads(shape, heads)
 
 
 _STANCE = threading.Lock()
@@ -275,33 +291,6 @@ def _uncompiled() -> Iterator[None]:
         with suppress(RuntimeError):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-
-
-def _proof(
-    leaves: Mapping[str, Tensor],
-    rehearsal: Rehearsal,
-    heads: int,
-    equal: tuple[tuple[str, str], ...],
-) -> Verified | str:
-    """What gradients show of the product that a rehearsal has reached."""
-    assert rehearsal.reached is not None
-    scores, values, shape = rehearsal.reached
-    if shape[-2] != shape[-1]:
-        return NOT_SQUARE.format(*shape[-2:])
-    layouts = HeadLayout.possible(shape, heads)
-    if layouts and (0 in shape or values.numel() == 0 or values.is_meta):
-        # nothing is computed, so any layout of these sizes will do
-        return Verified(layouts[0], equal)
-    for merged, layout in itertools.product((False, True), layouts):
-        sides = [layout.split(x, heads) for x in (*scores, values)]
-        evidence = Evidence(leaves, sides[:-1], sides[-1], rehearsal.hidden)
-        if len(layouts) > 1 and not evidence.separates_lead(merged):
-            continue
-        refusal = evidence.refusal()
-        if refusal is not None:
-            return refusal
-        return Verified(layout, equal, shows_any_batch(shape, heads))
-    return no_heads(shape, heads)
 
 
 def _leaf(x: Tensor) -> Tensor:

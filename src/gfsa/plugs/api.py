@@ -260,7 +260,7 @@ def plan_filters(
 def _planned(
     model: nn.Module,
     found: Mapping[str, Site],
-    attempt: Callable[[Mapping[str, Site], Any], tuple[Plan, PlugReport]],
+    attempt: Callable[..., tuple[Plan, PlugReport]],
     inputs: Any,
 ) -> tuple[Plan, PlugReport]:
     """The filters to install, and the report; modules of timm are traced if a trial succeeds."""
@@ -270,13 +270,10 @@ def _planned(
     batch = example_inputs(model) if tracing and inputs is None else inputs
     if tracing and batch is not None:
         try:
-            planned, report = attempt({**found, **tracing}, batch)
+            return attempt({**found, **tracing}, batch, {n: found[n].refusal for n in tracing})
         except (ValueError, torch.OutOfMemoryError):
             if inputs is not None:
                 raise
-        else:
-            unreached = {n for n in tracing if UNREACHED in report.how.get(n, "")}
-            return _without(planned, report, {n: str(found[n].refusal) for n in unreached}), report
     return attempt(found, inputs)
 
 
@@ -287,8 +284,13 @@ def _tried(
     place: DropoutPlace,
     found: Mapping[str, Site],
     inputs: Any,
+    if_unreached: Mapping[str, str | None] | None = None,
 ) -> tuple[Plan, PlugReport]:
-    """The filters of these sites; with inputs, of those alone that work in a trial forward."""
+    """The filters of these sites; with inputs, of those alone that work in a trial forward.
+
+    Args:
+        if_unreached: the reason to skip a layer that the trial does not reach; others stay.
+    """
     planned, report = plan_filters(model, found, layers, factory)
     report.skipped |= token_mixers(model, found)
     for _, new_filter in planned:
@@ -296,24 +298,20 @@ def _tried(
     if inputs is None:
         return planned, report
     refused, unreached = try_forward(model, planned, inputs)
-    for name in unreached:
-        report.how[name] += f", {UNREACHED}"
-    kept = _without(planned, report, refused)
-    if planned and not kept:
+    if planned and len(refused) == len(planned):
         raise ValueError(
             f"no filter works in {type(model).__name__} on these inputs:"
             + listed_reasons(refused)
             + "\ngfsa.register_adapter teaches gfsa an attention class of your own"
         )
-    return kept, report
-
-
-def _without(planned: Plan, report: PlugReport, refused: Mapping[str, str]) -> Plan:
-    """The plan without the refused layers, which the report lists with their reasons."""
+    for name in unreached:
+        report.how[name] += f", {UNREACHED}"
+        if reason := (if_unreached or {}).get(name):
+            refused[name] = reason
     for name, reason in refused.items():
         del report.plugged[name], report.how[name]
         report.skipped[name] = reason
-    return [(site, filter) for site, filter in planned if site.name not in refused]
+    return [(site, filter) for site, filter in planned if site.name not in refused], report
 
 
 def _add_depth(planned: Plan) -> None:

@@ -241,7 +241,17 @@ def plan_filters(
         # on the host, and trainable, wherever plug is called; attach moves it to the layer's device
         with torch.device("cpu"), torch.inference_mode(False):
             new_filter = factory(site.num_heads)
-        _check_filter(new_filter, site)
+        if not isinstance(new_filter, GraphFilter):
+            raise TypeError(
+                f"filter({site.num_heads}) must return a gfsa.GraphFilter, got "
+                f"{type(new_filter).__name__}"
+            )
+        if new_filter.num_heads != site.num_heads:
+            raise ValueError(
+                f"{name} has {site.num_heads} heads, but filter({site.num_heads}) returned a "
+                f"filter for {new_filter.num_heads}; pass the number on, as lambda heads: "
+                "gfsa.GFSA(heads) does"
+            )
         if id(new_filter) in taken:
             raise ValueError(
                 f"filter({site.num_heads}) returned the same object for {taken[id(new_filter)]} "
@@ -360,16 +370,3 @@ def _factory(filter: FilterFactory | None, given: dict[str, Any]) -> FilterFacto
             "pass them to that filter instead"
         )
     return filter
-
-
-def _check_filter(new_filter: Any, site: Site) -> None:
-    heads = site.num_heads
-    if not isinstance(new_filter, GraphFilter):
-        raise TypeError(
-            f"filter({heads}) must return a gfsa.GraphFilter, got {type(new_filter).__name__}"
-        )
-    if new_filter.num_heads != heads:
-        raise ValueError(
-            f"{site.name} has {heads} heads, but filter({heads}) returned a filter for "
-            f"{new_filter.num_heads}; pass the number on, as lambda heads: gfsa.GFSA(heads) does"
-        )

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from gfsa.plugs.adapter import NAME, plain_class
+from gfsa.plugs.adapter import GIVEN_COPIES, NAME, plain_class
 
 REASON = "cross-attention has no powers: its queries and keys are different tokens"
 
@@ -25,9 +25,6 @@ OTHER_SEQUENCE = (
 )
 """Arguments in which the forwards of many libraries take the tokens of another sequence."""
 
-# set in the __dict__ of a module that was once called with equal tokens in two tensors
-_GIVEN_COPIES = "_gfsa_given_copies"
-
 
 def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
     """Raise unless ``query`` and ``key`` hold the same tokens, as :func:`are_same_tokens` says.
@@ -36,7 +33,7 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
     that this module is called with equal copies. The graph compares those itself.
     """
     same = are_same_tokens(query, key)
-    if same is None and _GIVEN_COPIES in module.__dict__:
+    if same is None and GIVEN_COPIES in module.__dict__:
         _compare_in_graph(module, query, key)
     elif same is None:
         raise ValueError(
@@ -49,7 +46,7 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
         shapes = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
         raise ValueError(_refusal(module, _OTHER_VALUES if query.shape == key.shape else shapes))
     elif query is not key and not has_no_values(query):
-        module.__dict__[_GIVEN_COPIES] = True
+        module.__dict__[GIVEN_COPIES] = True
 
 
 _OTHER_VALUES = "its key has other values than its query"
@@ -344,11 +341,6 @@ def noise_like(x: Tensor) -> Tensor:
     """Numbers between 0.01 and 0.03 in the shape of x, the same each time."""
     places = torch.arange(x.numel(), device=x.device, dtype=torch.float64)
     return (0.01 + 0.02 * (places * 0.7548776662466927).frac()).to(x.dtype).view(x.shape)
-
-
-def forget_tokens(module: nn.Module) -> None:
-    """Delete what :func:`require_same_tokens` has stored on a module that is unplugged."""
-    module.__dict__.pop(_GIVEN_COPIES, None)
 
 
 # make_fx records operations, a fake mode computes shapes

@@ -30,11 +30,14 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
     """Raise unless ``query`` and ``key`` hold the same tokens, as :func:`are_same_tokens` says.
 
     Where a graph is compiled or captured, two tensors are accepted if an earlier forward has shown
-    that this module is called with equal copies. The graph compares those itself.
+    that this module is called with equal copies. The graph compares those each time it runs.
     """
     same = are_same_tokens(query, key)
     if same is None and GIVEN_COPIES in module.__dict__:
-        _compare_in_graph(module, query, key)
+        # torch.func, partitioned and nested tensors have no such assertion, nor have other devices
+        whole = not (is_transformed() or query.is_nested or hasattr(query, "device_mesh"))
+        if whole and query.device.type in ("cpu", "cuda"):
+            torch._assert_async(_alike(query, key).all(), _refusal(module, query, key))
     elif same is None:
         raise ValueError(
             f"{name_of(module)} was plugged as self-attention, but its key is another tensor "
@@ -43,31 +46,20 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
             "this is cross-attention, leave this layer out with gfsa.plug(model, layers=...)"
         )
     elif not same:
-        shapes = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
-        raise ValueError(_refusal(module, _OTHER_VALUES if query.shape == key.shape else shapes))
+        raise ValueError(_refusal(module, query, key))
     elif query is not key and not has_no_values(query):
         module.__dict__[GIVEN_COPIES] = True
 
 
-_OTHER_VALUES = "its key has other values than its query"
-
-
-def _refusal(module: nn.Module, got: str) -> str:
+def _refusal(module: nn.Module, query: Tensor, key: Tensor) -> str:
+    got = "its key has other values than its query"
+    if query.shape != key.shape:
+        got = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
     return (
         f"{name_of(module)} was plugged as self-attention, but {got}. Cross-attention and "
         "keys that come from a cache have no powers; leave this layer out with "
         "gfsa.plug(model, layers=...)"
     )
-
-
-def _compare_in_graph(module: nn.Module, query: Tensor, key: Tensor) -> None:
-    """Have a compiled, exported or captured graph raise for other tokens, each time it runs."""
-    # torch.func, partitioned and nested tensors have no such assertion, nor have other devices
-    if is_transformed() or query.is_nested or hasattr(query, "device_mesh"):
-        return
-    if query.device.type not in ("cpu", "cuda"):
-        return
-    torch._assert_async(_alike(query, key).all(), _refusal(module, _OTHER_VALUES))
 
 
 def are_same_tokens(first: Tensor, second: Tensor) -> bool | None:

@@ -42,14 +42,14 @@ _WHOLE_MODEL = 4
 _ENTRIES = 1 << 16
 
 
-Planned = Mapping[str, tuple[Site, GraphFilter]]
+Planned = Sequence[tuple[Site, GraphFilter]]
 
 Outputs = dict[str | None, list[Tensor]]
 """Layer → some entries of what it returned, call by call; None is the model itself."""
 
 
 def try_forward(
-    model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]], inputs: Any
+    model: nn.Module, planned: Planned, inputs: Any
 ) -> tuple[dict[str, str], list[str]]:
     """Run ``model`` on ``inputs`` with the planned filters; layers that fail are left out in turn.
 
@@ -69,25 +69,24 @@ def try_forward(
     uncompiled: Any = torch.compiler.set_stance("force_eager")
     with uncompiled, unchanged(model), torch.no_grad():
         model.eval()
-        plan: Planned = {site.name: (site, filter) for site, filter in planned}
-        plain = _run_plain(model, plan, inputs)
-        plans: list[Planned] = [plan]
+        plain = _run_plain(model, planned, inputs)
+        plans = [planned]
         if not all(_starts_as_attention(filter) for _, filter in planned):
-            plans.append({name: (site, _stand_in(f)) for name, (site, f) in plan.items()})
+            plans.append([(site, _stand_in(filter)) for site, filter in planned])
         for plan in plans:
-            while remaining := {n: pair for n, pair in plan.items() if n not in refused}:
-                install(model, list(remaining.values()))
+            while remaining := [pair for pair in plan if pair[0].name not in refused]:
+                install(model, remaining)
                 watch = _Watch(model, remaining, installed=True)
                 try:
                     failed = _failures(watch, inputs)
                     waiting = [check.name for check in checks_of(model) if not check.called]
                 finally:
                     now = plugged_sites(model)
-                    uninstall(model, [now[name] for name in remaining])
+                    uninstall(model, [now[site.name] for site, _ in remaining])
                 if not failed and plan is plans[-1]:
                     failed = _changed(model, remaining, inputs, plain, watch.outputs)
                 if not failed:
-                    unreached = [name for name in remaining if name in waiting]
+                    unreached = [site.name for site, _ in remaining if site.name in waiting]
                     break
                 refused |= failed
     return refused, unreached
@@ -113,7 +112,8 @@ def _failures(watch: _Watch, inputs: Any) -> dict[str, str]:
     except torch.OutOfMemoryError:
         raise
     except FilterNotCalledError as error:
-        refused = {name: BYPASSED for name in error.names if name in watch.planned}
+        planned = {site.name for site, _ in watch.planned}
+        refused = dict.fromkeys(planned.intersection(error.names), BYPASSED)
         if not refused:
             raise
         return refused
@@ -150,7 +150,8 @@ class _Watch:
     def run(self, inputs: Any) -> None:
         """One forward of the model; ``running`` keeps the layers in which it raised."""
         handles = [self.model.register_forward_hook(functools.partial(self._leave, None))]
-        for name, (site, filter) in self.planned.items():
+        for site, filter in self.planned:
+            name = site.name
             if self.installed and is_registered(site.adapter):
                 check = functools.partial(self._check, name, filter)
                 handles.append(site.module.register_forward_pre_hook(check, with_kwargs=True))

@@ -229,7 +229,7 @@ class TracerAdapter(Adapter):
 
 
 class UnknownAdapter(TracerAdapter):
-    """Refuses what no adapter knows: attention that is not to be traced, or what may be attention."""
+    """Refuses attention that is not to be traced, and modules that may be attention."""
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
         kind = type(module).__name__

@@ -235,16 +235,10 @@ def _transferred(new: Tensor, at: Step, to: Step) -> Tensor | None:
 def _replayed(steps: list[Step], x: Tensor, whole: bool = False) -> Tensor | None:
     """What steps, the last one first, make of ``x``; None if one of them is not understood."""
     for step in reversed(steps):
-        if whole or not step.is_map or _moves(step):
+        name = str(getattr(step.func, "__name__", step.func))
+        moves = name in _MOVES or (name == "__get__" and step.func in _TRANSPOSES)
+        if whole or not step.is_map or moves:
             x = step.redo(x)
-        elif _name(step) not in _ON_THE_WAY:
+        elif name not in _ON_THE_WAY:
             return None
     return x
-
-
-def _name(step: Step) -> str:
-    return str(getattr(step.func, "__name__", step.func))
-
-
-def _moves(step: Step) -> bool:
-    return _name(step) in _MOVES or (_name(step) == "__get__" and step.func in _TRANSPOSES)

@@ -208,12 +208,10 @@ class _Watch:
 
 def _starts_as_attention(filter: GraphFilter) -> bool:
     """Whether a filter that has learned nothing is certainly ordinary attention."""
-    if not filter.is_polynomial or filter.starts_exclusive:
+    if not filter.is_polynomial or filter.starts_exclusive or not filter.degree:
         return False
-    coefficients = filter.coefficients()
-    plain = torch.zeros_like(coefficients)
-    plain[:, 1:2] = 1.0
-    return torch.allclose(coefficients, plain, atol=1e-6)
+    plain = _stand_in(filter).coefficients().to(filter.coefficients())
+    return torch.allclose(filter.coefficients(), plain, atol=1e-6)
 
 
 def _stand_in(filter: GraphFilter) -> GraphFilter:

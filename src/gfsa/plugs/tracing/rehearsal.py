@@ -162,8 +162,8 @@ class Rehearsal(Watch):
         self.reached = (query, key), value, (*query.shape[:-1], key.shape[-2])
         raise Reached
 
-    def of_flex(self, flex: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
-        return self.of_attention(query, key, value)
+    def of_flex(self, flex: Any, *args: Any) -> Any:
+        return self.of_attention(*args)
 
     def of_map(self, step: Step, matrix: Tensor, values: Tensor) -> Any:
         self.reached = (matrix,), values, tuple(matrix.shape)

@@ -268,6 +268,9 @@ def _rehearse(
             # nothing is computed, so any layout of these sizes will do
             return Verified(layouts[0], pairs)
         for merged, layout in itertools.product((False, True), layouts):
+            # fewer heads of keys and values, merged with samples, are not told apart
+            if layout.merged and any(x.shape[:-2] != shape[:-2] for x in (*scores, values)):
+                continue
             *sides, v = (layout.split(x, heads) for x in (*scores, values))
             evidence = Evidence(leaves, sides, v, rehearsal.hidden)
             if len(layouts) > 1 and not evidence.separates_lead(merged):

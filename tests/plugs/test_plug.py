@@ -159,6 +159,9 @@ def test_arguments_reach_the_filters() -> None:
         assert (filter.K, filter.learn, filter.power) == (5, ("wK",), "exact")
         assert filter.lr_multiplier == 10.0
         assert filter.coefficients()[:, 0].tolist() == pytest.approx([-0.01] * 4)
+    gfsa.unplug(model)
+    gfsa.plug(model, degree=1)
+    assert {filter.degree for filter in gfsa.filters_of(model).values()} == {1}
 
 
 @pytest.mark.parametrize(
@@ -533,12 +536,6 @@ def test_a_folder_that_has_filters_already_says_so(tmp_path):
         assert shown.exit_code == 0
         assert "would plug 1 layer," in shown.output
         assert ("has filters already" in shown.output) == bool(plugged)
-
-
-def test_degree_one_leaves_the_second_pass_out() -> None:
-    model = bert()
-    gfsa.plug(model, degree=1)
-    assert {filter.degree for filter in gfsa.filters_of(model).values()} == {1}
 
 
 def test_a_report_in_place_of_the_model_says_so() -> None:

@@ -65,6 +65,7 @@ def test_mixed_heads_are_followed_and_their_rows_reported():
 
 REFUSED = [
     ("two_products", "more than one attention product"),
+    ("sdpa_merged_with_groups", "with no axis for its 4 heads"),
     ("added_product", "in baddbmm with a tensor"),
     ("channels", r"4×4 over channels, not tokens"),
     ("linear_attention", "7×4, not square"),

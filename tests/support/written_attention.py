@@ -138,6 +138,10 @@ class WrittenAttention(nn.Module):
         attention = (q @ k.mT).softmax(-1)
         return F.scaled_dot_product_attention(q, k, attention @ v)
 
+    def by_sdpa_merged_with_groups(self, q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k[:, ::2], v[:, ::2]))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).unflatten(0, (-1, HEADS))
+
     def by_added_product(self, q, k, v):
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         attention = torch.baddbmm(torch.zeros_like(q @ k.mT), q, k.mT).softmax(-1)

@@ -27,6 +27,8 @@ CLASS = "_gfsa_class"
 """The class that the module had, if plugging gave it another one."""
 NAME = "_gfsa_name"
 """The module's name in its model, for errors of its forward."""
+GIVEN_COPIES = "_gfsa_given_copies"
+"""Set if the module was once called with equal tokens in two tensors."""
 
 HEADS = (
     *("num_heads", "num_attention_heads", "n_heads", "n_head"),

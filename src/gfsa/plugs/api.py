@@ -241,7 +241,17 @@ def plan_filters(
         # on the host, and trainable, wherever plug is called; attach moves it to the layer's device
         with torch.device("cpu"), torch.inference_mode(False):
             new_filter = factory(site.num_heads)
-        _check_filter(new_filter, site)
+        if not isinstance(new_filter, GraphFilter):
+            raise TypeError(
+                f"filter({site.num_heads}) must return a gfsa.GraphFilter, got "
+                f"{type(new_filter).__name__}"
+            )
+        if new_filter.num_heads != site.num_heads:
+            raise ValueError(
+                f"{name} has {site.num_heads} heads, but filter({site.num_heads}) returned a "
+                f"filter for {new_filter.num_heads}; pass the number on, as lambda heads: "
+                "gfsa.GFSA(heads) does"
+            )
         if id(new_filter) in taken:
             raise ValueError(
                 f"filter({site.num_heads}) returned the same object for {taken[id(new_filter)]} "
@@ -260,7 +270,7 @@ def plan_filters(
 def _planned(
     model: nn.Module,
     found: Mapping[str, Site],
-    attempt: Callable[[Mapping[str, Site], Any], tuple[Plan, PlugReport]],
+    attempt: Callable[..., tuple[Plan, PlugReport]],
     inputs: Any,
 ) -> tuple[Plan, PlugReport]:
     """The filters to install, and the report; modules of timm are traced if a trial succeeds."""
@@ -270,13 +280,10 @@ def _planned(
     batch = example_inputs(model) if tracing and inputs is None else inputs
     if tracing and batch is not None:
         try:
-            planned, report = attempt({**found, **tracing}, batch)
+            return attempt({**found, **tracing}, batch, {n: found[n].refusal for n in tracing})
         except (ValueError, torch.OutOfMemoryError):
             if inputs is not None:
                 raise
-        else:
-            unreached = {n for n in tracing if UNREACHED in report.how.get(n, "")}
-            return _without(planned, report, {n: str(found[n].refusal) for n in unreached}), report
     return attempt(found, inputs)
 
 
@@ -287,8 +294,13 @@ def _tried(
     place: DropoutPlace,
     found: Mapping[str, Site],
     inputs: Any,
+    if_unreached: Mapping[str, str | None] | None = None,
 ) -> tuple[Plan, PlugReport]:
-    """The filters of these sites; with inputs, of those alone that work in a trial forward."""
+    """The filters of these sites; with inputs, of those alone that work in a trial forward.
+
+    Args:
+        if_unreached: the reason to skip a layer that the trial does not reach; others stay.
+    """
     planned, report = plan_filters(model, found, layers, factory)
     report.skipped |= token_mixers(model, found)
     for _, new_filter in planned:
@@ -296,24 +308,20 @@ def _tried(
     if inputs is None:
         return planned, report
     refused, unreached = try_forward(model, planned, inputs)
-    for name in unreached:
-        report.how[name] += f", {UNREACHED}"
-    kept = _without(planned, report, refused)
-    if planned and not kept:
+    if planned and len(refused) == len(planned):
         raise ValueError(
             f"no filter works in {type(model).__name__} on these inputs:"
             + listed_reasons(refused)
             + "\ngfsa.register_adapter teaches gfsa an attention class of your own"
         )
-    return kept, report
-
-
-def _without(planned: Plan, report: PlugReport, refused: Mapping[str, str]) -> Plan:
-    """The plan without the refused layers, which the report lists with their reasons."""
+    for name in unreached:
+        report.how[name] += f", {UNREACHED}"
+        if reason := (if_unreached or {}).get(name):
+            refused[name] = reason
     for name, reason in refused.items():
         del report.plugged[name], report.how[name]
         report.skipped[name] = reason
-    return [(site, filter) for site, filter in planned if site.name not in refused]
+    return [(site, filter) for site, filter in planned if site.name not in refused], report
 
 
 def _add_depth(planned: Plan) -> None:
@@ -362,16 +370,3 @@ def _factory(filter: FilterFactory | None, given: dict[str, Any]) -> FilterFacto
             "pass them to that filter instead"
         )
     return filter
-
-
-def _check_filter(new_filter: Any, site: Site) -> None:
-    heads = site.num_heads
-    if not isinstance(new_filter, GraphFilter):
-        raise TypeError(
-            f"filter({heads}) must return a gfsa.GraphFilter, got {type(new_filter).__name__}"
-        )
-    if new_filter.num_heads != heads:
-        raise ValueError(
-            f"{site.name} has {heads} heads, but filter({heads}) returned a filter for "
-            f"{new_filter.num_heads}; pass the number on, as lambda heads: gfsa.GFSA(heads) does"
-        )

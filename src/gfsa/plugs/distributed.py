@@ -21,13 +21,11 @@ from torch import nn
 _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel",
     "FullyShardedDataParallel": "FullyShardedDataParallel",
-    # fully_shard gives a module a subclass of it, and so does replicate where it is built on it
-    "FSDPModule": "fully_shard",
     "DeepSpeedEngine": "DeepSpeedEngine",
+    # the functions fully_shard and replicate give a module a subclass of these
+    "FSDPModule": "fully_shard",
+    "torch.distributed._composable.replicate.DDP": "replicate",
 }
-
-# what replicate gives a module a subclass of; the name alone is not enough
-_REPLICATE = ("torch.distributed._composable.replicate", "DDP")
 
 
 def refuse_distributed(model: nn.Module, changed: Iterable[nn.Module]) -> None:
@@ -44,12 +42,8 @@ def refuse_distributed(model: nn.Module, changed: Iterable[nn.Module]) -> None:
 
 def _wrapper_kind(kind: type) -> str | None:
     """Which wrapper a class is, or None."""
-    for base in kind.__mro__:
-        if base.__name__ in _WRAPPERS:
-            return _WRAPPERS[base.__name__]
-        if (base.__module__, base.__name__) == _REPLICATE:
-            return "replicate"
-    return None
+    names = ((base.__name__, f"{base.__module__}.{base.__name__}") for base in kind.__mro__)
+    return next((_WRAPPERS[name] for both in names for name in both if name in _WRAPPERS), None)
 
 
 def _reasons(model: nn.Module, changed: Iterable[nn.Module]) -> Iterator[str]:

@@ -11,14 +11,13 @@ from torch import nn
 
 from gfsa.filters import GraphFilter
 from gfsa.filters.depth import FirstValues
-from gfsa.plugs.adapter import ADAPTER, CHILD, CLASS, NAME, has_bound_forward
+from gfsa.plugs.adapter import ADAPTER, CHILD, CLASS, GIVEN_COPIES, NAME, has_bound_forward
 from gfsa.plugs.checks.called import (
     modules_around,
     remove_checks,
     stop_checking,
     watch_forwards,
 )
-from gfsa.plugs.checks.proof import forget_tokens
 from gfsa.plugs.optim import watch_optimizers
 from gfsa.plugs.saving.identity import numbers_in, pattern_of
 from gfsa.plugs.sites import Site, plugged_sites
@@ -145,9 +144,8 @@ def detach(site: Site) -> None:
         del site.module.__dict__["forward"]
     site.adapter.remove(site.module)
     delattr(site.module, CHILD)
-    del site.module.__dict__[ADAPTER]
-    site.module.__dict__.pop(NAME, None)
-    forget_tokens(site.module)
+    for key in (ADAPTER, NAME, GIVEN_COPIES):
+        site.module.__dict__.pop(key, None)
 
 
 def refuse_changed_since(plugged: Iterable[Site]) -> None:

@@ -11,20 +11,19 @@ import torch
 from torch import nn
 
 from gfsa.plugs.api import plug
-from gfsa.plugs.registry import Unknown
 from gfsa.plugs.saving.pretrained import read_config
 from gfsa.plugs.sites import PlugReport
 
 
-def describe(name: str, unknown: Unknown = "refuse", **arguments: Any) -> PlugReport:
+def describe(name: str, **arguments: Any) -> PlugReport:
     """What ``gfsa.plug(model, **arguments)`` would do to the model called ``name``.
 
     Args:
         name: a timm architecture (``deit_small_patch16_224``), a transformers model type
             (``bert``), or a folder with a transformers ``config.json``.
-        unknown, arguments: as in :func:`gfsa.plug`.
+        arguments: as in :func:`gfsa.plug`.
     """
-    return plug(build(name), unknown=unknown, dry_run=True, **arguments)
+    return plug(build(name), dry_run=True, **arguments)
 
 
 def build(name: str) -> nn.Module:

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from gfsa.plugs.adapter import Adapter, SwapClass
-from gfsa.plugs.tracing.adapter import DOUBTFUL, KNOWN_TRACER, TRACER, UNKNOWN, TracerAdapter
+from gfsa.plugs.tracing.adapter import KNOWN_TRACER, TRACER, UNKNOWN, TracerAdapter
 from gfsa.plugs.tracing.candidates import looks_like_attention, may_be_attention
 
 Unknown = Literal["refuse", "trace"]
@@ -50,8 +50,7 @@ def register_adapter(cls: type[nn.Module], adapter: Adapter) -> None:
 
 def is_registered(adapter: Adapter) -> bool:
     """Whether an adapter is one of the user's own; the tracer, which follows axes, is not."""
-    own = any(adapter is registered for registered in _registered.values())
-    return own and not isinstance(adapter, TracerAdapter)
+    return adapter in _registered.values() and not isinstance(adapter, TracerAdapter)
 
 
 def find_adapter(module: nn.Module, unknown: Unknown = "refuse") -> Adapter | None:
@@ -68,7 +67,7 @@ def find_adapter(module: nn.Module, unknown: Unknown = "refuse") -> Adapter | No
         return adapter
     if looks_like_attention(module):
         return TRACER if unknown == "trace" else UNKNOWN
-    return DOUBTFUL if may_be_attention(module) else None
+    return UNKNOWN if may_be_attention(module) else None
 
 
 OLDEST_TRANSFORMERS = (5, 15)
@@ -77,13 +76,12 @@ OLDEST_TRANSFORMERS = (5, 15)
 
 def is_traced_after_trial(adapter: Adapter, module: nn.Module) -> bool:
     """Whether a refused module is traced if a trial forward shows that it works: timm's own."""
-    return adapter is UNKNOWN and type(module).__module__.startswith("timm.")
+    is_timm = type(module).__module__.startswith("timm.")
+    return is_timm and adapter is UNKNOWN and looks_like_attention(module)
 
 
 def example_inputs(model: nn.Module) -> Tensor | None:
-    """A batch for a trial forward, if the model says what it takes: those of timm do."""
-    if "timm.models" not in sys.modules:
-        return None
+    """A batch for a trial forward of a model of timm, if it says what it takes."""
     from gfsa.adapters.timm import example_images
 
     return example_images(model)

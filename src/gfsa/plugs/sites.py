@@ -185,7 +185,7 @@ class PlugReport:
     """Module name → heads, in the model's order."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Module name → why it has no filter."""
-    parameters: int = 0
+    parameters: int = _Count(0)
     """How many learned numbers were added."""
     how: dict[str, str] = field(default_factory=dict)
     """Module name → how its forward calls the filter."""
@@ -197,9 +197,6 @@ class PlugReport:
     """How the filters change what the model computes before they learn; empty if they do not."""
 
     # after model = gfsa.plug(model), a report is asked for what a model has
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, _Count(value) if name == "parameters" else value)
-
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"PlugReport has no attribute {name!r}. {IN_PLACE}")
 
@@ -240,7 +237,7 @@ def report_of(
 
 def parameters_in(planned: Iterable[tuple[Site, GraphFilter]]) -> int:
     """How many learned numbers planned filters have."""
-    return sum(p.numel() for _, filter in planned for p in filter.parameters())
+    return _Count(sum(p.numel() for _, filter in planned for p in filter.parameters()))
 
 
 def report_text(

@@ -9,12 +9,11 @@ different orders, whatever operations the module uses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gfsa.plugs.adapter import NAME, plain_class
+from gfsa.plugs.adapter import GIVEN_COPIES, NAME, plain_class
 
 REASON = "cross-attention has no powers: its queries and keys are different tokens"
 
@@ -26,19 +25,19 @@ OTHER_SEQUENCE = (
 )
 """Arguments in which the forwards of many libraries take the tokens of another sequence."""
 
-# set in the __dict__ of a module that was once called with equal tokens in two tensors
-_GIVEN_COPIES = "_gfsa_given_copies"
-
 
 def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
     """Raise unless ``query`` and ``key`` hold the same tokens, as :func:`are_same_tokens` says.
 
     Where a graph is compiled or captured, two tensors are accepted if an earlier forward has shown
-    that this module is called with equal copies. The graph compares those itself.
+    that this module is called with equal copies. The graph compares those each time it runs.
     """
     same = are_same_tokens(query, key)
-    if same is None and _GIVEN_COPIES in module.__dict__:
-        _compare_in_graph(module, query, key)
+    if same is None and GIVEN_COPIES in module.__dict__:
+        # torch.func, partitioned and nested tensors have no such assertion, nor have other devices
+        whole = not (is_transformed() or query.is_nested or hasattr(query, "device_mesh"))
+        if whole and query.device.type in ("cpu", "cuda"):
+            torch._assert_async(_alike(query, key).all(), _refusal(module, query, key))
     elif same is None:
         raise ValueError(
             f"{name_of(module)} was plugged as self-attention, but its key is another tensor "
@@ -47,31 +46,20 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
             "this is cross-attention, leave this layer out with gfsa.plug(model, layers=...)"
         )
     elif not same:
-        shapes = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
-        raise ValueError(_refusal(module, _OTHER_VALUES if query.shape == key.shape else shapes))
+        raise ValueError(_refusal(module, query, key))
     elif query is not key and not has_no_values(query):
-        module.__dict__[_GIVEN_COPIES] = True
+        module.__dict__[GIVEN_COPIES] = True
 
 
-_OTHER_VALUES = "its key has other values than its query"
-
-
-def _refusal(module: nn.Module, got: str) -> str:
+def _refusal(module: nn.Module, query: Tensor, key: Tensor) -> str:
+    got = "its key has other values than its query"
+    if query.shape != key.shape:
+        got = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
     return (
         f"{name_of(module)} was plugged as self-attention, but {got}. Cross-attention and "
         "keys that come from a cache have no powers; leave this layer out with "
         "gfsa.plug(model, layers=...)"
     )
-
-
-def _compare_in_graph(module: nn.Module, query: Tensor, key: Tensor) -> None:
-    """Have a compiled, exported or captured graph raise for other tokens, each time it runs."""
-    # torch.func, partitioned and nested tensors have no such assertion, nor have other devices
-    if is_transformed() or query.is_nested or hasattr(query, "device_mesh"):
-        return
-    if query.device.type not in ("cpu", "cuda"):
-        return
-    torch._assert_async(_alike(query, key).all(), _refusal(module, _OTHER_VALUES))
 
 
 def are_same_tokens(first: Tensor, second: Tensor) -> bool | None:
@@ -146,8 +134,6 @@ class Evidence:
         self.values = values
         self.rows = torch.Size((*values.shape[:-3], 1, values.shape[-2]))
         self.random = torch.Generator(values.device).manual_seed(0)
-        # of the entries whose gradients are taken, by the tensor
-        self.weights: dict[int, Tensor] = {}
 
     def separates_lead(self, merged: bool) -> bool:
         """Whether no token is in two places of the leading axes, the heads apart.
@@ -247,7 +233,11 @@ class Evidence:
         if any(_meet(scores, others) for scores, others, _, _ in halves):
             return _other_order(name)
         if any(_meet(s, w) or _meet(t, v) for s, t, v, w in halves) or (
-            halves is collapsed and any(_part(pair, v) for pair, v in one_row)
+            halves is collapsed
+            and any(
+                pair.shape == v.shape and pair.any() and v.any() and not _meet(pair, v)
+                for pair, v in one_row
+            )
         ):
             return (
                 "its values are other tokens than its keys, or the same tokens in another order: "
@@ -277,32 +267,25 @@ class Evidence:
             chosen = [rows[..., :, None] & columns[..., None, :]]
         else:
             chosen = [rows[..., None], columns[..., None]]
-        return self._touched(self.scores, chosen, heads)
+        return self._touched([x[..., :heads, :, :] for x in self.scores], chosen)
 
     def _of_values(self, rows: Tensor) -> dict[str, Tensor]:
         """The places of the inputs that some rows of the values depend on."""
         return self._touched([self.values], [rows[..., None]])
 
-    def _touched(
-        self, outputs: Sequence[Tensor], chosen: Sequence[Tensor], heads: int | None = None
-    ) -> dict[str, Tensor]:
-        """The places of the inputs with a gradient of the chosen entries of some heads."""
-        weights = []
-        for x, mask in zip(outputs, chosen, strict=True):
-            if id(x) not in self.weights:
-                weight = torch.rand(x.shape, generator=self.random, device=x.device) + 0.5
-                self.weights[id(x)] = weight.to(x.dtype)
-            weight = torch.where(mask, self.weights[id(x)], 0)
-            if heads is not None:
-                weight[..., heads:, :, :] = 0
-            weights.append(weight)
-        used = [(x, weight) for x, weight in zip(outputs, weights, strict=True) if x.requires_grad]
+    def _touched(self, outputs: Sequence[Tensor], chosen: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The places of the inputs with a gradient of the chosen entries."""
+        used = [(x, mask) for x, mask in zip(outputs, chosen, strict=True) if x.requires_grad]
+        weights = [
+            torch.where(mask, torch.rand(x.shape, generator=self.random, device=x.device) + 0.5, 0)
+            for x, mask in used
+        ]
         gradients: Sequence[Tensor | None] = [None] * len(self.inputs)
         if used:
             gradients = torch.autograd.grad(
                 [x for x, _ in used],
                 list(self.inputs.values()),
-                [weight for _, weight in used],
+                [weight.to(x.dtype) for (x, _), weight in zip(used, weights, strict=True)],
                 retain_graph=True,
                 allow_unused=True,
             )
@@ -326,21 +309,15 @@ def _meet(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool((one & other).any())
 
 
-def _part(one: Tensor, other: Tensor) -> bool:
-    """Whether two sets of places, neither of which is empty, have none in common."""
-    alike = one.shape == other.shape and bool(one.any()) and bool(other.any())
-    return alike and not _meet(one, other)
-
-
 def _extent(sets: Iterable[Tensor]) -> list[int]:
     """The axes along which one of these sets has more than one place."""
-    return sorted(
-        {axis for places in sets for axis in range(places.dim()) if _width(places, axis) > 1}
-    )
-
-
-def _width(places: Tensor, axis: int) -> int:
-    return int(places.movedim(axis, 0).flatten(1).any(1).sum())
+    axes = {
+        axis
+        for places in sets
+        for axis in range(places.dim())
+        if int(places.movedim(axis, 0).flatten(1).any(1).sum()) > 1
+    }
+    return sorted(axes)
 
 
 def _without(places: Tensor, axes: list[int]) -> Tensor:
@@ -356,11 +333,6 @@ def noise_like(x: Tensor) -> Tensor:
     """Numbers between 0.01 and 0.03 in the shape of x, the same each time."""
     places = torch.arange(x.numel(), device=x.device, dtype=torch.float64)
     return (0.01 + 0.02 * (places * 0.7548776662466927).frac()).to(x.dtype).view(x.shape)
-
-
-def forget_tokens(module: nn.Module) -> None:
-    """Delete what :func:`require_same_tokens` has stored on a module that is unplugged."""
-    module.__dict__.pop(_GIVEN_COPIES, None)
 
 
 # make_fx records operations, a fake mode computes shapes
@@ -389,20 +361,3 @@ def is_transformed() -> bool:
 
 # all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def leaves_of(x: Tensor) -> set[int]:
-    """The ids of the leaves that a tensor was computed from."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    nodes = [x.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found.add(id(leaf))
-        nodes += [following for following, _ in node.next_functions]
-    return found

@@ -30,6 +30,7 @@ from gfsa.plugs.checks.proof import (
 from gfsa.plugs.tracing.candidates import (
     Owners,
     crosses_by_design,
+    looks_like_attention,
     refusal_by_class_name,
     refusal_by_code,
 )
@@ -71,10 +72,6 @@ class Traced(nn.Module):
         with Trace(self, self.__dict__.get(NAME, ""), verified, wants_maps) as trace:
             result = super().forward(*args, **kwargs)
         return trace.end(result)
-
-    def run_untraced(self, own: Any, args: Any, kwargs: Any) -> Any:
-        """The forward of the module's own class, on a copy of the module."""
-        return super(Traced, own).forward(*args, **kwargs)
 
     def _verified(
         self,
@@ -229,29 +226,18 @@ class TracerAdapter(Adapter):
     def remove(self, module: nn.Module) -> None:
         module.__class__ = module.__dict__.pop(CLASS)
         del module.__dict__["_gfsa_memory"]
-        module.__dict__.pop(NAME, None)
-
-    def on_filters_changed(self, model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            if isinstance(module, Traced):
-                module.__dict__[NAME] = name
 
 
 class UnknownAdapter(TracerAdapter):
-    """Refuses attention that no adapter knows, if the caller did not ask for tracing."""
-
-    def refusal(self, name: str, module: nn.Module) -> str | None:
-        return super().refusal(name, module) or (
-            f"no adapter knows {type(module).__name__}; with unknown='trace' gfsa follows its "
-            "softmax, gfsa.register_adapter teaches gfsa the class"
-        )
-
-
-class DoubtfulAdapter(TracerAdapter):
-    """Refuses modules with a softmax that may be attention or something else."""
+    """Refuses attention that is not to be traced, and modules that may be attention."""
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
         kind = type(module).__name__
+        if looks_like_attention(module):
+            return super().refusal(name, module) or (
+                f"no adapter knows {kind}; with unknown='trace' gfsa follows its softmax, "
+                "gfsa.register_adapter teaches gfsa the class"
+            )
         if heads_of(module) is None:
             return (
                 f"{kind} has a projection and a softmax, but neither its name nor a number of "
@@ -277,4 +263,3 @@ TRACER = TracerAdapter()
 
 KNOWN_TRACER = KnownTracerAdapter()
 UNKNOWN = UnknownAdapter()
-DOUBTFUL = DoubtfulAdapter()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
 from types import CellType, CodeType, FunctionType
@@ -32,6 +31,8 @@ _REDUCTIONS = (
 )  # fmt: skip
 # children whose strides say the same (the last is of CvT)
 _POOLS = ("pool_q", "pool_k", "pool_v", "sr", "convolution_projection_key")
+# a fixed number of keys: at one size of image that may be the number of tokens
+_FIXED = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
 _ATTENTION_CALLS = {"softmax", "Softmax", "scaled_dot_product_attention", "flex_attention"}
 
 # class names of attention that has no n×n map over tokens, and the refusal for each
@@ -141,22 +142,20 @@ def refusal_by_code(module: nn.Module) -> str | None:
 def refusal_of_reduction(module: nn.Module) -> str | None:
     """Why attention with fewer queries or keys than tokens cannot be filtered, or None."""
     strides = {name: getattr(module, name, 1) for name in _REDUCTIONS}
+    pools = []
     for name, child in module.named_children():
         if name in _POOLS:
             inner = (getattr(part, "stride", 1) for part in child.modules())
             strides[f"{name}.stride"] = max(inner, key=_largest)
-    found = (f"{name} = {stride}" for name, stride in strides.items() if _largest(stride) > 1)
-    # a fixed number of keys: at one size of image that may be the number of tokens
-    adaptive = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
-    named = module.named_children()
-    pools = (f"{name} = {child}" for name, child in named if isinstance(child, adaptive))
-    reduction = next(itertools.chain(found, pools), None)
-    if reduction is None:
-        return None
-    return (
-        f"{type(module).__name__} has {reduction}: its queries or keys are fewer than its tokens, "
-        "so its map is not square"
-    )
+        if isinstance(child, _FIXED):
+            pools.append(f"{name} = {child}")
+    found = [f"{name} = {stride}" for name, stride in strides.items() if _largest(stride) > 1]
+    for reduction in found + pools:
+        return (
+            f"{type(module).__name__} has {reduction}: its queries or keys are fewer than its "
+            "tokens, so its map is not square"
+        )
+    return None
 
 
 def _largest(stride: Any) -> int:

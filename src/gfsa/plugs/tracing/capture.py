@@ -123,8 +123,7 @@ class Watch(TorchFunctionMode):
         """Run an operation, and record its result if that is one tensor computed from a map."""
         result = self.run(func, args, kwargs)
         if self.steps and isinstance(result, Tensor) and result.is_floating_point():
-            operands = operands_of_einsum(args) if func is torch.einsum else args
-            found = (self.find(x) for x in (*operands, *kwargs.values()))
+            found = (self.find(x) for x in (*args, *kwargs.values()))
             parent = next((step for step in found if step is not None), None)
             if parent is not None and self.find(result) is None:
                 self.steps.append(Step(result, parent, func, args, kwargs))
@@ -144,12 +143,16 @@ class Watch(TorchFunctionMode):
             in_graph = isinstance(args[3], torch.fx.GraphModule)
             return self.run(func, args, kwargs) if in_graph else self._flex(func, *args)
         if func in SOFTMAX:
-            return self.softmax(func, args, kwargs)
-        operands = operands_of_einsum(args) if func is torch.einsum else args
-        step = self.find_map(*operands, *kwargs.values())
+            if not _is_over_last(args, kwargs):
+                return self.run(func, args, kwargs)
+            self.steps.append(Step(self.softmax(func, args, kwargs)))
+            return self.steps[-1].tensor
+        if func is torch.einsum and isinstance(args[0], str) and isinstance(args[1], (list, tuple)):
+            args = args[0], *args[1]
+        step = self.find_map(*args, *kwargs.values())
         multiplies = func in _MATMUL or func in _ADDED_MATMUL
         if step is None:
-            if (multiplies or func is torch.einsum) and any(self.find(x) for x in operands):
+            if (multiplies or func is torch.einsum) and any(self.find(x) for x in args):
                 # as for values that depend on the distance, or for a column that is a sink
                 self.refuse(
                     "a product takes a part or a sum of its map, and the filter needs all of it"
@@ -170,9 +173,8 @@ class Watch(TorchFunctionMode):
         return self.follow(func, args, kwargs)
 
     def softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The map of a softmax over the last axis."""
         result: Tensor = self.run(func, args, kwargs)
-        if is_over_last(args, kwargs):
-            self.steps.append(Step(result))
         return result
 
     def _dropout(
@@ -228,7 +230,7 @@ class Watch(TorchFunctionMode):
         return self._product(*turned).transpose(-2, -1)
 
     def _einsum(self, step: Step, args: tuple[Any, ...]) -> Tensor:
-        equation, operands = args[0], operands_of_einsum(args)
+        equation, *operands = args
         if not isinstance(equation, str):
             # torch writes an equation for axes by number before it dispatches, its compiler after
             self.refuse("its map is in an einsum without an equation")
@@ -254,15 +256,7 @@ class Watch(TorchFunctionMode):
         return torch.einsum(f"{lead}{row}{features}->{out}", y)
 
 
-def operands_of_einsum(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The tensors of ``torch.einsum(*args)``, which takes them one by one or as a list."""
-    operands = args[1:]
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        return tuple(operands[0])
-    return operands
-
-
-def is_over_last(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_over_last(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a softmax with these arguments is over the last axis."""
     x = args[0] if args else kwargs["input"]
     axis = kwargs["dim"] if "dim" in kwargs else args[1] if len(args) > 1 else None

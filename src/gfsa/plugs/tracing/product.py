@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gfsa.filters import GraphFilter
-from gfsa.operators import AttentionOperator, DenseOperator, Operator
+from gfsa.operators import AttentionOperator, DenseOperator
 from gfsa.operators.base import FunctionOperator
 from gfsa.plugs.checks.called import checks_of
 from gfsa.plugs.checks.proof import has_no_values
@@ -93,7 +93,7 @@ class Trace(Watch):
             attn_mask = layout.split(attn_mask[(None,) * (len(shape) - attn_mask.dim())], heads)
         named: Any = {"dropout_after": self.filter.dropout_after}
         operator = AttentionOperator(query, key, attn_mask, *options, **named)
-        return layout.join(self._filter(operator, value), heads, shape)
+        return layout.join(self.filter(operator, value), heads, shape)
 
     def of_flex(self, flex: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
         # torch compiles this call even where nothing else is, with the filter in its graph; it
@@ -110,7 +110,7 @@ class Trace(Watch):
             calls.append(flex(query, key, layout.join(x, heads, shape), *args))
             return layout.split(calls[-1][0], heads)
 
-        y = self._filter(FunctionOperator(apply), layout.split(value, heads))
+        y = self.filter(FunctionOperator(apply), layout.split(value, heads))
         # the sums of the rows' exponentials, and their largest scores
         return layout.join(y, heads, shape), *calls[0][1:]
 
@@ -123,7 +123,7 @@ class Trace(Watch):
         values = self.filter.mixed(operator, layout.split(values, heads))
         if self.wants_maps:
             self.filtered = step, split, matrix.shape, values
-        return layout.join(self._filter(operator, values), heads, shape)
+        return layout.join(self.filter(operator, values), heads, shape)
 
     def _check_rows(self, matrix: Tensor) -> None:
         """Warn once if the map takes no averages: its powers may then grow or vanish."""
@@ -142,10 +142,6 @@ class Trace(Watch):
                 f"{off.max().item():.3g}); the filter uses the map as it is",
                 stacklevel=2,
             )
-
-    def _filter(self, operator: Operator, values: Tensor) -> Tensor:
-        y: Tensor = self.filter(operator, values)
-        return y
 
     def _verify(self, scores: Sequence[int]) -> HeadLayout:
         refusal = self._refusal(scores, self.compiling)
@@ -224,28 +220,25 @@ def _transferred(new: Tensor, at: Step, to: Step) -> Tensor | None:
     """
     back, forth = at.ancestors(), to.ancestors()
     common = next((step for step in back if step in forth), None)
-    if common is None:
+    if common is None or not all(step.is_map for step in back):
         return None
-    for step in back[: back.index(common)]:
-        assert step.parent is not None
-        before = step.parent.tensor
-        if _moves(step):
-            places = torch.arange(before.numel(), device=before.device).view(before.shape)
-            moved = step.redo(places).reshape(-1)
-            new = new.reshape(-1)[moved.argsort()].view(before.shape)
-        elif _name(step) not in _ON_THE_WAY or before.shape != new.shape:
+    source = common.tensor
+    places = torch.arange(source.numel(), device=source.device).view(source.shape)
+    moved = _replayed(back[: back.index(common)], places)
+    if moved is None or moved.shape != new.shape:
+        return None
+    if moved is not places:
+        new = new.reshape(-1)[moved.reshape(-1).argsort()].view(source.shape)
+    return _replayed(forth[: forth.index(common)], new, whole=common is at)
+
+
+def _replayed(steps: list[Step], x: Tensor, whole: bool = False) -> Tensor | None:
+    """What steps, the last one first, make of ``x``; None if one of them is not understood."""
+    for step in reversed(steps):
+        name = str(getattr(step.func, "__name__", step.func))
+        moves = name in _MOVES or (name == "__get__" and step.func in _TRANSPOSES)
+        if whole or not step.is_map or moves:
+            x = step.redo(x)
+        elif name not in _ON_THE_WAY:
             return None
-    for step in reversed(forth[: forth.index(common)]):
-        if common is at or not step.is_map or _moves(step):
-            new = step.redo(new)
-        elif _name(step) not in _ON_THE_WAY:
-            return None
-    return new
-
-
-def _name(step: Step) -> str:
-    return str(getattr(step.func, "__name__", step.func))
-
-
-def _moves(step: Step) -> bool:
-    return _name(step) in _MOVES or (_name(step) == "__get__" and step.func in _TRANSPOSES)
+    return x

@@ -14,19 +14,20 @@ import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gfsa.plugs.adapter import plain_class
 from gfsa.plugs.checks.proof import (
     Evidence,
     are_same_tokens,
     noise_like,
 )
 from gfsa.plugs.running import copied, same_random_numbers
-from gfsa.plugs.tracing.capture import Step, TraceError, Watch, is_over_last
+from gfsa.plugs.tracing.capture import Step, TraceError, Watch
 
 # norms whose statistics are over tokens: each token depends on all others, but only through them
 _NORMS = (F.batch_norm, F.instance_norm, F.group_norm)
@@ -36,85 +37,58 @@ _REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
 
 
 class HeadLayout(NamedTuple):
-    """The place of the heads among the axes of a map ``(..., N, N)``.
-
-    ``before`` and ``after`` are the numbers of entries that are merged into this axis before and
-    after the heads; None if that depends on the batch.
-    """
+    """The place of the heads among the axes of a map ``(..., N, N)``."""
 
     rank: int
     axis: int
-    before: int | None = 1
-    after: int | None = 1
-
-    @property
-    def is_merged(self) -> bool:
-        return (self.before, self.after) != (1, 1)
+    merged: Literal["before", "after"] | None = None
+    """Whether samples are merged into this axis, before or after the heads."""
 
     def split(self, x: Tensor, heads: int) -> Tensor:
         """``x`` with its heads as the third axis from the end."""
         if heads == 1:
             return x.unsqueeze(-3)
         axis = self.axis + x.dim()
-        if not self.is_merged:
-            return x.movedim(axis, -3)
-        before, after = (-1 if size is None else size for size in (self.before, self.after))
-        # a mask may be the same for all heads
-        x = x.unflatten(axis, (1, 1, 1) if x.shape[axis] == 1 else (before, heads, after))
-        return x.movedim(axis + 1, -3)
+        if self.merged:
+            # a mask may be the same for all heads
+            heads = 1 if x.shape[axis] == 1 else heads
+            samples = x.shape[axis] // heads
+            x = x.unflatten(axis, (samples, heads) if self.merged == "before" else (heads, samples))
+            axis += self.merged == "before"
+        return x.movedim(axis, -3)
 
     def join(self, y: Tensor, heads: int, shape: Sequence[int]) -> Tensor:
         """The inverse of :meth:`split`: ``y`` in the leading sizes of ``shape``."""
         if heads > 1:
-            y = y.movedim(-3, self.axis + self.rank + 1 if self.is_merged else self.axis)
+            y = y.movedim(-3, self.axis + self.rank + (self.merged == "before"))
         return y.reshape(*shape[:-1], y.shape[-1])
 
     def fits(self, scores: Sequence[int], heads: int) -> bool:
         """Whether a map of this shape can have this layout."""
-        if heads == 1:
-            return True
-        if len(scores) != self.rank:
-            return False
+        if heads == 1 or len(scores) != self.rank:
+            return heads == 1
         size = scores[self.axis]
-        if self.before is None or self.after is None:
-            return size % (heads * (self.before or self.after or 1)) == 0
-        return size == heads * self.before * self.after
+        return size % heads == 0 if self.merged else size == heads
 
-    def for_any_batch(self, scores: Sequence[int], heads: int) -> HeadLayout | None:
-        """The layout for batches of other sizes, or None if this one does not show it.
-
-        A batch of one sample, or of as many samples as there are heads or tokens, does not: the
-        sizes that the module's code reads could then belong to another axis.
-        """
+    @classmethod
+    def possible(cls, scores: Sequence[int], heads: int) -> list[HeadLayout]:
+        """The layouts of a map of this shape; heads with an axis of their own come first."""
+        rank = len(scores)
         if heads == 1:
-            return self
-        samples, tokens = math.prod(scores[:-2]) // heads, scores[-1]
-        if len({samples, heads, tokens, 1}) < 4:
-            return None
-        if not self.is_merged:
-            return self
-        if 1 not in (self.before, self.after):
-            # which of the two grows with the batch is unknown
-            return None
-        return self._replace(before=None) if self.after == 1 else self._replace(after=None)
+            return [cls(rank, -3)]
+        axes = range(-rank, -2)
+        found = (cls(rank, axis, m) for m in (None, "before", "after") for axis in axes)
+        return [layout for layout in found if layout.fits(scores, heads)]
 
 
-def possible_layouts(scores: Sequence[int], heads: int) -> list[HeadLayout]:
-    """The layouts that a map of shape ``scores`` may have, judging by its sizes alone."""
-    rank = len(scores)
-    if heads == 1:
-        return [HeadLayout(rank, -3)]
-    found = []
-    for place, size in enumerate(scores[:-2]):
-        if size == 0:
-            # an empty batch; any place of the heads will do
-            found.append(HeadLayout(rank, place - rank, 0))
-        elif size % heads == 0:
-            rest = size // heads
-            befores = [before for before in range(1, rest + 1) if rest % before == 0]
-            found += [HeadLayout(rank, place - rank, b, rest // b) for b in befores]
-    # heads with an axis of their own come first
-    return sorted(found, key=lambda layout: layout.is_merged)
+def shows_any_batch(scores: Sequence[int], heads: int) -> bool:
+    """Whether a map of this shape shows the place of the heads for batches of other sizes.
+
+    One sample, or as many samples as heads or tokens, do not: the sizes that the module's code
+    reads could then belong to another axis.
+    """
+    samples, tokens = math.prod(scores[:-2]) // heads, scores[-1]
+    return heads == 1 or len({samples, heads, tokens, 1}) == 4
 
 
 class Verified(NamedTuple):
@@ -123,8 +97,8 @@ class Verified(NamedTuple):
     layout: HeadLayout
     equal_inputs: tuple[tuple[str, str], ...] = ()
     """Pairs of inputs that must hold the same tokens."""
-    for_any_batch: HeadLayout | None = None
-    """The layout for batches of other sizes, if this one shows it."""
+    for_any_batch: bool = False
+    """Whether this holds for batches of other sizes, too."""
 
 
 # a module that is called with ever new sizes is proven again for some of them
@@ -149,10 +123,7 @@ class Memory:
         if len(self.verified) >= _CALLS_KEPT:
             self.verified.clear()
         self.verified[signature] = proven
-        if proven.for_any_batch is None:
-            return
-        general = Verified(proven.for_any_batch, proven.equal_inputs)
-        if self.for_any_batch.setdefault(kind, general) != general:
+        if proven.for_any_batch and self.for_any_batch.setdefault(kind, proven) != proven:
             # two paths through the forward: which of them a compiled graph takes is unknown
             self.for_any_batch[kind] = Verified(HeadLayout(0, 0))
 
@@ -168,7 +139,7 @@ def no_heads(scores: Sequence[int], heads: int) -> str:
     return f"its map has shape {tuple(scores)}, with no axis for its {heads} heads"
 
 
-class _Reached(BaseException):
+class Reached(BaseException):
     """The forward has reached its product; no Exception, so that few modules catch it."""
 
 
@@ -189,14 +160,14 @@ class Rehearsal(Watch):
 
     def of_attention(self, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
         self.reached = (query, key), value, (*query.shape[:-1], key.shape[-2])
-        raise _Reached
+        raise Reached
 
-    def of_flex(self, flex: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
-        return self.of_attention(query, key, value)
+    def of_flex(self, flex: Any, *args: Any) -> Any:
+        return self.of_attention(*args)
 
     def of_map(self, step: Step, matrix: Tensor, values: Tensor) -> Any:
         self.reached = (matrix,), values, tuple(matrix.shape)
-        raise _Reached
+        raise Reached
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func == _REQUIRES_GRAD and not args[0].is_leaf:
@@ -217,16 +188,11 @@ class Rehearsal(Watch):
         return result
 
     def softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        if not is_over_last(args, kwargs):
-            result: Tensor = self.run(func, args, kwargs)
-            return result
-        scores = args[0] if args else kwargs["input"]
+        scores: Tensor = args[0] if args else kwargs["input"]
         self.hidden = self.hidden or not torch.is_grad_enabled()
         # a mask that is added to the scores hides no entry here
         scores = scores.masked_fill(scores.isinf(), -_MASKED)
-        scores = scores.to(kwargs.get("dtype") or scores.dtype)
-        self.steps.append(Step(scores))
-        return scores
+        return scores.to(kwargs.get("dtype") or scores.dtype)
 
 
 _UNPROVEN = (
@@ -279,12 +245,12 @@ def _rehearse(
             elif id(x) not in by_id:
                 leaves[key] = by_id[id(x)] = _leaf(x)
         rehearsal, replica = Rehearsal(module), _replica(module)
-        own = [_argument(value, by_id) for value in args]
-        named = {key: _argument(value, by_id) for key, value in kwargs.items()}
+        own = [own_argument(value, by_id) for value in args]
+        named = {key: own_argument(value, by_id) for key, value in kwargs.items()}
         try:
             with rehearsal:
-                module.run_untraced(replica, own, named)
-        except (_Reached, TraceError):
+                plain_class(module).forward(replica, *own, **named)
+        except (Reached, TraceError):
             # the forward itself raises such an error again
             pass
         except Exception as error:
@@ -292,8 +258,26 @@ def _rehearse(
             return _UNPROVEN.format(why)
         if rehearsal.reached is None:
             return _UNPROVEN.format("its forward had no attention product when it was verified")
+        scores, values, shape = rehearsal.reached
+        if shape[-2] != shape[-1]:
+            return NOT_SQUARE.format(*shape[-2:])
         pairs = tuple((first, second) for second, first in equal.items())
-        return _proof(leaves, rehearsal, module.gfsa.num_heads, pairs)
+        heads = module.gfsa.num_heads
+        layouts = HeadLayout.possible(shape, heads)
+        if layouts and (0 in shape or values.numel() == 0 or values.is_meta):
+            # nothing is computed, so any layout of these sizes will do
+            return Verified(layouts[0], pairs)
+        for merged, layout in itertools.product((False, True), layouts):
+            # fewer heads of keys and values, merged with samples, are not told apart
+            if layout.merged and any(x.shape[:-2] != shape[:-2] for x in (*scores, values)):
+                continue
+            *sides, v = (layout.split(x, heads) for x in (*scores, values))
+            evidence = Evidence(leaves, sides, v, rehearsal.hidden)
+            if len(layouts) > 1 and not evidence.separates_lead(merged):
+                continue
+            for_any_batch = shows_any_batch(shape, heads)
+            return evidence.refusal() or Verified(layout, pairs, for_any_batch)
+        return no_heads(shape, heads)
 
 
 _STANCE = threading.Lock()
@@ -312,46 +296,19 @@ def _uncompiled() -> Iterator[None]:
         yield
 
 
-def _proof(
-    leaves: Mapping[str, Tensor],
-    rehearsal: Rehearsal,
-    heads: int,
-    equal: tuple[tuple[str, str], ...],
-) -> Verified | str:
-    """What gradients show of the product that a rehearsal has reached."""
-    assert rehearsal.reached is not None
-    scores, values, shape = rehearsal.reached
-    if shape[-2] != shape[-1]:
-        return NOT_SQUARE.format(*shape[-2:])
-    layouts = possible_layouts(shape, heads)
-    if layouts and (0 in shape or values.numel() == 0 or values.is_meta):
-        # nothing is computed, so any layout of these sizes will do
-        return Verified(layouts[0], equal)
-    for merged, layout in itertools.product((False, True), layouts):
-        sides = [layout.split(x, heads) for x in (*scores, values)]
-        evidence = Evidence(leaves, sides[:-1], sides[-1], rehearsal.hidden)
-        if len(layouts) > 1 and not evidence.separates_lead(merged):
-            continue
-        refusal = evidence.refusal()
-        if refusal is not None:
-            return refusal
-        return Verified(layout, equal, layout.for_any_batch(shape, heads))
-    return no_heads(shape, heads)
-
-
 def _leaf(x: Tensor) -> Tensor:
     """A leaf with the values of x, but without zeros and masks: they would stop gradients."""
     x = x.detach()
     return torch.where((x != 0) & (x.abs() < _MASKED), x, noise_like(x)).requires_grad_()
 
 
-def _argument(value: Any, leaves: Mapping[int, Tensor]) -> Any:
+def own_argument(value: Any, leaves: Mapping[int, Tensor]) -> Any:
     """An argument of the forward for a rehearsal, which may write into it."""
     if isinstance(value, Tensor):
         leaf = leaves.get(id(value))
         return (value if leaf is None else leaf).clone()
     if type(value) in (list, tuple):
-        return type(value)(_argument(x, leaves) for x in value)
+        return type(value)(own_argument(x, leaves) for x in value)
     if value is None or callable(value) or isinstance(value, (bool, int, float, str, torch.dtype)):
         return value
     # a cache, say

@@ -263,25 +263,17 @@ MOST_SPLITS = 32
 _THETA = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Tile(NamedTuple):
-    """Cached tokens that a program reads at once, its warps, and the stages of its loads.
+STAGES = 3
+"""Of its loads: while one tile is waited for, the next is on its way, too."""
 
-    Two stages have one tile on chip, waited for; three have the next, too.
+
+def tile_of(width: int) -> tuple[int, int]:
+    """Cached tokens that a program reads at once, and its warps, for a head dim.
+
+    Each thread has 16 numbers of the tile, whose sums are 32 registers. With twice as many, two
+    programs of 128 threads have registers on a processor instead of five.
     """
-
-    keys: int
-    warps: int
-    stages: int
-
-
-@functools.cache
-def tile_of(width: int) -> Tile:
-    """The tile for a head dim: 16 numbers of it for each thread, whose sums are 32 registers.
-
-    With twice as many, two programs of 128 threads have registers on a processor instead of five.
-    """
-    keys, warps = (32, 4) if width <= 64 else (32, 8) if width <= 128 else (16, 8)
-    return Tile(keys, warps, 3)
+    return (32, 4) if width <= 64 else (32, 8) if width <= 128 else (16, 8)
 
 
 class Token(NamedTuple):
@@ -395,27 +387,24 @@ def ready_for(token: Token, scale: float, exclusive: bool = False) -> Ready:
     if theta is not None and basis is not None:
         learned, by_head = theta.shape[1], basis.dim() == 3
     width = _width(head_dim)
-    tile = tile_of(width)
-    splits = _splits(batch * heads, -(-rows // tile.keys), q.device.index if q.is_cuda else None)
-    q_b, q_h, _, _ = q.stride()
-    k_b, k_h, k_n, _ = k.stride()
-    v_b, v_h, v_n, _ = v.stride()
+    keys, warps = tile_of(width)
+    splits = _splits(batch * heads, -(-rows // keys), q.device.index if q.is_cuda else None)
     degree = base.shape[1] - 1 - exclusive
     assert degree == (1 if u is None else 2)
-    u_b, u_h, u_n, _ = (0, 0, 0, 0) if u is None else u.stride()
+    cached = *k.stride()[:3], *v.stride()[:3], *((0, 0, 0) if u is None else u.stride()[:3])
     numbers = (
         # the compiled code takes a float, and would be compiled again for an int
-        *(float(scale), heads, heads // groups, rows - 1, q_b, q_h),
-        *(k_b // _STEP, k_h // _STEP, k_n // _STEP, v_b // _STEP, v_h // _STEP, v_n // _STEP),
-        *(u_b // _STEP, u_h // _STEP, u_n // _STEP, *seen),
+        *(float(scale), heads, heads // groups, rows - 1, *q.stride()[:2]),
+        *[stride // _STEP for stride in cached],
+        *seen,
     )
     constants = (
-        *(head_dim, width, tile.keys, learned, by_head, mask is not None, length is not None),
-        *(splits, tile.stages, degree, exclusive),
+        *(head_dim, width, keys, learned, by_head, mask is not None, length is not None),
+        *(splits, STAGES, degree, exclusive),
     )
     types = q.dtype, base.dtype if theta is None else theta.dtype
     variant = (q.device, *types, wide_numbers(numbers))
-    launch = _launch((batch * heads, splits, 1), variant, constants, tile.warps)
+    launch = _launch((batch * heads, splits, 1), variant, constants, warps)
     # of each program: u and with degree 2 w, the largest score and as many sums of weights
     part = degree * width + 1 + degree
     return Ready(launch, numbers, batch * heads * splits * part if splits > 1 else 0)
@@ -425,21 +414,25 @@ def _run(
     token: Token, counters: Tensor | None, scale: float, exclusive: bool, keep_room: bool = True
 ) -> Tensor:
     launch, numbers, count = ready_for(token, scale, exclusive)
-    q, k, v, u, theta, base, basis, mask, length = token
+    q, mask = token.q, token.mask
     y = q.new_empty(q.shape)
-    sums, arrived = q, q
+    room = q, q
     if count:
-        sums, arrived = _room(count, q.shape[0] * q.shape[1], counters, q.device, keep_room)
-    # a pointer that the kernel does not read may be any
-    pointers = (
+        room = _room(count, q.shape[0] * q.shape[1], counters, q.device, keep_room)
+    if mask is not None:
+        token = token._replace(mask=mask.view(torch.uint8))
+    on_device_of(q, launch, (), *_pointers(token, y, *room), numbers=numbers)
+    return y
+
+
+def _pointers(token: Token, y: Tensor, sums: Tensor, arrived: Tensor) -> tuple[Tensor, ...]:
+    """What the kernel takes; a pointer that it does not read may be any."""
+    q, k, v, u, theta, base, basis, mask, length = token
+    return (
         *(q, k, v, v if u is None else u),
         *(base if theta is None else theta, base, base if basis is None else basis),
-        q if mask is None else mask.view(torch.uint8),
-        q if length is None else length,
-        *(y, sums, arrived),
+        *(q if mask is None else mask, q if length is None else length, y, sums, arrived),
     )
-    on_device_of(q, launch, (), *pointers, numbers=numbers)
-    return y
 
 
 def wide_numbers(numbers: tuple[Any, ...]) -> tuple[bool, ...]:
@@ -539,10 +532,10 @@ def _launch(grid: Grid, variant: tuple[Any, ...], constants: tuple[Any, ...], wa
 
 
 class PreparedToken:
-    """:func:`~gfsa.kernels.decode.decode` for tensors of one shape and layout.
+    """:func:`decode` for tensors of one shape and layout.
 
     It is for plain tensors and a filter's coefficients that the kernel computes itself
-    (:func:`~gfsa.kernels.decode.numbers_of`), outside of compilers.
+    (:func:`numbers_of`), outside of compilers.
     """
 
     def __init__(self, q: Tensor) -> None:
@@ -565,40 +558,31 @@ class PreparedToken:
         scale: float,
         counters: Tensor | None = None,
     ) -> Tensor:
-        """As :func:`~gfsa.kernels.decode.decode`."""
+        """As :func:`decode`."""
+        token = Token(q, k, v, u, *coeffs[:3], mask, length)
         layout = None if u is None else u.stride()
         found = self.ready.get(layout)
         if found is None:
-            token = Token(q, k, v, u, *coeffs[:3], mask, length)
-            found = self._prepare(token, scale)
+            ready = ready_for(token, scale)
+            direct = ready.launch.direct.get(())
+            # otherwise its code is not compiled yet
+            if isinstance(direct, Direct):
+                found = self.ready[layout] = direct, ready
         # a captured graph has room of its own
         if found is None or (found[1].sums and torch.cuda.is_current_stream_capturing()):
             return decode(q, k, v, u, coeffs, mask, length, scale, counters)
         direct, (_, numbers, count) = found
-        theta, base, basis, _ = coeffs
-        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        u_at = v_at if u is None else u.data_ptr()
-        if (q_at | k_at | v_at | u_at) % 16:
-            # which copies what the kernel cannot load 16 bytes at a time
-            token = Token(q, k, v, u, theta, base, basis, mask, length)
-            copied: Tensor = registered(*token, counters, scale, False)
-            return copied
         y = q.new_empty(q.shape)
         stream = direct.stream(self.device.index)
-        sums = arrived = q_at
+        room = q, q
         if count:
-            room, zeros = kept_room(count, self.heads, self.device, stream)
-            sums = room.data_ptr()
-            arrived = (zeros if counters is None else counters).data_ptr()
-        addresses = (
-            *(q_at, k_at, v_at, u_at, theta.data_ptr(), base.data_ptr(), basis.data_ptr()),
-            # an address that the kernel does not read may be any
-            *(
-                q_at if mask is None else mask.data_ptr(),
-                q_at if length is None else length.data_ptr(),
-            ),
-            *(y.data_ptr(), sums, arrived),
-        )
+            sums, zeros = kept_room(count, self.heads, self.device, stream)
+            room = sums, zeros if counters is None else counters
+        addresses = tuple([x.data_ptr() for x in _pointers(token, y, *room)])
+        if (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % 16:
+            # which copies what the kernel cannot load 16 bytes at a time
+            copied: Tensor = registered(*token, counters, scale, False)
+            return copied
         try:
             if self.is_only_gpu:
                 direct.at(stream, addresses, numbers)
@@ -608,12 +592,3 @@ class PreparedToken:
             # raised before anything is launched
             return decode(q, k, v, u, coeffs, mask, length, scale, counters)
         return y
-
-    def _prepare(self, token: Token, scale: float) -> tuple[Direct, Ready] | None:
-        """The launch for such tensors; None until its code is compiled."""
-        ready = ready_for(token, scale)
-        direct = ready.launch.direct.get(())
-        if not isinstance(direct, Direct):
-            return None
-        self.ready[None if token.u is None else token.u.stride()] = found = (direct, ready)
-        return found

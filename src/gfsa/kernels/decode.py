@@ -414,25 +414,20 @@ def _run(
     token: Token, counters: Tensor | None, scale: float, exclusive: bool, keep_room: bool = True
 ) -> Tensor:
     launch, numbers, count = ready_for(token, scale, exclusive)
-    q, mask = token.q, token.mask
+    q, k, v, u, theta, base, basis, mask, length = token
     y = q.new_empty(q.shape)
     room = q, q
     if count:
         room = _room(count, q.shape[0] * q.shape[1], counters, q.device, keep_room)
-    if mask is not None:
-        token = token._replace(mask=mask.view(torch.uint8))
-    on_device_of(q, launch, (), *_pointers(token, y, *room), numbers=numbers)
-    return y
-
-
-def _pointers(token: Token, y: Tensor, sums: Tensor, arrived: Tensor) -> tuple[Tensor, ...]:
-    """What the kernel takes; a pointer that it does not read may be any."""
-    q, k, v, u, theta, base, basis, mask, length = token
-    return (
+    # a pointer that the kernel does not read may be any
+    pointers = (
         *(q, k, v, v if u is None else u),
         *(base if theta is None else theta, base, base if basis is None else basis),
-        *(q if mask is None else mask, q if length is None else length, y, sums, arrived),
+        *(q if mask is None else mask.view(torch.uint8), q if length is None else length),
+        *(y, *room),
     )
+    on_device_of(q, launch, (), *pointers, numbers=numbers)
+    return y
 
 
 def wide_numbers(numbers: tuple[Any, ...]) -> tuple[bool, ...]:
@@ -559,11 +554,10 @@ class PreparedToken:
         counters: Tensor | None = None,
     ) -> Tensor:
         """As :func:`decode`."""
-        token = Token(q, k, v, u, *coeffs[:3], mask, length)
         layout = None if u is None else u.stride()
         found = self.ready.get(layout)
         if found is None:
-            ready = ready_for(token, scale)
+            ready = ready_for(Token(q, k, v, u, *coeffs[:3], mask, length), scale)
             direct = ready.launch.direct.get(())
             # otherwise its code is not compiled yet
             if isinstance(direct, Direct):
@@ -572,17 +566,28 @@ class PreparedToken:
         if found is None or (found[1].sums and torch.cuda.is_current_stream_capturing()):
             return decode(q, k, v, u, coeffs, mask, length, scale, counters)
         direct, (_, numbers, count) = found
+        theta, base, basis, _ = coeffs
+        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        u_at = v_at if u is None else u.data_ptr()
+        if (q_at | k_at | v_at | u_at) % 16:
+            # which copies what the kernel cannot load 16 bytes at a time
+            given = q, k, v, u, theta, base, basis, mask, length
+            copied: Tensor = registered(*given, counters, scale, False)
+            return copied
         y = q.new_empty(q.shape)
         stream = direct.stream(self.device.index)
-        room = q, q
+        sums = arrived = q_at
         if count:
-            sums, zeros = kept_room(count, self.heads, self.device, stream)
-            room = sums, zeros if counters is None else counters
-        addresses = tuple([x.data_ptr() for x in _pointers(token, y, *room)])
-        if (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % 16:
-            # which copies what the kernel cannot load 16 bytes at a time
-            copied: Tensor = registered(*token, counters, scale, False)
-            return copied
+            room, zeros = kept_room(count, self.heads, self.device, stream)
+            sums = room.data_ptr()
+            arrived = (zeros if counters is None else counters).data_ptr()
+        addresses = (
+            *(q_at, k_at, v_at, u_at, theta.data_ptr(), base.data_ptr(), basis.data_ptr()),
+            # an address that the kernel does not read may be any
+            q_at if mask is None else mask.data_ptr(),
+            q_at if length is None else length.data_ptr(),
+            *(y.data_ptr(), sums, arrived),
+        )
         try:
             if self.is_only_gpu:
                 direct.at(stream, addresses, numbers)

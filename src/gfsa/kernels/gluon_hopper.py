@@ -39,8 +39,10 @@ from gfsa.kernels.gluon_short import (
     LOG2E,
     VECTOR,
     barriers,
+    coefficients,
     directed,
     product_layout,
+    room_of,
     tile_of,
 )
 
@@ -330,7 +332,7 @@ def finish_queries(dq_cols, sums, heads, scale, D: gl.constexpr, BN: gl.constexp
     bh = gl.program_id(1)
     at = sums + (bh.to(gl.int64) * gl.num_programs(0) + tile) * (BN * D)
     dq = get(at, BN, D, LAYOUT) * scale
-    stage = gl.allocate_shared_memory(dq_cols.dtype, [1, 1, BN, D], dq_cols.layout)
+    stage = room_of(dq_cols)
     tile_of(stage, BN, D).store(dq.to(dq_cols.dtype))
     fence_async_shared()
     gl.thread_barrier()
@@ -353,11 +355,9 @@ def grad_first_pass(
     AL: gl.constexpr = product_layout(W, D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     gl.static_assert(BM == BN or BM == 2 * BN)
-    ks = gl.allocate_shared_memory(dt, [1, 1, BM, D], k_rows.layout)
-    qs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], q_cols.layout)
+    ks, qs = room_of(k_rows), room_of(q_cols, 2)
     # three are in use at a time
-    gs = gl.allocate_shared_memory(dt, [3 if BM == BN else 4, 1, 1, BN, D], g_cols.layout)
-    lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
+    gs, lss = room_of(g_cols, 3 if BM == BN else 4), room_of(lse_cols, 2)
     bars = barriers(3)
     row, b, h, bh, block, blocks, total = place(heads, BM, False)
     start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
@@ -404,9 +404,7 @@ def grad_first_pass(
         outs = gs._reinterpret(dt, [2, 1, 1, BM, D], out_rows.layout).index(1)
     own = (g_rows, u_rows, v_rows, out_rows)
     load(own, (ks, us, vs, outs), (False, False, True, False), bars, b, h, group, row, 0, True)
-    c0 = gl.load(coeffs + h * 3)
-    c1 = gl.load(coeffs + h * 3 + 1)
-    c2 = gl.load(coeffs + h * 3 + 2)
+    c0, c1, c2 = coefficients(coeffs, h, 3, 2)
     rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
     # rows of keys that take no part hold arbitrary numbers, infinities included
     shown = rows < n
@@ -451,14 +449,9 @@ def grad_keys(
     SL: gl.constexpr = product_layout(W, BN)
     AL: gl.constexpr = product_layout(W, D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
-    ks = gl.allocate_shared_memory(dt, [1, 1, BM, D], k_rows.layout)
-    vs = gl.allocate_shared_memory(dt, [1, 1, BM, D], v_rows.layout)
-    us = gl.allocate_shared_memory(dt, [1, 1, BM, D], u_rows.layout)
-    qs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], q_cols.layout)
-    gs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], g_cols.layout)
-    dus = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], du_cols.layout)
-    lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
-    dls = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], delta_cols.layout)
+    ks, vs, us = room_of(k_rows), room_of(v_rows), room_of(u_rows)
+    qs, gs, dus = room_of(q_cols, 2), room_of(g_cols, 2), room_of(du_cols, 2)
+    lss, dls = room_of(lse_cols, 2), room_of(delta_cols, 2)
     if WITH_QUERIES:
         QL: gl.constexpr = query_layout(W, D)
         dss = gl.allocate_shared_memory(dt, [BM, BN], FLAT)
@@ -545,12 +538,8 @@ def grad_queries(
     AL: gl.constexpr = product_layout(W, D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SL)
-    qs = gl.allocate_shared_memory(dt, [1, 1, BM, D], q_rows.layout)
-    gs = gl.allocate_shared_memory(dt, [1, 1, BM, D], g_rows.layout)
-    dus = gl.allocate_shared_memory(dt, [1, 1, BM, D], du_rows.layout)
-    ks = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], k_cols.layout)
-    vs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], v_cols.layout)
-    us = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], u_cols.layout)
+    qs, gs, dus = room_of(q_rows), room_of(g_rows), room_of(du_rows)
+    ks, vs, us = room_of(k_cols, 2), room_of(v_cols, 2), room_of(u_cols, 2)
     bars = barriers(3)
     row, b, h, bh, _, _, _ = place(heads, BM, CAUSAL)
     i, start, steps, first, latest = keys_of_queries(
@@ -620,10 +609,8 @@ def grad_queries_one(
     AL: gl.constexpr = product_layout(W, D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SL)
-    qs = gl.allocate_shared_memory(dt, [1, 1, BM, D], q_rows.layout)
-    gs = gl.allocate_shared_memory(dt, [1, 1, BM, D], g_rows.layout)
-    ks = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], k_cols.layout)
-    vs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], v_cols.layout)
+    qs, gs = room_of(q_rows), room_of(g_rows)
+    ks, vs = room_of(k_cols, 2), room_of(v_cols, 2)
     bars = barriers(3)
     block = gl.program_id(0)
     if CAUSAL:
@@ -648,8 +635,7 @@ def grad_queries_one(
     # of the key head as they are
     OF_KEYS: gl.constexpr = (False, False)
     load(cols, rings, OF_KEYS, bars, b, key_head, group, start, 0, True)
-    c0 = gl.load(coeffs + h * POWERS)
-    c1 = gl.load(coeffs + h * POWERS + 1)
+    c0, c1, _ = coefficients(coeffs, h, POWERS, 1)
     length = (n + 15) // 16 * 16
     at = bh.to(gl.int64) * length + i
     lse = gl.load(lse_in + at, mask=i < length, other=float("inf"))
@@ -717,12 +703,9 @@ def grad_keys_one(
     SL: gl.constexpr = product_layout(W, BN)
     AL: gl.constexpr = product_layout(W, D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
-    ks = gl.allocate_shared_memory(dt, [1, 1, BM, D], k_rows.layout)
-    vs = gl.allocate_shared_memory(dt, [1, 1, BM, D], v_rows.layout)
-    qs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], q_cols.layout)
-    gs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], g_cols.layout)
-    lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
-    dls = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], delta_cols.layout)
+    ks, vs = room_of(k_rows), room_of(v_rows)
+    qs, gs = room_of(q_cols, 2), room_of(g_cols, 2)
+    lss, dls = room_of(lse_cols, 2), room_of(delta_cols, 2)
     bars = barriers(3)
     block = gl.program_id(0)
     blocks = gl.num_programs(0)
@@ -736,8 +719,7 @@ def grad_keys_one(
     rings = (qs, lss, gs, dls)
     OF_KEYS: gl.constexpr = (False, False, False, False)
     load(cols, rings, OF_KEYS, bars, b, h, group, start, 0, True)
-    c0 = gl.load(coeffs + h * POWERS)
-    c1 = gl.load(coeffs + h * POWERS + 1)
+    c0, c1, _ = coefficients(coeffs, h, POWERS, 1)
     k = tile_of(ks, BM, D)
     v = tile_of(vs, BM, D)
     mbarrier.wait(bars.index(2), 0)

@@ -63,6 +63,25 @@ def tile_of(room, ROWS: gl.constexpr, D: gl.constexpr):
     return room._reinterpret(room.dtype, [ROWS, D], FLAT)
 
 
+@gluon.constexpr_function
+def _shape_of(tensor, count):
+    return [count, *tensor.block_shape] if count else tensor.block_shape
+
+
+@gluon.jit
+def room_of(tensor, COUNT: gl.constexpr = 0):
+    """Shared memory for a tile of a tensor, or for a ring of COUNT tiles."""
+    SHAPE: gl.constexpr = _shape_of(tensor, COUNT)
+    return gl.allocate_shared_memory(tensor.dtype, SHAPE, tensor.layout)
+
+
+@gluon.jit
+def coefficients(coeffs, h, POWERS: gl.constexpr, DEGREE: gl.constexpr):
+    """c0, c1 and, with degree 2, c2."""
+    at = coeffs + h * POWERS
+    return gl.load(at), gl.load(at + 1), gl.load(at + DEGREE)
+
+
 @gluon.jit
 def barriers(COUNT: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -317,10 +336,7 @@ def filter_short(
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     RL: gl.constexpr = gl.SliceLayout(1, AL)
     CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
-    qs = gl.allocate_shared_memory(dt, [2, 1, 1, N, D], q_in.layout)
-    ks = gl.allocate_shared_memory(dt, [2, 1, 1, N, D], k_in.layout)
-    vs = gl.allocate_shared_memory(dt, [2, 1, 1, N, D], v_in.layout)
-    us = gl.allocate_shared_memory(dt, [1, 1, 1, N, D], u_out.layout)
+    qs, ks, vs, us = room_of(q_in, 2), room_of(k_in, 2), room_of(v_in, 2), room_of(u_out, 1)
     bars = barriers(2)
     first = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -433,9 +449,7 @@ def filter_short(
                     acc = acc * R[c][:, None]
             acc = add_product(P[c], u, acc, c * BN, chunk_width(c, FULL, BN, TAIL))
         acc = warpgroup_mma_wait(0, deps=[acc])
-        c0 = gl.load(coeffs + h * 3)
-        c1 = gl.load(coeffs + h * 3 + 1)
-        c2 = gl.load(coeffs + h * 3 + 2)
+        c0, c1, c2 = coefficients(coeffs, h, 3, 2)
         o = acc * (il * c2)[:, None] + c0 * v.load(AL).to(gl.float32)
         o += c1 * u.load(AL).to(gl.float32)
         q.store(o.to(dt))
@@ -522,11 +536,9 @@ def grad_short(
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     RL: gl.constexpr = gl.SliceLayout(1, AL)
     CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
-    qs = gl.allocate_shared_memory(dt, [1, 1, N, D], q_in.layout)
-    ks = gl.allocate_shared_memory(dt, [1, 1, N, D], k_in.layout)
-    os = gl.allocate_shared_memory(dt, [1, 1, N, D], k_in.layout)
+    qs, ks, os = room_of(q_in), room_of(k_in), room_of(k_in)
     # four tensors, whose memory dSᵀ takes at the end
-    big = gl.allocate_shared_memory(dt, [4, 1, 1, N, D], k_in.layout)
+    big = room_of(k_in, 4)
     dls = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
     lss = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
     bars = barriers(2)
@@ -552,9 +564,7 @@ def grad_short(
     tma.async_copy_global_to_shared(u_in, [b, h, 0, 0], bars.index(1), big.index(1))
     rows = gl.arange(0, N, layout=RL)
     sc = scale * LOG2E
-    c0 = gl.load(coeffs + h * 3)
-    c1 = gl.load(coeffs + h * 3 + 1)
-    c2 = gl.load(coeffs + h * 3 + 2)
+    c0, c1, c2 = coefficients(coeffs, h, 3, 2)
     keep_p, dropped, seed = _dropout(dropout_p, seed_in, DROPOUT)
     seen = mask + b.to(gl.int64) * mask_b
     dc = dc_out + (h * 3 * batch + b).to(gl.int64) * N + rows

@@ -45,7 +45,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gfsa.kernels import launching
 from gfsa.kernels import sweep as plan
-from gfsa.kernels.gluon_short import LOG2E, directed, product_layout
+from gfsa.kernels.gluon_short import (
+    FLAT,
+    LOG2E,
+    VECTOR,
+    coefficients,
+    directed,
+    product_layout,
+    room_of,
+    scores,
+)
 
 SPANS = gl.constexpr(launching.SPANS)
 # queries an item, and queries a warpgroup: the flags count by warpgroups
@@ -457,16 +466,7 @@ def _tile(room, slot, TOKENS: gl.constexpr, D: gl.constexpr):
     """A tile for a matrix product; tiles of fewer tokens lie together where D is 64."""
     gl.static_assert(room.shape[3] == TOKENS or D == 64)
     slots: gl.constexpr = room.shape[0] * room.shape[3] // TOKENS
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return room._reinterpret(room.dtype, [slots, TOKENS, D], layout).index(slot)
-
-
-@gluon.jit
-def _scores(q, k, KEYS: gl.constexpr):
-    """Begin ``q·kᵀ`` for the first KEYS keys of a tile."""
-    LAYOUT: gl.constexpr = product_layout(4, KEYS)
-    zero = gl.full([HALF, KEYS], 0.0, gl.float32, LAYOUT)
-    return warpgroup_mma(q, k.slice(0, KEYS).permute((1, 0)), zero, use_acc=False, is_async=True)
+    return room._reinterpret(room.dtype, [slots, TOKENS, D], FLAT).index(slot)
 
 
 @gluon.jit
@@ -536,13 +536,6 @@ def _shrunk(x, shrink, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _coefficients(coeffs, h, POWERS: gl.constexpr, DEGREE: gl.constexpr):
-    """c0, c1 and, with degree 2, c2."""
-    at = coeffs + h * POWERS
-    return gl.load(at), gl.load(at + 1), gl.load(at + DEGREE)
-
-
-@gluon.jit
 def _store_rows(out, x, b, h, origin, row, end, out_b, out_h, out_i):
     """A warpgroup's rows of a tensor, those before ``end``; both are counted from the origin."""
     LAYOUT: gl.constexpr = product_layout(4, x.shape[1])
@@ -603,7 +596,7 @@ def _filter_half(
             latest = received(items, islot, LATEST + W)
             full -= begin
         if not is_planned(MASK, DEGREE):
-            c0, c1, c2 = _coefficients(coeffs, h, POWERS, DEGREE)
+            c0, c1, c2 = coefficients(coeffs, h, POWERS, DEGREE)
         once = gl.full([HALF, D], 0.0, gl.float32, O)
         if DEGREE == 2:
             us, ufull = passes
@@ -618,7 +611,7 @@ def _filter_half(
                 )
         mbarrier.wait(kfull.index(kslot), kphase)
         if full > 0:
-            s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), TILE)])
+            s = warpgroup_mma_wait(0, deps=[scores(q, _tile(ks, kslot, TILE, D), 0, TILE)])
             mbarrier.arrive(kempty.index(kslot), count=1)
             kslot, kphase = following(kslot, kphase, STAGES)
             if MASK == SPANS:
@@ -629,7 +622,7 @@ def _filter_half(
             a = gl.convert_layout(p.to(dt), P)
             mbarrier.wait(kfull.index(kslot), kphase)
             for step in range(1, full):
-                s = _scores(q, _tile(ks, kslot, TILE, D), TILE)
+                s = scores(q, _tile(ks, kslot, TILE, D), 0, TILE)
                 mbarrier.wait(vfull.index(vslot), vphase)
                 once = warpgroup_mma(a, _tile(vs, vslot, TILE, D), once, is_async=True)
                 if DEGREE == 2:
@@ -657,7 +650,7 @@ def _filter_half(
                 if DEGREE == 2:
                     twice = _shrunk(twice, shrink, O)
                 a = next_a
-            s = _scores(q, _tile(ks, kslot, TILE, D), LAST)
+            s = scores(q, _tile(ks, kslot, TILE, D), 0, LAST)
             mbarrier.wait(vfull.index(vslot), vphase)
             once = warpgroup_mma(a, _tile(vs, vslot, TILE, D), once, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s])
@@ -699,7 +692,7 @@ def _filter_half(
                 vslot, vphase = following(vslot, vphase, STAGES)
             last = gl.convert_layout(p.to(dt), P)
         else:
-            s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), LAST)])
+            s = warpgroup_mma_wait(0, deps=[scores(q, _tile(ks, kslot, TILE, D), 0, LAST)])
             mbarrier.arrive(kempty.index(kslot), count=1)
             kslot, kphase = following(kslot, kphase, STAGES)
             s = _masked(s)
@@ -715,7 +708,7 @@ def _filter_half(
         once = warpgroup_mma(last, v.slice(0, LAST), once, is_async=True)
         if is_planned(MASK, DEGREE):
             # here, where products run: they are waited for at once
-            c0, c1, c2 = _coefficients(coeffs, h, POWERS, DEGREE)
+            c0, c1, c2 = coefficients(coeffs, h, POWERS, DEGREE)
         inverse = gl.convert_layout(1.0 / last_norm, O_ROWS)
         if DEGREE == 1:
             rows = row + gl.arange(0, HALF, layout=LAST_ROWS)
@@ -792,6 +785,11 @@ def _filter_half(
         tma.store_wait(0)
 
 
+@gluon.jit
+def _barriers(COUNT: gl.constexpr):
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+
+
 @gluon.jit(
     do_not_specialize=["total", "heads", "n", "blocks", "span", "mask_b"],
     do_not_specialize_on_alignment=["coeffs", "mask"],
@@ -809,37 +807,25 @@ def filter_sweep(
     a counter alone, logsumexps are as ``one_pass.py`` describes them, ``out_io`` is written and not
     ``out``, and KEEPS stores ``A·V`` too.
     """
-    dt: gl.constexpr = q_in.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    PARTS: gl.constexpr = TILE // HALF
-    qs = gl.allocate_shared_memory(dt, [2, 1, 1, HALF, D], q_in.layout)
-    # tokens that the copy engine moves at a time
-    PART: gl.constexpr = TILE if DEGREE == 1 else HALF
-    ks = gl.allocate_shared_memory(dt, [TILE // PART * STAGES, 1, 1, PART, D], k_in.layout)
-    vs = gl.allocate_shared_memory(dt, [TILE // PART * STAGES, 1, 1, PART, D], v_in.layout)
+    qs = room_of(q_in, 2)
+    # a tile is moved in as many parts
+    PARTS: gl.constexpr = 1 if DEGREE == 1 else TILE // HALF
+    ks, vs = room_of(k_in, PARTS * STAGES), room_of(v_in, PARTS * STAGES)
     if DEGREE == 1:
-        made = gl.allocate_shared_memory(dt, [4 if KEEPS else 2, 1, 1, HALF, D], out_io.layout)
+        made = room_of(out_io, 4 if KEEPS else 2)
     else:
-        us = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], u_io.layout)
-        own = gl.allocate_shared_memory(dt, [2, 1, 1, HALF, D], u_io.layout)
+        us, own = room_of(u_io, PARTS * STAGES), room_of(u_io, 2)
     NUMBERS: gl.constexpr = QUEUED * (MESSAGE if MASK == SPANS else 1)
-    numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], NUMBER)
-    qfull = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    qempty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    kfull = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    kempty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    vfull = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    vempty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], VECTOR)
+    qfull, qempty = _barriers(2), _barriers(2)
+    kfull, kempty = _barriers(STAGES), _barriers(STAGES)
+    vfull, vempty = _barriers(STAGES), _barriers(STAGES)
     passes = ()
     if DEGREE == 2:
-        ufull = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-        free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+        ufull, ready, free = _barriers(STAGES), _barriers(2), _barriers(2)
         passes = (us, ufull)
         made = (own, ready, free)
-    given = gl.allocate_shared_memory(gl.int64, [QUEUED, 1], BARRIER)
-    done = gl.allocate_shared_memory(gl.int64, [QUEUED, 1], BARRIER)
+    given, done = _barriers(QUEUED), _barriers(QUEUED)
     for w in gl.static_range(2):
         mbarrier.init(qfull.index(w), count=1)
         mbarrier.init(qempty.index(w), count=1)

@@ -44,7 +44,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gfsa.kernels import launching
-from gfsa.kernels import sweep as plan
 from gfsa.kernels.gluon_short import (
     FLAT,
     LOG2E,
@@ -55,6 +54,7 @@ from gfsa.kernels.gluon_short import (
     room_of,
     scores,
 )
+from gfsa.kernels.sweep import BLOCK, END, FIRST_TILE, LATEST, MASKED_UNTIL, NUMBERS, ORIGIN
 
 SPANS = gl.constexpr(launching.SPANS)
 # queries an item, and queries a warpgroup: the flags count by warpgroups
@@ -66,19 +66,10 @@ POLLED = gl.constexpr(32)
 
 # items that are drawn and not finished
 QUEUED = gl.constexpr(3)
-# what is sent about a block with spans, after its item's number: its plan, its sequence
-# and its head
-PLANNED = gl.constexpr(1)
-ORIGIN = gl.constexpr(1 + plan.ORIGIN.value)
-BLOCK = gl.constexpr(1 + plan.BLOCK.value)
-END = gl.constexpr(1 + plan.END.value)
-FIRST_TILE = gl.constexpr(1 + plan.FIRST_TILE.value)
-MASKED_UNTIL = gl.constexpr(1 + plan.MASKED_UNTIL.value)
-LATEST = gl.constexpr(1 + plan.LATEST.value)
-NUMBERS = gl.constexpr(plan.NUMBERS.value)
-SEQUENCE = gl.constexpr(1 + plan.NUMBERS.value)
-HEAD = gl.constexpr(2 + plan.NUMBERS.value)
-MESSAGE = gl.constexpr(3 + plan.NUMBERS.value)
+# what is sent about a block with spans, beside its item's number: its plan, then these
+SEQUENCE = gl.constexpr(NUMBERS.value)
+HEAD = gl.constexpr(NUMBERS.value + 1)
+SENT = gl.constexpr(NUMBERS.value + 2)
 
 
 @gluon.jit
@@ -154,7 +145,7 @@ def send(items, slot, WHICH: gl.constexpr, number):
     """A number beside the item that is given next, where there is room: :func:`wait_for_room`."""
     numbers, _, _ = items
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    numbers.index(WHICH * QUEUED + slot).store(gl.full([1], number, gl.int32, layout))
+    numbers.index((1 + WHICH) * QUEUED + slot).store(gl.full([1], number, gl.int32, layout))
 
 
 @gluon.jit
@@ -162,7 +153,7 @@ def received(items, slot, WHICH: gl.constexpr):
     """The number that :func:`send` left beside the item that was taken."""
     numbers, _, _ = items
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(numbers.index(WHICH * QUEUED + slot).load(layout), 0)
+    return gl.max(numbers.index((1 + WHICH) * QUEUED + slot).load(layout), 0)
 
 
 @gluon.jit
@@ -306,10 +297,10 @@ def load_tokens(
             blocks_of_slot = plan + (bh // heads * slots + slot) * 2 * NUMBERS
             # a number that is too high is given once
             for which in range(gl.where(item < total * slots, 0, 1), 2):
-                planned = blocks_of_slot + which * NUMBERS - PLANNED
+                planned = blocks_of_slot + which * NUMBERS
                 if (gl.load(planned + END) > 0) | (item >= total * slots):
                     wait_for_room(items, islot, iphase)
-                    for number in gl.static_range(PLANNED, PLANNED + NUMBERS):
+                    for number in gl.static_range(NUMBERS):
                         send(items, islot, number, gl.load(planned + number))
                     send(items, islot, SEQUENCE, bh // heads)
                     send(items, islot, HEAD, bh % heads)
@@ -815,8 +806,8 @@ def filter_sweep(
         made = room_of(out_io, 4 if KEEPS else 2)
     else:
         us, own = room_of(u_io, PARTS * STAGES), room_of(u_io, 2)
-    NUMBERS: gl.constexpr = QUEUED * (MESSAGE if MASK == SPANS else 1)
-    numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], VECTOR)
+    KEPT: gl.constexpr = QUEUED * (1 + SENT if MASK == SPANS else 1)
+    numbers = gl.allocate_shared_memory(gl.int32, [KEPT, 1], VECTOR)
     qfull, qempty = _barriers(2), _barriers(2)
     kfull, kempty = _barriers(STAGES), _barriers(STAGES)
     vfull, vempty = _barriers(STAGES), _barriers(STAGES)

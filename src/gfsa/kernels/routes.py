@@ -325,10 +325,8 @@ def refusal_by_fused(s: Situation) -> str | None:
     """Why no kernel of the library takes the call, or None if one does."""
     if s.degree not in (1, 2):
         return f"the fused kernels are for filters of degree 1 and 2, this one has {s.degree}"
-    return s.hardware.refusal or _refusal_of_tokens(s) or _refusal_of_options(s)
-
-
-def _refusal_of_tokens(s: Situation) -> str | None:
+    if s.hardware.refusal is not None:
+        return s.hardware.refusal
     if s.dtype not in (torch.bfloat16, torch.float16):
         return f"the fused kernels take bfloat16 and float16, not {s.dtype}"
     if s.dims != 4:
@@ -351,10 +349,6 @@ def _refusal_of_tokens(s: Situation) -> str | None:
             f"the fused kernels take {MOST_HEADS} heads of all sequences together, "
             f"got {s.batch * s.heads}"
         )
-    return None
-
-
-def _refusal_of_options(s: Situation) -> str | None:
     if s.exclusive and s.degree == 2:
         return "the fused kernels of degree 2 have no exclusive term"
     if s.mask == ADDITIVE:
@@ -579,7 +573,9 @@ class Kernels(NamedTuple):
     rejected: tuple[tuple[str, str], ...] = ()
 
 
-def _kernels(s: Situation) -> Kernels:
+@functools.lru_cache(maxsize=4096)
+def kernels_of(s: Situation) -> Kernels:
+    """The kernels of a call that the fused kernels take."""
     rejected: list[tuple[str, str]] = []
     for route in ROUTES:
         if s.degree not in route.degrees:
@@ -590,9 +586,6 @@ def _kernels(s: Situation) -> Kernels:
             return Kernels(route.name, gradient, tuple(rejected))
         rejected.append((route.name, refusal))
     raise AssertionError(f"no route takes {s}")
-
-
-kernels_of = functools.lru_cache(maxsize=4096)(_kernels)
 
 
 def operation_of(s: Situation) -> str:

@@ -400,11 +400,9 @@ def grad_first_pass(
 ):  # fmt: skip
     """``z = Aᵀ·g`` for BM keys, then dU, δ and the coefficients' gradients of these rows."""
     block, row, b, h, bh, mask, seed = own_rows(
-        heads, mask, mask_b, mask_h, seed_in, BM, False, False
+        heads, mask, mask_b, mask_h, seed_in, BM, False, DROPOUT
     )
     lse_in += bh.to(tl.int64) * n
-    if DROPOUT:
-        seed = tl.load(seed_in)
     j = row + tl.arange(0, BM)
     last, ranges = query_ranges(row, j, n, mask, BM, BN, CAUSAL, MASK)
     k = load_tile(k_rows, b, h // group, row, BM, D)
@@ -452,11 +450,11 @@ def grad_keys(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU`` for BM keys of one query head."""
-    _, row, b, h, bh, mask, seed = own_rows(heads, mask, mask_b, mask_h, seed_in, BM, False, False)
+    _, row, b, h, bh, mask, seed = own_rows(
+        heads, mask, mask_b, mask_h, seed_in, BM, False, DROPOUT
+    )
     lse_in += bh.to(tl.int64) * n
     delta_in += bh.to(tl.int64) * n
-    if DROPOUT:
-        seed = tl.load(seed_in)
     c0 = tl.load(coeffs + h * 3)
     c2 = tl.load(coeffs + h * 3 + 2)
     j = row + tl.arange(0, BM)
@@ -572,9 +570,7 @@ def grad_queries(
 
 # by kernel, then by the largest head dim that an entry serves
 TILES: dict[str, dict[int, Tiles]] = {
-    "attend": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3)},
-    "combine": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3)},
-    "grad_first_pass": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3)},
+    **{name: {128: Tiles(64, 64, 4, 3)} for name in ("attend", "combine", "grad_first_pass")},
     "grad_keys": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 64, 8, 2)},
     "grad_queries": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 64, 8, 2)},
 }

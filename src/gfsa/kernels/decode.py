@@ -33,6 +33,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from gfsa.kernels.launching import (
+    LOG2E,
     Direct,
     Grid,
     Kernel,
@@ -46,7 +47,6 @@ from gfsa.operators.base import PLAIN, Coefficients, value_of
 
 STEP = tl.constexpr(8)
 """Strides of the cache are multiples of it, so that a thread reads 16 bytes at once."""
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 # lengths and strides change from token to token: nothing about them is compiled in
@@ -85,7 +85,7 @@ def decode_token(
     inside = column < D
     new = tl.load(length).to(tl.int32) - 1 if ON_DEVICE else last
     q = tl.load(q_in + b * q_b + h * q_h + column, mask=inside, other=0.0).to(tl.float32)
-    q = q * (scale * LOG2_E)
+    q = q * (scale * LOG2E)
     k_in += (b * k_b + (h // group) * k_h) * STEP
     v_in += (b * v_b + (h // group) * v_h) * STEP
     u_rows += (b * u_b + h * u_h) * STEP
@@ -187,7 +187,7 @@ def _finite(top):
 
 
 @triton.jit
-def _together(weight, u, w, total, own, DEGREE: tl.constexpr):
+def _together(weight, u, w, total, own, DEGREE):
     """Sums over the first axis, each entry weighted; with degree 1 of u and total alone."""
     if DEGREE == 2:
         # two sums per reduction: half as many barriers between the warps
@@ -200,10 +200,7 @@ def _together(weight, u, w, total, own, DEGREE: tl.constexpr):
 
 
 @triton.jit
-def _finish(
-    u, w, total, own, v, c, y_out, u_out, D: tl.constexpr, WIDTH: tl.constexpr,
-    DEGREE: tl.constexpr, EXCLUSIVE: tl.constexpr,
-):  # fmt: skip
+def _finish(u, w, total, own, v, c, y_out, u_out, D, WIDTH, DEGREE, EXCLUSIVE):
     """``u = Σ p·v`` and ``y = c0·v + c1·u + c2·(w + p_new·u)`` from plain sums of weights."""
     column = tl.arange(0, WIDTH)
     inside = column < D
@@ -236,10 +233,7 @@ def _finish(
 
 
 @triton.jit
-def _coefficients(
-    theta, base, basis, h, LEARNED: tl.constexpr, BY_HEAD: tl.constexpr, DEGREE: tl.constexpr,
-    EXCLUSIVE: tl.constexpr,
-):  # fmt: skip
+def _coefficients(theta, base, basis, h, LEARNED, BY_HEAD, DEGREE, EXCLUSIVE):
     """``c = base + θ·basis`` of one head: c0, c1 …, the share, then a zero if there is room.
 
     Args:
@@ -365,17 +359,14 @@ def numbers_of(
     return None, value_of(coeffs).float().expand(heads, -1).contiguous(), None
 
 
-class Ready(NamedTuple):
-    """The kernel for tensors of one shape and layout: all but addresses."""
+def launch_for(
+    token: Token, scale: float, exclusive: bool = False
+) -> tuple[Launch, tuple[Any, ...], int]:
+    """The launch for tensors of such shapes and layouts, its numbers, and how many sums it needs.
 
-    launch: Launch
-    numbers: tuple[Any, ...]
-    sums: int
-    """Numbers by which the programs that share a head exchange their sums; 0 for one program."""
-
-
-def ready_for(token: Token, scale: float, exclusive: bool = False) -> Ready:
-    """How to launch the kernel on such tensors."""
+    These are the numbers by which the programs that share a head exchange their sums; 0 for one
+    program.
+    """
     q, k, v, u, theta, base, basis, mask, length = token
     batch, heads, _, head_dim = q.shape
     _, groups, rows, _ = k.shape
@@ -407,13 +398,13 @@ def ready_for(token: Token, scale: float, exclusive: bool = False) -> Ready:
     launch = _launch((batch * heads, splits, 1), variant, constants, warps)
     # of each program: u and with degree 2 w, the largest score and as many sums of weights
     part = degree * width + 1 + degree
-    return Ready(launch, numbers, batch * heads * splits * part if splits > 1 else 0)
+    return launch, numbers, batch * heads * splits * part if splits > 1 else 0
 
 
 def _run(
     token: Token, counters: Tensor | None, scale: float, exclusive: bool, keep_room: bool = True
 ) -> Tensor:
-    launch, numbers, count = ready_for(token, scale, exclusive)
+    launch, numbers, count = launch_for(token, scale, exclusive)
     q, k, v, u, theta, base, basis, mask, length = token
     y = q.new_empty(q.shape)
     room = q, q
@@ -539,7 +530,7 @@ class PreparedToken:
         # of one GPU it needs not be asked whether it is the current one
         self.is_only_gpu = torch.cuda.device_count() <= 1
         # by the strides of u, which has free rows or none; a filter of degree 1 has no u
-        self.ready: dict[tuple[int, ...] | None, tuple[Direct, Ready]] = {}
+        self.ready: dict[tuple[int, ...] | None, tuple[Direct, tuple[Any, ...], int]] = {}
 
     def __call__(
         self,
@@ -557,15 +548,16 @@ class PreparedToken:
         layout = None if u is None else u.stride()
         found = self.ready.get(layout)
         if found is None:
-            ready = ready_for(Token(q, k, v, u, *coeffs[:3], mask, length), scale)
-            direct = ready.launch.direct.get(())
+            token = Token(q, k, v, u, *coeffs[:3], mask, length)
+            launch, numbers, count = launch_for(token, scale)
+            direct = launch.direct.get(())
             # otherwise its code is not compiled yet
             if isinstance(direct, Direct):
-                found = self.ready[layout] = direct, ready
+                found = self.ready[layout] = direct, numbers, count
         # a captured graph has room of its own
-        if found is None or (found[1].sums and torch.cuda.is_current_stream_capturing()):
+        if found is None or (found[2] and torch.cuda.is_current_stream_capturing()):
             return decode(q, k, v, u, coeffs, mask, length, scale, counters)
-        direct, (_, numbers, count) = found
+        direct, numbers, count = found
         theta, base, basis, _ = coeffs
         q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
         u_at = v_at if u is None else u.data_ptr()

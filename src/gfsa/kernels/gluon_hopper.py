@@ -57,13 +57,13 @@ JIT_OPTIONS = {
 
 
 @gluon.jit
-def vector_of(room, LENGTH: gl.constexpr, LAYOUT: gl.constexpr):
+def vector_of(room, LENGTH, LAYOUT):
     """A number for each column of a product."""
     return room._reinterpret(gl.float32, [LENGTH], VECTOR).load(gl.SliceLayout(0, LAYOUT))
 
 
 @gluon.jit
-def scores(x, y, total, ADD: gl.constexpr, D: gl.constexpr, USED: gl.constexpr):
+def scores(x, y, total, ADD, D, USED):
     """Begin ``x·yᵀ``, added to ``total`` or not, over the first USED of D features.
 
     That is one product, or two if not all features are used.
@@ -79,7 +79,7 @@ def scores(x, y, total, ADD: gl.constexpr, D: gl.constexpr, USED: gl.constexpr):
 
 
 @gluon.jit
-def place(heads, BM: gl.constexpr, LAST_FIRST: gl.constexpr):
+def place(heads, BM, LAST_FIRST):
     """A program's ``(first row, sequence, head, head of all sequences, block, blocks, heads)``.
 
     The last two count the blocks of a head, and the heads of all sequences.
@@ -110,7 +110,7 @@ def bytes_of(tensors):
 
 
 @gluon.jit
-def load(tensors, rooms, OF_KEYS: gl.constexpr, bars, b, h, group, row, step, pred):
+def load(tensors, rooms, OF_KEYS, bars, b, h, group, row, step, pred):
     """Begin to load a tile of each tensor, from token ``row`` on.
 
     Args:
@@ -139,9 +139,7 @@ def load(tensors, rooms, OF_KEYS: gl.constexpr, bars, b, h, group, row, step, pr
 
 
 @gluon.jit
-def load_next(
-    tensors, rooms, OF_KEYS: gl.constexpr, bars, b, h, group, col, BN: gl.constexpr, step, steps
-):  # fmt: skip
+def load_next(tensors, rooms, OF_KEYS, bars, b, h, group, col, BN, step, steps):
     """Begin to load the tiles of the step after ``step``, while products of ``step`` run."""
     # all warps are done with the step before
     gl.thread_barrier()
@@ -151,7 +149,7 @@ def load_next(
 
 
 @gluon.jit
-def store(x, room, tensor, b, h, row, ROWS: gl.constexpr, D: gl.constexpr):
+def store(x, room, tensor, b, h, row, ROWS, D):
     """Begin to store a tile, in 16 bits, by way of shared memory."""
     tile_of(room, ROWS, D).store(x.to(tensor.dtype))
     fence_async_shared()
@@ -160,10 +158,7 @@ def store(x, room, tensor, b, h, row, ROWS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def queries_of_keys(
-    mask, b, row, n, mask_b, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
-    MASK: gl.constexpr,
-):  # fmt: skip
+def queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK):
     """Which queries see the BM keys from ``row`` on.
 
     Returns:
@@ -191,7 +186,7 @@ def shown_keys(mask, b, h, j, n, mask_b, mask_h, mask_j):
 
 
 @gluon.jit
-def hide_queries(p, row, col, spans, earliest, n, CAUSAL: gl.constexpr, MASK: gl.constexpr):
+def hide_queries(p, row, col, spans, earliest, n, CAUSAL, MASK):
     """``Aᵀ`` of keys from ``row`` on and queries from ``col`` on, zero where a key is not seen.
 
     Args:
@@ -217,10 +212,7 @@ def hide_queries(p, row, col, spans, earliest, n, CAUSAL: gl.constexpr, MASK: gl
 
 
 @gluon.jit
-def keys_of_queries(
-    mask, b, row, n, mask_b, LAYOUT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    CAUSAL: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
+def keys_of_queries(mask, b, row, n, mask_b, LAYOUT, BM, BN, CAUSAL, MASK):
     """Which keys the BM queries from ``row`` on see.
 
     Returns:
@@ -243,7 +235,7 @@ def keys_of_queries(
 
 
 @gluon.jit
-def hide_keys(p, i, row, col, first, latest, shown, n, CAUSAL: gl.constexpr, MASK: gl.constexpr):
+def hide_keys(p, i, row, col, first, latest, shown, n, CAUSAL, MASK):
     """``A`` of queries ``i`` from ``row`` on and keys from ``col`` on, zero where none is seen.
 
     Args:
@@ -294,7 +286,7 @@ def query_layout(warps, features):
 
 
 @gluon.jit
-def places(ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+def places(ROWS, D, LAYOUT):
     """Where the numbers of a tile lie: four of a thread next to each other, then the next thread's.
 
     That is the order in which a product leaves them in registers, so that they do not go through
@@ -307,7 +299,7 @@ def places(ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def add(x, at, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+def add(x, at, ROWS, D, LAYOUT):
     """Add a tile to the one that begins at ``at``."""
     gl.inline_asm_elementwise(
         _ADD, "=r,f,f,f,f,r,r,r,r,l,l,l,l", [x, places(ROWS, D, LAYOUT), at.to(gl.int64)],
@@ -316,7 +308,7 @@ def add(x, at, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def get(at, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+def get(at, ROWS, D, LAYOUT):
     """The tile that begins at ``at``."""
     return gl.inline_asm_elementwise(
         _GET, "=f,=f,=f,=f,r,r,r,r,l,l,l,l", [places(ROWS, D, LAYOUT), at.to(gl.int64)],

@@ -8,6 +8,8 @@ is worked on, the next one's tokens are on their way.
 **Gradient**, with the formulas of ``two_pass.py``. A warp owns keys: ``Pᵀ`` stays in registers as
 16-bit numbers from the first product to ``dSᵀ``, so that the whole gradient takes seven matrix
 products.
+
+Names in capitals are known when a kernel is compiled, here and in all files of kernels.
 """
 
 # ruff: noqa: RUF005, SIM102, SIM113 - Gluon compiles a subset of Python
@@ -58,7 +60,7 @@ def chunk_width(chunk, full_chunks, width, tail):
 
 
 @gluon.jit
-def tile_of(room, ROWS: gl.constexpr, D: gl.constexpr):
+def tile_of(room, ROWS, D):
     """Shared memory of one tile as a matrix."""
     return room._reinterpret(room.dtype, [ROWS, D], FLAT)
 
@@ -69,21 +71,21 @@ def _shape_of(tensor, count):
 
 
 @gluon.jit
-def room_of(tensor, COUNT: gl.constexpr = 0):
+def room_of(tensor, COUNT=0):
     """Shared memory for a tile of a tensor, or for a ring of COUNT tiles."""
     SHAPE: gl.constexpr = _shape_of(tensor, COUNT)
     return gl.allocate_shared_memory(tensor.dtype, SHAPE, tensor.layout)
 
 
 @gluon.jit
-def coefficients(coeffs, h, POWERS: gl.constexpr, DEGREE: gl.constexpr):
+def coefficients(coeffs, h, POWERS, DEGREE):
     """c0, c1 and, with degree 2, c2."""
     at = coeffs + h * POWERS
     return gl.load(at), gl.load(at + 1), gl.load(at + DEGREE)
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr):
+def barriers(COUNT):
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for x in gl.static_range(COUNT):
         mbarrier.init(bars.index(x), count=1)
@@ -93,7 +95,7 @@ def barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def scores(x, y, START: gl.constexpr, WIDTH: gl.constexpr):
+def scores(x, y, START, WIDTH):
     """Begin ``x·yᵀ`` for WIDTH rows of ``y``."""
     LAYOUT: gl.constexpr = product_layout(gl.num_warps(), WIDTH)
     zero = gl.full([x.shape[0], WIDTH], 0.0, gl.float32, LAYOUT)
@@ -102,13 +104,13 @@ def scores(x, y, START: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def more_scores(x, y, total, START: gl.constexpr, WIDTH: gl.constexpr):
+def more_scores(x, y, total, START, WIDTH):
     """Begin ``total + x·yᵀ`` for WIDTH rows of ``y``."""
     return warpgroup_mma(x, y.slice(START, WIDTH).permute((1, 0)), total, is_async=True)
 
 
 @gluon.jit
-def add_product(p, x, total, START: gl.constexpr, WIDTH: gl.constexpr):
+def add_product(p, x, total, START, WIDTH):
     """Begin ``total + p·x`` for WIDTH rows of ``x``; the first chunk starts from zero."""
     return warpgroup_mma(p, x.slice(START, WIDTH), total, use_acc=START > 0, is_async=True)
 
@@ -181,10 +183,7 @@ def _dropping(dt, keys_first, signed):
 
 
 @gluon.jit
-def drop(
-    p, row, half_column, n, seed, stream, threshold, dt: gl.constexpr,
-    KEYS_FIRST: gl.constexpr, SIGNED: gl.constexpr,
-):  # fmt: skip
+def drop(p, row, half_column, n, seed, stream, threshold, dt, KEYS_FIRST, SIGNED):
     """A chunk of the map in 16 bits, what dropout takes away zero, or negative if ``SIGNED``.
 
     Entries survive that do in ``two_pass.py``: a function of the entry and the seed alone.
@@ -209,7 +208,7 @@ def drop(
 
 
 @gluon.jit
-def _dropout(dropout_p, seed_in, DROPOUT: gl.constexpr):
+def _dropout(dropout_p, seed_in, DROPOUT):
     """What entries are multiplied by that stay, how many of 65,536 numbers drop one, and the seed.
 
     An entry draws one of the numbers 0 … 65535.
@@ -275,10 +274,7 @@ def _load(tensor, item, heads, group, barrier, room, pred):
 
 
 @gluon.jit
-def _hide(
-    s, n, mask, mask_i, mask_j, START: gl.constexpr, WIDTH: gl.constexpr, EDGE: gl.constexpr,
-    CAUSAL: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
+def _hide(s, n, mask, mask_i, mask_j, START, WIDTH, EDGE, CAUSAL, MASK):
     """A chunk of scores with −inf where a query does not see a key."""
     LAYOUT: gl.constexpr = product_layout(gl.num_warps(), WIDTH)
     j = START + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))[None, :]
@@ -289,9 +285,7 @@ def _hide(
 
 
 @gluon.jit
-def _of_seen(
-    x, hidden, i, j, n, mask, mask_i, mask_j, CAUSAL: gl.constexpr, MASK: gl.constexpr
-):  # fmt: skip
+def _of_seen(x, hidden, i, j, n, mask, mask_i, mask_j, CAUSAL, MASK):
     """``x`` of queries ``i`` and keys ``j``, a row and a column, ``hidden`` where none is seen."""
     if CAUSAL:
         x = gl.where(i >= j, x, hidden)
@@ -305,16 +299,13 @@ def _of_seen(
 
 
 @gluon.jit
-def _exponentials(s, shift, sc, WIDTH: gl.constexpr):
+def _exponentials(s, shift, sc, WIDTH):
     LAYOUT: gl.constexpr = product_layout(gl.num_warps(), WIDTH)
     return gl.exp2(s * sc - gl.convert_layout(shift, gl.SliceLayout(1, LAYOUT))[:, None])
 
 
 @gluon.jit
-def _operand(
-    p, n, seed, bh, dropped, dt: gl.constexpr, PL: gl.constexpr, START: gl.constexpr,
-    WIDTH: gl.constexpr, DROPOUT: gl.constexpr,
-):  # fmt: skip
+def _operand(p, n, seed, bh, dropped, dt, PL, START, WIDTH, DROPOUT):
     """What of a chunk dropout leaves, in 16 bits and in place for a product."""
     if DROPOUT:
         LAYOUT: gl.constexpr = product_layout(gl.num_warps(), WIDTH)
@@ -469,7 +460,7 @@ def filter_short(
 
 
 @gluon.jit
-def _kept(p, DROPOUT: gl.constexpr):
+def _kept(p, DROPOUT):
     """``A`` from a signed ``P``: entries that dropout took away carry a minus sign."""
     if DROPOUT:
         return positive(p)
@@ -478,9 +469,8 @@ def _kept(p, DROPOUT: gl.constexpr):
 
 @gluon.jit
 def _probabilities(
-    s, lss, mask, seed, bh, n, sc, mask_i, mask_j, dropped, dt: gl.constexpr, PL: gl.constexpr,
-    START: gl.constexpr, WIDTH: gl.constexpr,
-    EVEN: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr, DROPOUT: gl.constexpr,
+    s, lss, mask, seed, bh, n, sc, mask_i, mask_j, dropped, dt, PL, START, WIDTH, EVEN, CAUSAL,
+    MASK, DROPOUT,
 ):  # fmt: skip
     """``Pᵀ`` for a chunk of queries, with a minus sign where dropout takes an entry away."""
     LAYOUT: gl.constexpr = product_layout(gl.num_warps(), WIDTH)
@@ -501,10 +491,7 @@ def _probabilities(
 
 
 @gluon.jit
-def _score_gradient(
-    a, p, dls, keep_p, dt: gl.constexpr, PL: gl.constexpr,
-    START: gl.constexpr, WIDTH: gl.constexpr, DROPOUT: gl.constexpr,
-):  # fmt: skip
+def _score_gradient(a, p, dls, keep_p, dt, PL, START, WIDTH, DROPOUT):
     """``dSᵀ = P∘(dA − δ)`` for a chunk of queries."""
     LAYOUT: gl.constexpr = product_layout(gl.num_warps(), WIDTH)
     delta = dls.slice(START, WIDTH).load(gl.SliceLayout(0, LAYOUT))

@@ -93,17 +93,24 @@ def is_planned(mask, degree):
 
 
 @gluon.jit
-def slots_of(blocks, MASK: gl.constexpr, DEGREE: gl.constexpr):
+def slots_of(blocks, MASK, DEGREE):
     """How many items a head has: its blocks or the slots of its plan."""
     return blocks + (1 if is_planned(MASK, DEGREE) else 0)
 
 
 @gluon.jit
-def following(slot, phase, SLOTS: gl.constexpr):
+def following(slot, phase, SLOTS):
     """The next slot of a ring, and the phase of its barriers."""
     slot = slot + 1
     wraps = slot == SLOTS
     return gl.where(wraps, 0, slot), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def released(empty, slot, phase, SLOTS):
+    """Give a slot of a ring back; as :func:`following`."""
+    mbarrier.arrive(empty.index(slot), count=1)
+    return following(slot, phase, SLOTS)
 
 
 @gluon.jit
@@ -141,7 +148,7 @@ def give(items, item, slot, phase):
 
 
 @gluon.jit
-def send(items, slot, WHICH: gl.constexpr, number):
+def send(items, slot, WHICH, number):
     """A number beside the item that is given next, where there is room: :func:`wait_for_room`."""
     numbers, _, _ = items
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -149,7 +156,7 @@ def send(items, slot, WHICH: gl.constexpr, number):
 
 
 @gluon.jit
-def received(items, slot, WHICH: gl.constexpr):
+def received(items, slot, WHICH):
     """The number that :func:`send` left beside the item that was taken."""
     numbers, _, _ = items
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -157,9 +164,7 @@ def received(items, slot, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def place_of(
-    item, items, slot, total, heads, blocks, span, MASK: gl.constexpr, DEGREE: gl.constexpr
-):
+def place_of(item, items, slot, total, heads, blocks, span, MASK, DEGREE):
     """``(head of all sequences, sequence, head, block, origin)`` of an item."""
     if is_planned(MASK, DEGREE):
         b = received(items, slot, SEQUENCE)
@@ -233,7 +238,7 @@ def publish(flag):
 
 
 @gluon.jit
-def _load(tensor, b, h, row, barrier, room, slot, TOKENS: gl.constexpr, D: gl.constexpr):
+def _load(tensor, b, h, row, barrier, room, slot, TOKENS, D):
     """TOKENS from ``row`` on, as many at a time as the room's parts have."""
     PART: gl.constexpr = room.shape[3]
     PARTS: gl.constexpr = TOKENS // PART
@@ -245,7 +250,7 @@ def _load(tensor, b, h, row, barrier, room, slot, TOKENS: gl.constexpr, D: gl.co
 
 
 @gluon.jit
-def _seen(spans, row, n, TILE: gl.constexpr):
+def _seen(spans, row, n, TILE):
     """``(first tile, masked until, latest first key)`` of the warpgroup whose queries begin at row.
 
     As in ``sweep.py``: first keys do not decrease from query to query. Tiles are masked that begin
@@ -262,7 +267,7 @@ def _seen(spans, row, n, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _send_seen(items, slot, spans, row, n, TILE: gl.constexpr):
+def _send_seen(items, slot, spans, row, n, TILE):
     """Send what a block's two warpgroups see; returns its first tile."""
     # all is loaded before anything is sent, so that loads wait for each other least
     first, until, latest = _seen(spans, row, n, TILE)
@@ -279,10 +284,8 @@ def _send_seen(items, slot, spans, row, n, TILE: gl.constexpr):
 
 @gluon.jit
 def load_tokens(
-    q_in, k_in, v_in, queries, keys, values, items, counter, plan, mask,
-    total, heads, group, n, blocks, span, mask_b,
-    TILE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
-    DEGREE: gl.constexpr,
+    q_in, k_in, v_in, queries, keys, values, items, counter, plan, mask, total, heads, group, n,
+    blocks, span, mask_b, TILE, STAGES, D, MASK, DEGREE,
 ):  # fmt: skip
     """Draw items, and load their queries and the keys and values that they see."""
     ring = (0, 1, 1)
@@ -339,8 +342,8 @@ def load_tokens(
 
 @gluon.jit
 def _load_item(
-    q_in, k_in, v_in, queries, keys, values, bh, origin, block, begin, heads, group, ring,
-    TILE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DEGREE: gl.constexpr,
+    q_in, k_in, v_in, queries, keys, values, bh, origin, block, begin, heads, group, ring, TILE,
+    STAGES, D, DEGREE,
 ):  # fmt: skip
     """Load what one item sees; ``ring`` are the next slot, its phase and that of the queries."""
     qs, qfull, qempty = queries
@@ -376,8 +379,7 @@ def _load_item(
 
 @gluon.jit
 def load_passes(
-    u_io, passes, vempty, flags, items, total, heads, blocks, span,
-    TILE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
+    u_io, passes, vempty, flags, items, total, heads, blocks, span, TILE, STAGES, D, MASK
 ):  # fmt: skip
     """Load the U of earlier blocks as soon as it is there, into slots beside the values."""
     us, ufull = passes
@@ -409,7 +411,7 @@ def load_passes(
 
 
 @gluon.jit
-def store_passes(u_io, made, flags, items, total, heads, blocks, span, MASK: gl.constexpr):
+def store_passes(u_io, made, flags, items, total, heads, blocks, span, MASK):
     """Store each half block's U, then set its flag.
 
     With spans, a half block that is cut short is stored by its warpgroup; no other block needs it.
@@ -439,7 +441,7 @@ def store_passes(u_io, made, flags, items, total, heads, blocks, span, MASK: gl.
 
 
 @gluon.jit
-def _store_half(u_io, own, flag, b, h, row, half: gl.constexpr):
+def _store_half(u_io, own, flag, b, h, row, half):
     tma.async_copy_shared_to_global(u_io, [b, h, row, 0], own.index(half))
     publish(flag)
 
@@ -453,7 +455,7 @@ UNSEEN = gl.constexpr(-1e30)
 
 
 @gluon.jit
-def _tile(room, slot, TOKENS: gl.constexpr, D: gl.constexpr):
+def _tile(room, slot, TOKENS, D):
     """A tile for a matrix product; tiles of fewer tokens lie together where D is 64."""
     gl.static_assert(room.shape[3] == TOKENS or D == 64)
     slots: gl.constexpr = room.shape[0] * room.shape[3] // TOKENS
@@ -471,7 +473,7 @@ def _masked(s):
 
 
 @gluon.jit
-def _first_keys(spans, origin, row, end, KEYS: gl.constexpr):
+def _first_keys(spans, origin, row, end, KEYS):
     """The first key of each of a warpgroup's queries from the origin, for scores of KEYS keys."""
     i = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, product_layout(4, KEYS)))
     return gl.load(spans + origin + i, mask=i < end, other=0) - origin
@@ -486,26 +488,21 @@ def _unhidden(s, first, col):
 
 
 @gluon.jit
-def _pass_over(
-    keys, values, passes, kslot, kphase, vslot, vphase, STAGES: gl.constexpr,
-    DEGREE: gl.constexpr,
-):  # fmt: skip
+def _pass_over(keys, values, passes, kslot, kphase, vslot, vphase, STAGES, DEGREE):
     """Release a tile that the other warpgroup alone sees."""
     _, kfull, kempty = keys
     _, vfull, vempty = values
     mbarrier.wait(kfull.index(kslot), kphase)
-    mbarrier.arrive(kempty.index(kslot), count=1)
-    kslot, kphase = following(kslot, kphase, STAGES)
+    kslot, kphase = released(kempty, kslot, kphase, STAGES)
     mbarrier.wait(vfull.index(vslot), vphase)
     if DEGREE == 2:
         mbarrier.wait(passes[1].index(vslot), vphase)
-    mbarrier.arrive(vempty.index(vslot), count=1)
-    vslot, vphase = following(vslot, vphase, STAGES)
+    vslot, vphase = released(vempty, vslot, vphase, STAGES)
     return kslot, kphase, vslot, vphase
 
 
 @gluon.jit
-def _first_softmax(s, sc, MASK: gl.constexpr):
+def _first_softmax(s, sc, MASK):
     top = gl.max(s, 1) * sc
     if MASK == SPANS:
         top = gl.maximum(top, UNSEEN)
@@ -522,7 +519,7 @@ def _softmax(s, top, norm, sc):
 
 
 @gluon.jit
-def _shrunk(x, shrink, LAYOUT: gl.constexpr):
+def _shrunk(x, shrink, LAYOUT):
     return x * gl.convert_layout(shrink, gl.SliceLayout(1, LAYOUT))[:, None]
 
 
@@ -538,11 +535,9 @@ def _store_rows(out, x, b, h, origin, row, end, out_b, out_h, out_i):
 
 @gluon.jit
 def _filter_half(
-    queries, keys, values, passes, made, items, u_io, out_io, out, u_out, lse_out, coeffs,
-    mask, total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
-    W: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
-    MASK: gl.constexpr, DEGREE: gl.constexpr, POWERS: gl.constexpr, KEEPS: gl.constexpr,
-    EXCLUSIVE: gl.constexpr,
+    queries, keys, values, passes, made, items, u_io, out_io, out, u_out, lse_out, coeffs, mask,
+    total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b, W, TILE, STAGES, D, MASK,
+    DEGREE, POWERS, KEEPS, EXCLUSIVE,
 ):  # fmt: skip
     """Warpgroup W's queries of each item: the first or the second 64."""
     qs, qfull, qempty = queries
@@ -603,8 +598,7 @@ def _filter_half(
         mbarrier.wait(kfull.index(kslot), kphase)
         if full > 0:
             s = warpgroup_mma_wait(0, deps=[scores(q, _tile(ks, kslot, TILE, D), 0, TILE)])
-            mbarrier.arrive(kempty.index(kslot), count=1)
-            kslot, kphase = following(kslot, kphase, STAGES)
+            kslot, kphase = released(kempty, kslot, kphase, STAGES)
             if MASK == SPANS:
                 if begin * TILE < masked_until:
                     first = _first_keys(spans, origin, row, end, TILE)
@@ -620,8 +614,7 @@ def _filter_half(
                     mbarrier.wait(ufull.index(vslot), vphase)
                     twice = warpgroup_mma(a, _tile(us, vslot, TILE, D), twice, is_async=True)
                 s = warpgroup_mma_wait(DEGREE, deps=[s])
-                mbarrier.arrive(kempty.index(kslot), count=1)
-                kslot, kphase = following(kslot, kphase, STAGES)
+                kslot, kphase = released(kempty, kslot, kphase, STAGES)
                 if MASK == SPANS:
                     if (begin + step) * TILE < masked_until:
                         first = _first_keys(spans, origin, row, end, TILE)
@@ -635,8 +628,7 @@ def _filter_half(
                     once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
                 else:
                     once, a = warpgroup_mma_wait(0, deps=[once, a])
-                mbarrier.arrive(vempty.index(vslot), count=1)
-                vslot, vphase = following(vslot, vphase, STAGES)
+                vslot, vphase = released(vempty, vslot, vphase, STAGES)
                 once = _shrunk(once, shrink, O)
                 if DEGREE == 2:
                     twice = _shrunk(twice, shrink, O)
@@ -645,8 +637,7 @@ def _filter_half(
             mbarrier.wait(vfull.index(vslot), vphase)
             once = warpgroup_mma(a, _tile(vs, vslot, TILE, D), once, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s])
-            mbarrier.arrive(kempty.index(kslot), count=1)
-            kslot, kphase = following(kslot, kphase, STAGES)
+            kslot, kphase = released(kempty, kslot, kphase, STAGES)
             s = _masked(s)
             if MASK == SPANS:
                 if latest >= diagonal:
@@ -663,8 +654,7 @@ def _filter_half(
             )
             if DEGREE == 1:
                 once, a = warpgroup_mma_wait(0, deps=[once, a])
-                mbarrier.arrive(vempty.index(vslot), count=1)
-                vslot, vphase = following(vslot, vphase, STAGES)
+                vslot, vphase = released(vempty, vslot, vphase, STAGES)
                 once = _shrunk(once, shrink, O)
             else:
                 if MORE == 0:
@@ -684,8 +674,7 @@ def _filter_half(
             last = gl.convert_layout(p.to(dt), P)
         else:
             s = warpgroup_mma_wait(0, deps=[scores(q, _tile(ks, kslot, TILE, D), 0, LAST)])
-            mbarrier.arrive(kempty.index(kslot), count=1)
-            kslot, kphase = following(kslot, kphase, STAGES)
+            kslot, kphase = released(kempty, kslot, kphase, STAGES)
             s = _masked(s)
             if MASK == SPANS:
                 if latest > diagonal:
@@ -763,8 +752,7 @@ def _filter_half(
                 # phases
                 mbarrier.wait(ufull.index(vslot), vphase)
         # only now: loads of v that are on their way do not hold the copy engine back
-        mbarrier.arrive(vempty.index(vslot), count=1)
-        vslot, vphase = following(vslot, vphase, STAGES)
+        vslot, vphase = released(vempty, vslot, vphase, STAGES)
         if W == 0 and PARTS == 1:
             # the tile that the second warpgroup alone sees
             kslot, kphase, vslot, vphase = _pass_over(
@@ -777,7 +765,7 @@ def _filter_half(
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr):
+def _barriers(COUNT):
     return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
 
 

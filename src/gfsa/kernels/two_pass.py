@@ -20,7 +20,8 @@ partial sums, one a block, to be added up in float32.
 Tensors come as descriptors over ``(B, H, N, D)`` with any strides, read and written by the copy
 engine: rows beyond N and columns beyond D read as zero and are not written. Under causality the
 loop over keys ends at the diagonal. With spans (documents, windows) it also begins at the first key
-that the block's first query sees, so hidden tiles cost nothing.
+that the block's first query sees, so hidden tiles cost nothing. Names in capitals are known when
+a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def masked_tile(col, clear, stop):
 
 
 @triton.jit
-def allowed(i, j, n, masks, first, last, CAUSAL: tl.constexpr, MASK: tl.constexpr):
+def allowed(i, j, n, masks, first, last, CAUSAL, MASK):
     """Whether query ``i`` sees key ``j``; the two indices broadcast, in either orientation.
 
     With spans, the kernel passes what it knows of the rows it owns: ``first``, the first key of
@@ -98,10 +99,7 @@ def allowed(i, j, n, masks, first, last, CAUSAL: tl.constexpr, MASK: tl.constexp
 
 
 @triton.jit
-def probabilities(
-    s, lse, i, j, n, masks, first, last, scale,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def probabilities(s, lse, i, j, n, masks, first, last, scale, CAUSAL, MASK, MASKED):
     """``A = exp(scale·S − LSE)`` of one tile, zero where a query does not see a key."""
     if MASKED:
         keep = allowed(i, j, n, masks, first, last, CAUSAL, MASK)
@@ -137,10 +135,7 @@ def survives(i, j, half_i, half_j, n, stream, drawn):
 
 
 @triton.jit
-def own_rows(
-    heads, mask, mask_b, mask_h, seed_in,
-    BM: tl.constexpr, LAST_FIRST: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
+def own_rows(heads, mask, mask_b, mask_h, seed_in, BM, LAST_FIRST, DROPOUT):
     """``(block, row, sequence, head, head of all sequences)``, then the head's mask and the seed.
 
     Args:
@@ -161,10 +156,7 @@ def own_rows(
 
 
 @triton.jit
-def key_ranges(
-    row, i, n, spans,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+def key_ranges(row, i, n, spans, BM, BN, CAUSAL, MASK):
     """First keys of the queries ``i``, with spans alone; then ``(clear, stop, start, end)``.
 
     The queries see the keys ``clear … stop`` in full; ``start … end`` are to be masked. With spans
@@ -303,8 +295,7 @@ def combine(
 @triton.jit
 def _over_keys(
     acc, q, g, du, lse, delta, k_cols, v_cols, u_cols, first, place, rows, ranges, scale, masks,
-    drawn, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, GRADIENT: tl.constexpr,
+    drawn, D, BN, STAGES, CAUSAL, MASK, DROPOUT, GRADIENT,
 ):  # fmt: skip
     """``acc + A·U`` of a block of queries; GRADIENT: ``acc + dS·K``."""
     b, h, key_head, bh, n = place
@@ -354,10 +345,7 @@ def _over_keys(
 
 
 @triton.jit
-def query_ranges(
-    row, j, n, spans,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+def query_ranges(row, j, n, spans, BM, BN, CAUSAL, MASK):
     """Last queries of the keys ``j``, with spans alone; then ``(clear, stop, start, end)``.
 
     As :func:`key_ranges`: the queries ``clear … stop`` see the whole block of keys, but none of
@@ -481,8 +469,7 @@ def grad_keys(
 @triton.jit
 def _over_queries(
     dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, last, place, rows, ranges, scale,
-    masks, drawn, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, SCORES: tl.constexpr,
+    masks, drawn, D, BN, STAGES, CAUSAL, MASK, DROPOUT, SCORES,
 ):  # fmt: skip
     """``dv + Aᵀ·dU`` of a block of keys and, with the gradient of SCORES, ``dk + dSᵀ·Q``."""
     b, h, bh, n = place

@@ -341,10 +341,9 @@ def grad_first_pass(
     USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``z = Aᵀ·g`` for BM keys, then dU, δ and the coefficients' gradients of these rows."""
-    W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_cols.dtype
-    SL: gl.constexpr = product_layout(W, BN)
-    AL: gl.constexpr = product_layout(W, D)
+    SL: gl.constexpr = product_layout(gl.num_warps(), BN)
+    AL: gl.constexpr = product_layout(gl.num_warps(), D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     gl.static_assert(BM == BN or BM == 2 * BN)
     ks, qs = room_of(k_rows), room_of(q_cols, 2)
@@ -436,16 +435,15 @@ def grad_keys(
         WITH_QUERIES: whether dQ is added up in them. Then all keys of a block take part, but for
             those that a causal mask hides.
     """
-    W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_cols.dtype
-    SL: gl.constexpr = product_layout(W, BN)
-    AL: gl.constexpr = product_layout(W, D)
+    SL: gl.constexpr = product_layout(gl.num_warps(), BN)
+    AL: gl.constexpr = product_layout(gl.num_warps(), D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     ks, vs, us = room_of(k_rows), room_of(v_rows), room_of(u_rows)
     qs, gs, dus = room_of(q_cols, 2), room_of(g_cols, 2), room_of(du_cols, 2)
     lss, dls = room_of(lse_cols, 2), room_of(delta_cols, 2)
     if WITH_QUERIES:
-        QL: gl.constexpr = query_layout(W, D)
+        QL: gl.constexpr = query_layout(gl.num_warps(), D)
         dss = gl.allocate_shared_memory(dt, [BM, BN], FLAT)
         zero_q = gl.full([BN, D], 0.0, gl.float32, QL)
     bars = barriers(3)
@@ -524,10 +522,9 @@ def grad_queries(
     USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``dQ = dS·K·scale`` for BM queries."""
-    W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_rows.dtype
-    SL: gl.constexpr = product_layout(W, BN)
-    AL: gl.constexpr = product_layout(W, D)
+    SL: gl.constexpr = product_layout(gl.num_warps(), BN)
+    AL: gl.constexpr = product_layout(gl.num_warps(), D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SL)
     qs, gs, dus = room_of(q_rows), room_of(g_rows), room_of(du_rows)
@@ -595,10 +592,9 @@ def grad_queries_one(
 
     EXCLUSIVE: ``out_rows`` are A·V, and dU is stored too.
     """
-    W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_rows.dtype
-    SL: gl.constexpr = product_layout(W, BN)
-    AL: gl.constexpr = product_layout(W, D)
+    SL: gl.constexpr = product_layout(gl.num_warps(), BN)
+    AL: gl.constexpr = product_layout(gl.num_warps(), D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SL)
     qs, gs = room_of(q_rows), room_of(g_rows)
@@ -690,10 +686,9 @@ def grad_keys_one(
 
     EXCLUSIVE: ``g_cols`` are dU, and ``u_rows``, which are not read otherwise, A·V.
     """
-    W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_cols.dtype
-    SL: gl.constexpr = product_layout(W, BN)
-    AL: gl.constexpr = product_layout(W, D)
+    SL: gl.constexpr = product_layout(gl.num_warps(), BN)
+    AL: gl.constexpr = product_layout(gl.num_warps(), D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     ks, vs = room_of(k_rows), room_of(v_rows)
     qs, gs = room_of(q_cols, 2), room_of(g_cols, 2)

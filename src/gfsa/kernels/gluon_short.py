@@ -327,9 +327,8 @@ def filter_short(
 
     WHOLE keeps a whole row of scores before the softmax, else it runs chunk by chunk.
     """
-    W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_in.dtype
-    AL: gl.constexpr = product_layout(W, D)
+    AL: gl.constexpr = product_layout(gl.num_warps(), D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     RL: gl.constexpr = gl.SliceLayout(1, AL)
     CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
@@ -515,9 +514,8 @@ def grad_short(
     MERGED runs a product of one chunk while the next one's scores are made; it takes more
     registers. EVEN says that there are exactly N tokens.
     """
-    W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_in.dtype
-    AL: gl.constexpr = product_layout(W, D)
+    AL: gl.constexpr = product_layout(gl.num_warps(), D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     RL: gl.constexpr = gl.SliceLayout(1, AL)
     CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)

@@ -577,14 +577,14 @@ TALL = Tiles(128, 64, 4, 3)
 TALL_FROM = {"combine": 2048, "grad_first_pass": 192}
 
 
-def tiles(
-    kernel: str, head_dim: int, length: int, is_causal: bool, dropout: bool, packed: bool = False
-) -> Tiles:
-    """The tiles of ``kernel`` for one call; ``packed`` if there are documents or a window."""
+def tiles(kernel: str, problem: Problem) -> Tiles:
+    """The tiles of ``kernel`` for one problem."""
+    head_dim, length = problem.head_dim, problem.length
+    _, is_causal, dropout_p, _ = problem.options
     limit = 64 if head_dim <= 64 else 128
-    if packed and (kernel, limit) in PACKED_TILES:
+    if problem.mask_kind == SPANS.value and (kernel, limit) in PACKED_TILES:
         return PACKED_TILES[kernel, limit]
-    tall = length >= TALL_FROM.get(kernel, length + 1) and not (is_causal or dropout)
+    tall = length >= TALL_FROM.get(kernel, length + 1) and not (is_causal or dropout_p)
     if tall and head_dim <= 64:
         return TALL
     if is_causal and head_dim <= 64 and kernel in CAUSAL_TILES:
@@ -659,22 +659,17 @@ _KERNELS = {
 @functools.lru_cache(maxsize=1024)
 def _launches(problem: Problem) -> dict[str, Launch]:
     """Each kernel over the rows of one problem."""
-    return {name: _launch(name, problem) for name in _KERNELS}
-
-
-def _launch(name: str, problem: Problem) -> Launch:
-    kernel = _KERNELS[name]
     scale, is_causal, dropout_p, _ = problem.options
-    packed = problem.mask_kind == SPANS.value
-    cut = tiles(name, problem.head_dim, problem.length, is_causal, dropout_p > 0, packed)
-    width = padded(problem.head_dim)
-    masked = problem.mask_kind, dropout_p > 0.0
-    return Launch(
-        kernel,
-        (-(-problem.length // cut.rows), problem.batch * problem.heads, 1),
-        problem.variant,
-        tiles_of(kernel, cut, width),
-        (*problem.sizes, scale, *problem.mask_strides, dropout_p),
-        (width, cut.rows, cut.cols, cut.stages, is_causal, *masked),
-        num_warps=cut.warps,
-    )
+    width, found = padded(problem.head_dim), {}
+    for name, kernel in _KERNELS.items():
+        cut = tiles(name, problem)
+        found[name] = Launch(
+            kernel,
+            (-(-problem.length // cut.rows), problem.batch * problem.heads, 1),
+            problem.variant,
+            tiles_of(kernel, cut, width),
+            (*problem.sizes, scale, *problem.mask_strides, dropout_p),
+            (width, cut.rows, cut.cols, cut.stages, is_causal, problem.mask_kind, dropout_p > 0.0),
+            num_warps=cut.warps,
+        )
+    return found

@@ -17,9 +17,6 @@ so that nothing is exchanged between threads while tiles are read, except to add
 rows are added up after the last tile, by the same formula as programs are:
 
 .. math:: \Sigma = \sum_r 2^{t_r - t}\,\Sigma_r, \qquad t = \max_r t_r
-
-**In eager mode** the first layer of a model prepares the launch for calls of one shape and layout
-(:class:`PreparedToken`), and the others need addresses alone.
 """
 
 # no postponed annotations here: the operator's schema is read from them
@@ -518,7 +515,7 @@ def _launch(grid: Grid, variant: tuple[Any, ...], constants: tuple[Any, ...], wa
 
 
 class PreparedToken:
-    """:func:`decode` for tensors of one shape and layout.
+    """:func:`decode` in eager mode, for tensors of one shape and layout: addresses alone change.
 
     It is for plain tensors and a filter's coefficients that the kernel computes itself
     (:func:`numbers_of`), outside of compilers.

@@ -87,7 +87,7 @@ def decode_token(
     v_in += (b * v_b + (h // group) * v_h) * STEP
     u_rows += (b * u_b + h * u_h) * STEP
     # loaded before the loop: at the end the program that finishes a head would wait for them
-    c = _coefficients(theta, base, basis, h, LEARNED, BY_HEAD, DEGREE, EXCLUSIVE)
+    c = _coefficients(theta, base, basis, h, LEARNED, BY_HEAD, DEGREE + 1 + EXCLUSIVE)
     # from row to row
     k_step = k_n.to(tl.int64) * STEP
     v_step = v_n.to(tl.int64) * STEP
@@ -230,14 +230,13 @@ def _finish(u, w, total, own, v, c, y_out, u_out, D, WIDTH, DEGREE, EXCLUSIVE):
 
 
 @triton.jit
-def _coefficients(theta, base, basis, h, LEARNED, BY_HEAD, DEGREE, EXCLUSIVE):
+def _coefficients(theta, base, basis, h, LEARNED, BY_HEAD, COUNT):
     """``c = base + θ·basis`` of one head: c0, c1 …, the share, then a zero if there is room.
 
     Args:
         theta: ``(H, LEARNED)``; base: ``(H, COUNT)``; basis: ``(LEARNED, COUNT)``, with ``BY_HEAD``
             one for each head. Without learned numbers the base alone is read.
     """
-    COUNT: tl.constexpr = DEGREE + 2 if EXCLUSIVE else DEGREE + 1
     # Triton's ranges have a power of two entries
     power = tl.arange(0, 2 if COUNT == 2 else 4)
     c = tl.load(base + h * COUNT + power, power < COUNT, 0.0)

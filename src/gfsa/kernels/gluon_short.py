@@ -277,25 +277,21 @@ def _load(tensor, item, heads, group, barrier, room, pred):
 def _hide(s, n, mask, mask_i, mask_j, START, WIDTH, EDGE, CAUSAL, MASK):
     """A chunk of scores with −inf where a query does not see a key."""
     LAYOUT: gl.constexpr = product_layout(gl.num_warps(), WIDTH)
-    j = START + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    j = START + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     if EDGE:
-        s = gl.where(j < n, s, float("-inf"))
-    i = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    return _of_seen(s, float("-inf"), i, j, n, mask, mask_i, mask_j, CAUSAL, MASK)
-
-
-@gluon.jit
-def _of_seen(x, hidden, i, j, n, mask, mask_i, mask_j, CAUSAL, MASK):
-    """``x`` of queries ``i`` and keys ``j``, a row and a column, ``hidden`` where none is seen."""
+        s = gl.where((j < n)[None, :], s, float("-inf"))
+    i = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     if CAUSAL:
-        x = gl.where(i >= j, x, hidden)
+        s = gl.where(i[:, None] >= j[None, :], s, float("-inf"))
     if MASK == KEY_MASK:
-        x = gl.where(gl.load(mask + j * mask_j, mask=j < n, other=0) != 0, x, hidden)
+        seen = gl.load(mask + j * mask_j, mask=j < n, other=0) != 0
+        s = gl.where(seen[None, :], s, float("-inf"))
     if MASK == FULL_MASK:
         # a row of the mask is contiguous
-        at = i * mask_i + j
-        x = gl.where(gl.load(mask + at, mask=(i < n) & (j < n), other=0) != 0, x, hidden)
-    return x
+        at = i[:, None] * mask_i + j[None, :]
+        there = (i < n)[:, None] & (j < n)[None, :]
+        s = gl.where(gl.load(mask + at, mask=there, other=0) != 0, s, float("-inf"))
+    return s
 
 
 @gluon.jit
@@ -479,12 +475,20 @@ def _probabilities(
         # keys beyond the last one are zeros: their row is not used, but it must be finite
         x = gl.minimum(x, 0.0)
     p = gl.exp2(x)
-    i = START + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    j = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    p = _of_seen(p, 0.0, i, j, n, mask, mask_i, mask_j, CAUSAL, MASK)
+    i = START + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+    j = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    if CAUSAL:
+        p = gl.where(i[None, :] >= j[:, None], p, 0.0)
+    if MASK == KEY_MASK:
+        seen = gl.load(mask + j * mask_j, mask=j < n, other=0) != 0
+        p = gl.where(seen[:, None], p, 0.0)
+    if MASK == FULL_MASK:
+        at = i[None, :] * mask_i + j[:, None]
+        there = (i < n)[None, :] & (j < n)[:, None]
+        p = gl.where(gl.load(mask + at, mask=there, other=0) != 0, p, 0.0)
     if DROPOUT:
         half_i = START // 2 + (gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT)) >> 1)
-        p = drop(p, j, half_i[None, :], n, seed, bh, dropped, dt, True, True)
+        p = drop(p, j[:, None], half_i[None, :], n, seed, bh, dropped, dt, True, True)
         return gl.convert_layout(p, PL)
     return pin(gl.convert_layout(p.to(dt), PL))
 

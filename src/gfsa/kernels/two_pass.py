@@ -388,9 +388,11 @@ def grad_first_pass(
 ):  # fmt: skip
     """``z = Aᵀ·g`` for BM keys, then dU, δ and the coefficients' gradients of these rows."""
     block, row, b, h, bh, mask, seed = own_rows(
-        heads, mask, mask_b, mask_h, seed_in, BM, False, DROPOUT
+        heads, mask, mask_b, mask_h, seed_in, BM, False, False
     )
     lse_in += bh.to(tl.int64) * n
+    if DROPOUT:
+        seed = tl.load(seed_in)
     j = row + tl.arange(0, BM)
     last, ranges = query_ranges(row, j, n, mask, BM, BN, CAUSAL, MASK)
     k = load_tile(k_rows, b, h // group, row, BM, D)
@@ -438,11 +440,11 @@ def grad_keys(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU`` for BM keys of one query head."""
-    _, row, b, h, bh, mask, seed = own_rows(
-        heads, mask, mask_b, mask_h, seed_in, BM, False, DROPOUT
-    )
+    _, row, b, h, bh, mask, seed = own_rows(heads, mask, mask_b, mask_h, seed_in, BM, False, False)
     lse_in += bh.to(tl.int64) * n
     delta_in += bh.to(tl.int64) * n
+    if DROPOUT:
+        seed = tl.load(seed_in)
     c0 = tl.load(coeffs + h * 3)
     c2 = tl.load(coeffs + h * 3 + 2)
     j = row + tl.arange(0, BM)

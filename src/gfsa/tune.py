@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from gfsa.kernels.tuned import Row, Shape
+    from rich.table import Table
+
+    from gfsa.kernels.tuned import Row
 
 
 def tune(device: Annotated[str, typer.Option(help="cuda, cuda:1 …")] = "cuda") -> None:
@@ -17,6 +19,8 @@ def tune(device: Annotated[str, typer.Option(help="cuda, cuda:1 …")] = "cuda")
     Example: gfsa tune --device cuda:1
     """
     import torch
+    from rich.console import Console
+    from rich.progress import track
 
     from gfsa.kernels import tuned
 
@@ -27,34 +31,31 @@ def tune(device: Annotated[str, typer.Option(help="cuda, cuda:1 …")] = "cuda")
     if device not in known:
         typer.echo(f"gfsa tune: --device is one of {', '.join(known)}, got {device!r}", err=True)
         raise typer.Exit(2)
-    from gfsa.kernels import tune_gpu
+    from gfsa.kernels.tune_gpu import GPU
 
-    gpu, shapes = tune_gpu.GPU(torch.device(device)), tuned.SHAPES
+    gpu, file, shapes = GPU(torch.device(device)), tuned.path(), tuned.SHAPES
     found: list[Row | str] = []
-
-    def count(done: int, of: int, what: str = "compiled") -> None:
-        if done % 16 == 0 or done == of:
-            typer.echo(f"{what} {done} of {of}")
-
-    def keep(shape: Shape, row: Row | str) -> None:
-        found.append(row)
-        count(len(found), len(shapes), "measured")
-
-    file, interrupted = tuned.path(), False
+    interrupted = False
     typer.echo(f"measures {len(shapes)} kinds of calls, and writes what it finds to {file}")
     try:
-        tune_gpu.measure(gpu, shapes, keep, count)
+        served = [shape for shape in shapes if gpu.refusal(shape) is None]
+        # before anything is timed: compilers would take the host's time
+        for _ in track(gpu.prepare(served), "compiling", len(served), transient=True):
+            pass
+        for shape in track(shapes, "measuring", transient=True):
+            found.append(gpu.measure(shape))
     except KeyboardInterrupt:
         interrupted = True
     rows = [row for row in found if not isinstance(row, str)]
-    reasons = {reason for reason in found if isinstance(reason, str)}
-    for line in (*_table(rows), *(f"not served: {reason}" for reason in sorted(reasons))):
-        typer.echo(line)
+    if rows:
+        Console().print(_table(rows))
+    for reason in sorted({reason for reason in found if isinstance(reason, str)}):
+        typer.echo(f"not served: {reason}")
     if not rows:
         why = "interrupted" if interrupted else "the fused kernels serve no call on this GPU"
         typer.echo(f"{why}: nothing was written", err=True)
         raise typer.Exit(130 if interrupted else 1)
-    tuned.write(file, gpu.machine, rows, update=interrupted)
+    tuned.write(file, tuned.this_machine(gpu.device), rows, update=interrupted)
     if interrupted:
         typer.echo(f"interrupted: the {len(rows)} kinds that were measured are in {file}", err=True)
         raise typer.Exit(130)
@@ -65,23 +66,22 @@ def tune(device: Annotated[str, typer.Option(help="cuda, cuda:1 …")] = "cuda")
     )
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
+def _table(rows: Sequence[Row]) -> Table:
     """A line for each kind of call: the fused kernels' time relative to torch's, by length."""
+    from rich.table import Table
+
     from gfsa.kernels.tuned import LENGTHS
 
-    found = {row.shape: row for row in rows}
-    lines = ["fused / torch, forward and backward; * is used, ! is not exact enough to be used"]
-    lines.append("degree  head dim  kind           " + "".join(f"{n:>8d} " for n in LENGTHS))
-    for kind in dict.fromkeys(shape._replace(tokens=0) for shape in found):
+    title = "fused / torch, forward and backward; * is used, ! is not exact enough to be used"
+    table = Table(title=title, title_justify="left", box=None)
+    for name in ("degree", "head dim", "kind", *map(str, LENGTHS)):
+        table.add_column(name, justify="left" if name == "kind" else "right")
+    ratios = {}
+    for row in rows:
+        mark = "*" if row.is_faster else " " if row.is_right else "!"
+        ratios[row.shape] = f"{row.fused_ms / row.torch_ms:.2f}{mark}"
+    for kind in dict.fromkeys(shape._replace(tokens=0) for shape in ratios):
         names = [name for name in ("causal", "masked") if getattr(kind, name)]
-        cells = (_cell(found.get(kind._replace(tokens=tokens))) for tokens in LENGTHS)
-        line = f"{kind.degree:6d}  {kind.head_dim:8d}  {' '.join(names):15s}{''.join(cells)}"
-        lines.append(line.rstrip())
-    return lines if rows else []
-
-
-def _cell(row: Row | None) -> str:
-    if row is None:
-        return f"{'–':>8s} "
-    mark = "*" if row.is_faster else " " if row.is_right else "!"
-    return f"{row.fused_ms / row.torch_ms:8.2f}{mark}"
+        cells = [ratios.get(kind._replace(tokens=tokens), "– ") for tokens in LENGTHS]
+        table.add_row(str(kind.degree), str(kind.head_dim), " ".join(names), *cells)
+    return table

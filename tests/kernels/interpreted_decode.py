@@ -60,7 +60,7 @@ def test_the_new_row_of_the_dense_filter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By one program a head, and by four, of which some have no keys."""
-    monkeypatch.setattr(kernels, "tile_of", lambda *_: kernels.Tile(16, 4, 2))
+    monkeypatch.setattr(kernels, "tile_of", lambda *_: (16, 4))
     monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
     q, k, v, coeffs, keys = problem(batch, heads, group, length, dim, masked, degree)
     exact = DenseOperator.from_qk(q.double(), k.double(), keys, is_causal=True)

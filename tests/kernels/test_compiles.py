@@ -254,21 +254,20 @@ def test_a_decoded_token(
     """A program keeps its sums in registers, and works while the next keys are on their way."""
     tokens = ["q_in", "k_in", "v_in", "u_rows", "y_out"]
     types = {**dict.fromkeys(tokens, f"*{number}"), "mask": "*u8", "length": "*i64"}
-    tile = decode.tile_of(dim)
+    keys, warps = decode.tile_of(dim)
     constants = {
-        "D": dim, "WIDTH": dim, "BN": tile.keys, "LEARNED": degree + 1, "BY_HEAD": False,
-        "MASK": True, "ON_DEVICE": True, "SPLITS": 16, "STAGES": tile.stages, "DEGREE": degree,
+        "D": dim, "WIDTH": dim, "BN": keys, "LEARNED": degree + 1, "BY_HEAD": False,
+        "MASK": True, "ON_DEVICE": True, "SPLITS": 16, "STAGES": decode.STAGES, "DEGREE": degree,
         "EXCLUSIVE": exclusive,
     }  # fmt: skip
     kernel = decode.decode_token
-    warps = tile.warps
     compiled, usage = compile_for(HOPPER, ASTSource, kernel, types, constants, num_warps=warps)
     assert stack_of(usage) <= stack
     assert registers_of(usage) <= registers
     # also on GPUs with 99 KiB
     assert compiled.metadata.shared <= 99 * 1024
     # loads of the next keys, values and with degree 2 of U that the loop does not wait for
-    assert tile.stages == 3
+    assert decode.STAGES == 3
     assert re.search(rf"cp\.async\.wait_group\s+{degree + 1};", compiled.asm["ptx"])
     # with degree 1 nothing of U: neither its address nor its strides are used
     u = [f"_param_{kernel.arg_names.index(name)}]" for name in ("u_rows", "u_b", "u_h", "u_n")]

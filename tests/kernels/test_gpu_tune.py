@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from gfsa.kernels import routes, tuned, two_pass
-from gfsa.kernels.tune_gpu import GPU, measure
+from gfsa.kernels.tune_gpu import GPU
 from gfsa.kernels.tuned import Row, Shape
 from gfsa.operators import AttentionCall
 
@@ -41,7 +41,7 @@ def file(
     # what other tests have launched by the copy engine is found by shape
     for kernel in two_pass._KERNELS.values():
         monkeypatch.setattr(kernel, "compiled", {})
-    caches = (tuned._table, two_pass._launches)
+    caches = (tuned._rows, two_pass._launches)
     for cache in caches:
         cache.cache_clear()
     yield path
@@ -64,19 +64,17 @@ def chosen(shape: Shape) -> str:
 def test_what_is_measured_is_right_and_is_what_auto_takes(file: Path) -> None:
     assert {chosen(shape) for shape in SHAPES} == {"sdpa"}
     gpu = GPU(torch.device("cuda", torch.cuda.current_device()))
+    assert set(gpu.prepare(SHAPES)) == set(SHAPES)
     rows: list[Row] = []
-
-    def keep(shape: Shape, row: Row | str) -> None:
+    for shape in SHAPES:
+        row = gpu.measure(shape)
         assert not isinstance(row, str), (shape, row)
-        rows.append(row)
-
-    measure(gpu, SHAPES, keep)
-    assert [row.shape for row in rows] == SHAPES
-    for row in rows:
         assert row.is_right, row
         assert row.fused_ms > 0
         assert row.torch_ms > 0
-    tuned.write(file, gpu.machine, rows)
-    assert tuned.read(file) == {gpu.machine: rows}
+        rows.append(row)
+    machine = tuned.this_machine(gpu.device)
+    tuned.write(file, machine, rows)
+    assert tuned.read(file) == {machine: dict(zip(SHAPES, rows, strict=True))}
     for row in rows:
         assert chosen(row.shape) == ("fused" if row.is_faster else "sdpa"), row

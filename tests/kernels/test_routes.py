@@ -33,7 +33,7 @@ class OnHopper:
 def _hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # nothing was measured by gfsa tune
     monkeypatch.setenv("GFSA_TUNED", str(tmp_path / "none.json"))
-    tuned._table.cache_clear()
+    tuned._rows.cache_clear()
     monkeypatch.setattr(routes, "capability", lambda device: (9, 0))
     monkeypatch.setattr(routes, "TRITON", (3, 6))
     # which otherwise asks the GPU

@@ -17,9 +17,6 @@ so that nothing is exchanged between threads while tiles are read, except to add
 rows are added up after the last tile, by the same formula as programs are:
 
 .. math:: \Sigma = \sum_r 2^{t_r - t}\,\Sigma_r, \qquad t = \max_r t_r
-
-**In eager mode** the first layer of a model prepares the launch for calls of one shape and layout
-(:class:`PreparedToken`), and the others need addresses alone.
 """
 
 # no postponed annotations here: the operator's schema is read from them
@@ -33,6 +30,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from gfsa.kernels.launching import (
+    LOG2E,
     Direct,
     Grid,
     Kernel,
@@ -46,7 +44,6 @@ from gfsa.operators.base import PLAIN, Coefficients, value_of
 
 STEP = tl.constexpr(8)
 """Strides of the cache are multiples of it, so that a thread reads 16 bytes at once."""
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 # lengths and strides change from token to token: nothing about them is compiled in
@@ -85,12 +82,12 @@ def decode_token(
     inside = column < D
     new = tl.load(length).to(tl.int32) - 1 if ON_DEVICE else last
     q = tl.load(q_in + b * q_b + h * q_h + column, mask=inside, other=0.0).to(tl.float32)
-    q = q * (scale * LOG2_E)
+    q = q * (scale * LOG2E)
     k_in += (b * k_b + (h // group) * k_h) * STEP
     v_in += (b * v_b + (h // group) * v_h) * STEP
     u_rows += (b * u_b + h * u_h) * STEP
     # loaded before the loop: at the end the program that finishes a head would wait for them
-    c = _coefficients(theta, base, basis, h, LEARNED, BY_HEAD, DEGREE, EXCLUSIVE)
+    c = _coefficients(theta, base, basis, h, LEARNED, BY_HEAD, DEGREE + 1 + EXCLUSIVE)
     # from row to row
     k_step = k_n.to(tl.int64) * STEP
     v_step = v_n.to(tl.int64) * STEP
@@ -187,7 +184,7 @@ def _finite(top):
 
 
 @triton.jit
-def _together(weight, u, w, total, own, DEGREE: tl.constexpr):
+def _together(weight, u, w, total, own, DEGREE):
     """Sums over the first axis, each entry weighted; with degree 1 of u and total alone."""
     if DEGREE == 2:
         # two sums per reduction: half as many barriers between the warps
@@ -200,10 +197,7 @@ def _together(weight, u, w, total, own, DEGREE: tl.constexpr):
 
 
 @triton.jit
-def _finish(
-    u, w, total, own, v, c, y_out, u_out, D: tl.constexpr, WIDTH: tl.constexpr,
-    DEGREE: tl.constexpr, EXCLUSIVE: tl.constexpr,
-):  # fmt: skip
+def _finish(u, w, total, own, v, c, y_out, u_out, D, WIDTH, DEGREE, EXCLUSIVE):
     """``u = Σ p·v`` and ``y = c0·v + c1·u + c2·(w + p_new·u)`` from plain sums of weights."""
     column = tl.arange(0, WIDTH)
     inside = column < D
@@ -236,17 +230,13 @@ def _finish(
 
 
 @triton.jit
-def _coefficients(
-    theta, base, basis, h, LEARNED: tl.constexpr, BY_HEAD: tl.constexpr, DEGREE: tl.constexpr,
-    EXCLUSIVE: tl.constexpr,
-):  # fmt: skip
+def _coefficients(theta, base, basis, h, LEARNED, BY_HEAD, COUNT):
     """``c = base + θ·basis`` of one head: c0, c1 …, the share, then a zero if there is room.
 
     Args:
         theta: ``(H, LEARNED)``; base: ``(H, COUNT)``; basis: ``(LEARNED, COUNT)``, with ``BY_HEAD``
             one for each head. Without learned numbers the base alone is read.
     """
-    COUNT: tl.constexpr = DEGREE + 2 if EXCLUSIVE else DEGREE + 1
     # Triton's ranges have a power of two entries
     power = tl.arange(0, 2 if COUNT == 2 else 4)
     c = tl.load(base + h * COUNT + power, power < COUNT, 0.0)
@@ -263,25 +253,17 @@ MOST_SPLITS = 32
 _THETA = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Tile(NamedTuple):
-    """Cached tokens that a program reads at once, its warps, and the stages of its loads.
+STAGES = 3
+"""Of its loads: while one tile is waited for, the next is on its way, too."""
 
-    Two stages have one tile on chip, waited for; three have the next, too.
+
+def tile_of(width: int) -> tuple[int, int]:
+    """Cached tokens that a program reads at once, and its warps, for a head dim.
+
+    Each thread has 16 numbers of the tile, whose sums are 32 registers. With twice as many, two
+    programs of 128 threads have registers on a processor instead of five.
     """
-
-    keys: int
-    warps: int
-    stages: int
-
-
-@functools.cache
-def tile_of(width: int) -> Tile:
-    """The tile for a head dim: 16 numbers of it for each thread, whose sums are 32 registers.
-
-    With twice as many, two programs of 128 threads have registers on a processor instead of five.
-    """
-    keys, warps = (32, 4) if width <= 64 else (32, 8) if width <= 128 else (16, 8)
-    return Tile(keys, warps, 3)
+    return (32, 4) if width <= 64 else (32, 8) if width <= 128 else (16, 8)
 
 
 class Token(NamedTuple):
@@ -373,17 +355,14 @@ def numbers_of(
     return None, value_of(coeffs).float().expand(heads, -1).contiguous(), None
 
 
-class Ready(NamedTuple):
-    """The kernel for tensors of one shape and layout: all but addresses."""
+def launch_for(
+    token: Token, scale: float, exclusive: bool = False
+) -> tuple[Launch, tuple[Any, ...], int]:
+    """The launch for tensors of such shapes and layouts, its numbers, and how many sums it needs.
 
-    launch: Launch
-    numbers: tuple[Any, ...]
-    sums: int
-    """Numbers by which the programs that share a head exchange their sums; 0 for one program."""
-
-
-def ready_for(token: Token, scale: float, exclusive: bool = False) -> Ready:
-    """How to launch the kernel on such tensors."""
+    These are the numbers by which the programs that share a head exchange their sums; 0 for one
+    program.
+    """
     q, k, v, u, theta, base, basis, mask, length = token
     batch, heads, _, head_dim = q.shape
     _, groups, rows, _ = k.shape
@@ -395,48 +374,44 @@ def ready_for(token: Token, scale: float, exclusive: bool = False) -> Ready:
     if theta is not None and basis is not None:
         learned, by_head = theta.shape[1], basis.dim() == 3
     width = _width(head_dim)
-    tile = tile_of(width)
-    splits = _splits(batch * heads, -(-rows // tile.keys), q.device.index if q.is_cuda else None)
-    q_b, q_h, _, _ = q.stride()
-    k_b, k_h, k_n, _ = k.stride()
-    v_b, v_h, v_n, _ = v.stride()
+    keys, warps = tile_of(width)
+    splits = _splits(batch * heads, -(-rows // keys), q.device.index if q.is_cuda else None)
     degree = base.shape[1] - 1 - exclusive
     assert degree == (1 if u is None else 2)
-    u_b, u_h, u_n, _ = (0, 0, 0, 0) if u is None else u.stride()
+    cached = *k.stride()[:3], *v.stride()[:3], *((0, 0, 0) if u is None else u.stride()[:3])
     numbers = (
         # the compiled code takes a float, and would be compiled again for an int
-        *(float(scale), heads, heads // groups, rows - 1, q_b, q_h),
-        *(k_b // _STEP, k_h // _STEP, k_n // _STEP, v_b // _STEP, v_h // _STEP, v_n // _STEP),
-        *(u_b // _STEP, u_h // _STEP, u_n // _STEP, *seen),
+        *(float(scale), heads, heads // groups, rows - 1, *q.stride()[:2]),
+        *[stride // _STEP for stride in cached],
+        *seen,
     )
     constants = (
-        *(head_dim, width, tile.keys, learned, by_head, mask is not None, length is not None),
-        *(splits, tile.stages, degree, exclusive),
+        *(head_dim, width, keys, learned, by_head, mask is not None, length is not None),
+        *(splits, STAGES, degree, exclusive),
     )
     types = q.dtype, base.dtype if theta is None else theta.dtype
     variant = (q.device, *types, wide_numbers(numbers))
-    launch = _launch((batch * heads, splits, 1), variant, constants, tile.warps)
+    launch = _launch((batch * heads, splits, 1), variant, constants, warps)
     # of each program: u and with degree 2 w, the largest score and as many sums of weights
     part = degree * width + 1 + degree
-    return Ready(launch, numbers, batch * heads * splits * part if splits > 1 else 0)
+    return launch, numbers, batch * heads * splits * part if splits > 1 else 0
 
 
 def _run(
     token: Token, counters: Tensor | None, scale: float, exclusive: bool, keep_room: bool = True
 ) -> Tensor:
-    launch, numbers, count = ready_for(token, scale, exclusive)
+    launch, numbers, count = launch_for(token, scale, exclusive)
     q, k, v, u, theta, base, basis, mask, length = token
     y = q.new_empty(q.shape)
-    sums, arrived = q, q
+    room = q, q
     if count:
-        sums, arrived = _room(count, q.shape[0] * q.shape[1], counters, q.device, keep_room)
+        room = _room(count, q.shape[0] * q.shape[1], counters, q.device, keep_room)
     # a pointer that the kernel does not read may be any
     pointers = (
         *(q, k, v, v if u is None else u),
         *(base if theta is None else theta, base, base if basis is None else basis),
-        q if mask is None else mask.view(torch.uint8),
-        q if length is None else length,
-        *(y, sums, arrived),
+        *(q if mask is None else mask.view(torch.uint8), q if length is None else length),
+        *(y, *room),
     )
     on_device_of(q, launch, (), *pointers, numbers=numbers)
     return y
@@ -539,10 +514,10 @@ def _launch(grid: Grid, variant: tuple[Any, ...], constants: tuple[Any, ...], wa
 
 
 class PreparedToken:
-    """:func:`~gfsa.kernels.decode.decode` for tensors of one shape and layout.
+    """:func:`decode` in eager mode, for tensors of one shape and layout: addresses alone change.
 
     It is for plain tensors and a filter's coefficients that the kernel computes itself
-    (:func:`~gfsa.kernels.decode.numbers_of`), outside of compilers.
+    (:func:`numbers_of`), outside of compilers.
     """
 
     def __init__(self, q: Tensor) -> None:
@@ -551,7 +526,7 @@ class PreparedToken:
         # of one GPU it needs not be asked whether it is the current one
         self.is_only_gpu = torch.cuda.device_count() <= 1
         # by the strides of u, which has free rows or none; a filter of degree 1 has no u
-        self.ready: dict[tuple[int, ...] | None, tuple[Direct, Ready]] = {}
+        self.ready: dict[tuple[int, ...] | None, tuple[Direct, tuple[Any, ...], int]] = {}
 
     def __call__(
         self,
@@ -565,23 +540,27 @@ class PreparedToken:
         scale: float,
         counters: Tensor | None = None,
     ) -> Tensor:
-        """As :func:`~gfsa.kernels.decode.decode`."""
+        """As :func:`decode`."""
         layout = None if u is None else u.stride()
         found = self.ready.get(layout)
         if found is None:
             token = Token(q, k, v, u, *coeffs[:3], mask, length)
-            found = self._prepare(token, scale)
+            launch, numbers, count = launch_for(token, scale)
+            direct = launch.direct
+            # otherwise its code is not compiled yet
+            if isinstance(direct, Direct):
+                found = self.ready[layout] = direct, numbers, count
         # a captured graph has room of its own
-        if found is None or (found[1].sums and torch.cuda.is_current_stream_capturing()):
+        if found is None or (found[2] and torch.cuda.is_current_stream_capturing()):
             return decode(q, k, v, u, coeffs, mask, length, scale, counters)
-        direct, (_, numbers, count) = found
+        direct, numbers, count = found
         theta, base, basis, _ = coeffs
         q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
         u_at = v_at if u is None else u.data_ptr()
         if (q_at | k_at | v_at | u_at) % 16:
             # which copies what the kernel cannot load 16 bytes at a time
-            token = Token(q, k, v, u, theta, base, basis, mask, length)
-            copied: Tensor = registered(*token, counters, scale, False)
+            given = q, k, v, u, theta, base, basis, mask, length
+            copied: Tensor = registered(*given, counters, scale, False)
             return copied
         y = q.new_empty(q.shape)
         stream = direct.stream(self.device.index)
@@ -593,10 +572,8 @@ class PreparedToken:
         addresses = (
             *(q_at, k_at, v_at, u_at, theta.data_ptr(), base.data_ptr(), basis.data_ptr()),
             # an address that the kernel does not read may be any
-            *(
-                q_at if mask is None else mask.data_ptr(),
-                q_at if length is None else length.data_ptr(),
-            ),
+            q_at if mask is None else mask.data_ptr(),
+            q_at if length is None else length.data_ptr(),
             *(y.data_ptr(), sums, arrived),
         )
         try:
@@ -608,12 +585,3 @@ class PreparedToken:
             # raised before anything is launched
             return decode(q, k, v, u, coeffs, mask, length, scale, counters)
         return y
-
-    def _prepare(self, token: Token, scale: float) -> tuple[Direct, Ready] | None:
-        """The launch for such tensors; None until its code is compiled."""
-        ready = ready_for(token, scale)
-        direct = ready.launch.direct
-        if not isinstance(direct, Direct):
-            return None
-        self.ready[None if token.u is None else token.u.stride()] = found = (direct, ready)
-        return found

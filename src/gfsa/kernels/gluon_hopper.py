@@ -39,8 +39,10 @@ from gfsa.kernels.gluon_short import (
     LOG2E,
     VECTOR,
     barriers,
+    coefficients,
     directed,
     product_layout,
+    room_of,
     tile_of,
 )
 
@@ -55,13 +57,13 @@ JIT_OPTIONS = {
 
 
 @gluon.jit
-def vector_of(room, LENGTH: gl.constexpr, LAYOUT: gl.constexpr):
+def vector_of(room, LENGTH, LAYOUT):
     """A number for each column of a product."""
     return room._reinterpret(gl.float32, [LENGTH], VECTOR).load(gl.SliceLayout(0, LAYOUT))
 
 
 @gluon.jit
-def scores(x, y, total, ADD: gl.constexpr, D: gl.constexpr, USED: gl.constexpr):
+def scores(x, y, total, ADD, D, USED):
     """Begin ``x·yᵀ``, added to ``total`` or not, over the first USED of D features.
 
     That is one product, or two if not all features are used.
@@ -77,7 +79,7 @@ def scores(x, y, total, ADD: gl.constexpr, D: gl.constexpr, USED: gl.constexpr):
 
 
 @gluon.jit
-def place(heads, BM: gl.constexpr, LAST_FIRST: gl.constexpr):
+def place(heads, BM, LAST_FIRST):
     """A program's ``(first row, sequence, head, head of all sequences, block, blocks, heads)``.
 
     The last two count the blocks of a head, and the heads of all sequences.
@@ -108,7 +110,7 @@ def bytes_of(tensors):
 
 
 @gluon.jit
-def load(tensors, rooms, OF_KEYS: gl.constexpr, bars, b, h, group, row, step, pred):
+def load(tensors, rooms, OF_KEYS, bars, b, h, group, row, step, pred):
     """Begin to load a tile of each tensor, from token ``row`` on.
 
     Args:
@@ -137,9 +139,7 @@ def load(tensors, rooms, OF_KEYS: gl.constexpr, bars, b, h, group, row, step, pr
 
 
 @gluon.jit
-def load_next(
-    tensors, rooms, OF_KEYS: gl.constexpr, bars, b, h, group, col, BN: gl.constexpr, step, steps
-):  # fmt: skip
+def load_next(tensors, rooms, OF_KEYS, bars, b, h, group, col, BN, step, steps):
     """Begin to load the tiles of the step after ``step``, while products of ``step`` run."""
     # all warps are done with the step before
     gl.thread_barrier()
@@ -149,7 +149,7 @@ def load_next(
 
 
 @gluon.jit
-def store(x, room, tensor, b, h, row, ROWS: gl.constexpr, D: gl.constexpr):
+def store(x, room, tensor, b, h, row, ROWS, D):
     """Begin to store a tile, in 16 bits, by way of shared memory."""
     tile_of(room, ROWS, D).store(x.to(tensor.dtype))
     fence_async_shared()
@@ -158,10 +158,7 @@ def store(x, room, tensor, b, h, row, ROWS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def queries_of_keys(
-    mask, b, row, n, mask_b, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
-    MASK: gl.constexpr,
-):  # fmt: skip
+def queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK):
     """Which queries see the BM keys from ``row`` on.
 
     Returns:
@@ -189,7 +186,7 @@ def shown_keys(mask, b, h, j, n, mask_b, mask_h, mask_j):
 
 
 @gluon.jit
-def hide_queries(p, row, col, spans, earliest, n, CAUSAL: gl.constexpr, MASK: gl.constexpr):
+def hide_queries(p, row, col, spans, earliest, n, CAUSAL, MASK):
     """``Aᵀ`` of keys from ``row`` on and queries from ``col`` on, zero where a key is not seen.
 
     Args:
@@ -215,10 +212,7 @@ def hide_queries(p, row, col, spans, earliest, n, CAUSAL: gl.constexpr, MASK: gl
 
 
 @gluon.jit
-def keys_of_queries(
-    mask, b, row, n, mask_b, LAYOUT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    CAUSAL: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
+def keys_of_queries(mask, b, row, n, mask_b, LAYOUT, BM, BN, CAUSAL, MASK):
     """Which keys the BM queries from ``row`` on see.
 
     Returns:
@@ -241,7 +235,7 @@ def keys_of_queries(
 
 
 @gluon.jit
-def hide_keys(p, i, row, col, first, latest, shown, n, CAUSAL: gl.constexpr, MASK: gl.constexpr):
+def hide_keys(p, i, row, col, first, latest, shown, n, CAUSAL, MASK):
     """``A`` of queries ``i`` from ``row`` on and keys from ``col`` on, zero where none is seen.
 
     Args:
@@ -292,7 +286,7 @@ def query_layout(warps, features):
 
 
 @gluon.jit
-def places(ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+def places(ROWS, D, LAYOUT):
     """Where the numbers of a tile lie: four of a thread next to each other, then the next thread's.
 
     That is the order in which a product leaves them in registers, so that they do not go through
@@ -305,7 +299,7 @@ def places(ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def add(x, at, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+def add(x, at, ROWS, D, LAYOUT):
     """Add a tile to the one that begins at ``at``."""
     gl.inline_asm_elementwise(
         _ADD, "=r,f,f,f,f,r,r,r,r,l,l,l,l", [x, places(ROWS, D, LAYOUT), at.to(gl.int64)],
@@ -314,7 +308,7 @@ def add(x, at, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def get(at, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+def get(at, ROWS, D, LAYOUT):
     """The tile that begins at ``at``."""
     return gl.inline_asm_elementwise(
         _GET, "=f,=f,=f,=f,r,r,r,r,l,l,l,l", [places(ROWS, D, LAYOUT), at.to(gl.int64)],
@@ -330,7 +324,7 @@ def finish_queries(dq_cols, sums, heads, scale, D: gl.constexpr, BN: gl.constexp
     bh = gl.program_id(1)
     at = sums + (bh.to(gl.int64) * gl.num_programs(0) + tile) * (BN * D)
     dq = get(at, BN, D, LAYOUT) * scale
-    stage = gl.allocate_shared_memory(dq_cols.dtype, [1, 1, BN, D], dq_cols.layout)
+    stage = room_of(dq_cols)
     tile_of(stage, BN, D).store(dq.to(dq_cols.dtype))
     fence_async_shared()
     gl.thread_barrier()
@@ -347,17 +341,14 @@ def grad_first_pass(
     USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``z = Aᵀ·g`` for BM keys, then dU, δ and the coefficients' gradients of these rows."""
-    W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_cols.dtype
-    SL: gl.constexpr = product_layout(W, BN)
-    AL: gl.constexpr = product_layout(W, D)
+    SL: gl.constexpr = product_layout(gl.num_warps(), BN)
+    AL: gl.constexpr = product_layout(gl.num_warps(), D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     gl.static_assert(BM == BN or BM == 2 * BN)
-    ks = gl.allocate_shared_memory(dt, [1, 1, BM, D], k_rows.layout)
-    qs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], q_cols.layout)
+    ks, qs = room_of(k_rows), room_of(q_cols, 2)
     # three are in use at a time
-    gs = gl.allocate_shared_memory(dt, [3 if BM == BN else 4, 1, 1, BN, D], g_cols.layout)
-    lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
+    gs, lss = room_of(g_cols, 3 if BM == BN else 4), room_of(lse_cols, 2)
     bars = barriers(3)
     row, b, h, bh, block, blocks, total = place(heads, BM, False)
     start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
@@ -404,9 +395,7 @@ def grad_first_pass(
         outs = gs._reinterpret(dt, [2, 1, 1, BM, D], out_rows.layout).index(1)
     own = (g_rows, u_rows, v_rows, out_rows)
     load(own, (ks, us, vs, outs), (False, False, True, False), bars, b, h, group, row, 0, True)
-    c0 = gl.load(coeffs + h * 3)
-    c1 = gl.load(coeffs + h * 3 + 1)
-    c2 = gl.load(coeffs + h * 3 + 2)
+    c0, c1, c2 = coefficients(coeffs, h, 3, 2)
     rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
     # rows of keys that take no part hold arbitrary numbers, infinities included
     shown = rows < n
@@ -446,21 +435,15 @@ def grad_keys(
         WITH_QUERIES: whether dQ is added up in them. Then all keys of a block take part, but for
             those that a causal mask hides.
     """
-    W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_cols.dtype
-    SL: gl.constexpr = product_layout(W, BN)
-    AL: gl.constexpr = product_layout(W, D)
+    SL: gl.constexpr = product_layout(gl.num_warps(), BN)
+    AL: gl.constexpr = product_layout(gl.num_warps(), D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
-    ks = gl.allocate_shared_memory(dt, [1, 1, BM, D], k_rows.layout)
-    vs = gl.allocate_shared_memory(dt, [1, 1, BM, D], v_rows.layout)
-    us = gl.allocate_shared_memory(dt, [1, 1, BM, D], u_rows.layout)
-    qs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], q_cols.layout)
-    gs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], g_cols.layout)
-    dus = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], du_cols.layout)
-    lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
-    dls = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], delta_cols.layout)
+    ks, vs, us = room_of(k_rows), room_of(v_rows), room_of(u_rows)
+    qs, gs, dus = room_of(q_cols, 2), room_of(g_cols, 2), room_of(du_cols, 2)
+    lss, dls = room_of(lse_cols, 2), room_of(delta_cols, 2)
     if WITH_QUERIES:
-        QL: gl.constexpr = query_layout(W, D)
+        QL: gl.constexpr = query_layout(gl.num_warps(), D)
         dss = gl.allocate_shared_memory(dt, [BM, BN], FLAT)
         zero_q = gl.full([BN, D], 0.0, gl.float32, QL)
     bars = barriers(3)
@@ -539,18 +522,13 @@ def grad_queries(
     USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``dQ = dS·K·scale`` for BM queries."""
-    W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_rows.dtype
-    SL: gl.constexpr = product_layout(W, BN)
-    AL: gl.constexpr = product_layout(W, D)
+    SL: gl.constexpr = product_layout(gl.num_warps(), BN)
+    AL: gl.constexpr = product_layout(gl.num_warps(), D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SL)
-    qs = gl.allocate_shared_memory(dt, [1, 1, BM, D], q_rows.layout)
-    gs = gl.allocate_shared_memory(dt, [1, 1, BM, D], g_rows.layout)
-    dus = gl.allocate_shared_memory(dt, [1, 1, BM, D], du_rows.layout)
-    ks = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], k_cols.layout)
-    vs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], v_cols.layout)
-    us = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], u_cols.layout)
+    qs, gs, dus = room_of(q_rows), room_of(g_rows), room_of(du_rows)
+    ks, vs, us = room_of(k_cols, 2), room_of(v_cols, 2), room_of(u_cols, 2)
     bars = barriers(3)
     row, b, h, bh, _, _, _ = place(heads, BM, CAUSAL)
     i, start, steps, first, latest = keys_of_queries(
@@ -614,16 +592,13 @@ def grad_queries_one(
 
     EXCLUSIVE: ``out_rows`` are A·V, and dU is stored too.
     """
-    W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_rows.dtype
-    SL: gl.constexpr = product_layout(W, BN)
-    AL: gl.constexpr = product_layout(W, D)
+    SL: gl.constexpr = product_layout(gl.num_warps(), BN)
+    AL: gl.constexpr = product_layout(gl.num_warps(), D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SL)
-    qs = gl.allocate_shared_memory(dt, [1, 1, BM, D], q_rows.layout)
-    gs = gl.allocate_shared_memory(dt, [1, 1, BM, D], g_rows.layout)
-    ks = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], k_cols.layout)
-    vs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], v_cols.layout)
+    qs, gs = room_of(q_rows), room_of(g_rows)
+    ks, vs = room_of(k_cols, 2), room_of(v_cols, 2)
     bars = barriers(3)
     block = gl.program_id(0)
     if CAUSAL:
@@ -648,8 +623,7 @@ def grad_queries_one(
     # of the key head as they are
     OF_KEYS: gl.constexpr = (False, False)
     load(cols, rings, OF_KEYS, bars, b, key_head, group, start, 0, True)
-    c0 = gl.load(coeffs + h * POWERS)
-    c1 = gl.load(coeffs + h * POWERS + 1)
+    c0, c1, _ = coefficients(coeffs, h, POWERS, 1)
     length = (n + 15) // 16 * 16
     at = bh.to(gl.int64) * length + i
     lse = gl.load(lse_in + at, mask=i < length, other=float("inf"))
@@ -712,17 +686,13 @@ def grad_keys_one(
 
     EXCLUSIVE: ``g_cols`` are dU, and ``u_rows``, which are not read otherwise, A·V.
     """
-    W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_cols.dtype
-    SL: gl.constexpr = product_layout(W, BN)
-    AL: gl.constexpr = product_layout(W, D)
+    SL: gl.constexpr = product_layout(gl.num_warps(), BN)
+    AL: gl.constexpr = product_layout(gl.num_warps(), D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
-    ks = gl.allocate_shared_memory(dt, [1, 1, BM, D], k_rows.layout)
-    vs = gl.allocate_shared_memory(dt, [1, 1, BM, D], v_rows.layout)
-    qs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], q_cols.layout)
-    gs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], g_cols.layout)
-    lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
-    dls = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], delta_cols.layout)
+    ks, vs = room_of(k_rows), room_of(v_rows)
+    qs, gs = room_of(q_cols, 2), room_of(g_cols, 2)
+    lss, dls = room_of(lse_cols, 2), room_of(delta_cols, 2)
     bars = barriers(3)
     block = gl.program_id(0)
     blocks = gl.num_programs(0)
@@ -736,8 +706,7 @@ def grad_keys_one(
     rings = (qs, lss, gs, dls)
     OF_KEYS: gl.constexpr = (False, False, False, False)
     load(cols, rings, OF_KEYS, bars, b, h, group, start, 0, True)
-    c0 = gl.load(coeffs + h * POWERS)
-    c1 = gl.load(coeffs + h * POWERS + 1)
+    c0, c1, _ = coefficients(coeffs, h, POWERS, 1)
     k = tile_of(ks, BM, D)
     v = tile_of(vs, BM, D)
     mbarrier.wait(bars.index(2), 0)

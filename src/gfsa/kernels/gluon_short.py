@@ -8,6 +8,8 @@ is worked on, the next one's tokens are on their way.
 **Gradient**, with the formulas of ``two_pass.py``. A warp owns keys: ``Pᵀ`` stays in registers as
 16-bit numbers from the first product to ``dSᵀ``, so that the whole gradient takes seven matrix
 products.
+
+Names in capitals are known when a kernel is compiled, here and in all files of kernels.
 """
 
 # ruff: noqa: RUF005, SIM102, SIM113 - Gluon compiles a subset of Python
@@ -58,13 +60,32 @@ def chunk_width(chunk, full_chunks, width, tail):
 
 
 @gluon.jit
-def tile_of(room, ROWS: gl.constexpr, D: gl.constexpr):
+def tile_of(room, ROWS, D):
     """Shared memory of one tile as a matrix."""
     return room._reinterpret(room.dtype, [ROWS, D], FLAT)
 
 
+@gluon.constexpr_function
+def _shape_of(tensor, count):
+    return [count, *tensor.block_shape] if count else tensor.block_shape
+
+
 @gluon.jit
-def barriers(COUNT: gl.constexpr):
+def room_of(tensor, COUNT=0):
+    """Shared memory for a tile of a tensor, or for a ring of COUNT tiles."""
+    SHAPE: gl.constexpr = _shape_of(tensor, COUNT)
+    return gl.allocate_shared_memory(tensor.dtype, SHAPE, tensor.layout)
+
+
+@gluon.jit
+def coefficients(coeffs, h, POWERS, DEGREE):
+    """c0, c1 and, with degree 2, c2."""
+    at = coeffs + h * POWERS
+    return gl.load(at), gl.load(at + 1), gl.load(at + DEGREE)
+
+
+@gluon.jit
+def barriers(COUNT):
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for x in gl.static_range(COUNT):
         mbarrier.init(bars.index(x), count=1)
@@ -74,7 +95,7 @@ def barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def scores(x, y, START: gl.constexpr, WIDTH: gl.constexpr):
+def scores(x, y, START, WIDTH):
     """Begin ``x·yᵀ`` for WIDTH rows of ``y``."""
     LAYOUT: gl.constexpr = product_layout(gl.num_warps(), WIDTH)
     zero = gl.full([x.shape[0], WIDTH], 0.0, gl.float32, LAYOUT)
@@ -83,13 +104,13 @@ def scores(x, y, START: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def more_scores(x, y, total, START: gl.constexpr, WIDTH: gl.constexpr):
+def more_scores(x, y, total, START, WIDTH):
     """Begin ``total + x·yᵀ`` for WIDTH rows of ``y``."""
     return warpgroup_mma(x, y.slice(START, WIDTH).permute((1, 0)), total, is_async=True)
 
 
 @gluon.jit
-def add_product(p, x, total, START: gl.constexpr, WIDTH: gl.constexpr):
+def add_product(p, x, total, START, WIDTH):
     """Begin ``total + p·x`` for WIDTH rows of ``x``; the first chunk starts from zero."""
     return warpgroup_mma(p, x.slice(START, WIDTH), total, use_acc=START > 0, is_async=True)
 
@@ -162,10 +183,7 @@ def _dropping(dt, keys_first, signed):
 
 
 @gluon.jit
-def drop(
-    p, row, half_column, n, seed, stream, threshold, dt: gl.constexpr,
-    KEYS_FIRST: gl.constexpr, SIGNED: gl.constexpr,
-):  # fmt: skip
+def drop(p, row, half_column, n, seed, stream, threshold, dt, KEYS_FIRST, SIGNED):
     """A chunk of the map in 16 bits, what dropout takes away zero, or negative if ``SIGNED``.
 
     Entries survive that do in ``two_pass.py``: a function of the entry and the seed alone.
@@ -190,7 +208,7 @@ def drop(
 
 
 @gluon.jit
-def _dropout(dropout_p, seed_in, DROPOUT: gl.constexpr):
+def _dropout(dropout_p, seed_in, DROPOUT):
     """What entries are multiplied by that stay, how many of 65,536 numbers drop one, and the seed.
 
     An entry draws one of the numbers 0 … 65535.
@@ -256,10 +274,7 @@ def _load(tensor, item, heads, group, barrier, room, pred):
 
 
 @gluon.jit
-def _hide(
-    s, n, mask, mask_i, mask_j, START: gl.constexpr, WIDTH: gl.constexpr, EDGE: gl.constexpr,
-    CAUSAL: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
+def _hide(s, n, mask, mask_i, mask_j, START, WIDTH, EDGE, CAUSAL, MASK):
     """A chunk of scores with −inf where a query does not see a key."""
     LAYOUT: gl.constexpr = product_layout(gl.num_warps(), WIDTH)
     j = START + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
@@ -280,16 +295,13 @@ def _hide(
 
 
 @gluon.jit
-def _exponentials(s, shift, sc, WIDTH: gl.constexpr):
+def _exponentials(s, shift, sc, WIDTH):
     LAYOUT: gl.constexpr = product_layout(gl.num_warps(), WIDTH)
     return gl.exp2(s * sc - gl.convert_layout(shift, gl.SliceLayout(1, LAYOUT))[:, None])
 
 
 @gluon.jit
-def _operand(
-    p, n, seed, bh, dropped, dt: gl.constexpr, PL: gl.constexpr, START: gl.constexpr,
-    WIDTH: gl.constexpr, DROPOUT: gl.constexpr,
-):  # fmt: skip
+def _operand(p, n, seed, bh, dropped, dt, PL, START, WIDTH, DROPOUT):
     """What of a chunk dropout leaves, in 16 bits and in place for a product."""
     if DROPOUT:
         LAYOUT: gl.constexpr = product_layout(gl.num_warps(), WIDTH)
@@ -311,16 +323,12 @@ def filter_short(
 
     WHOLE keeps a whole row of scores before the softmax, else it runs chunk by chunk.
     """
-    W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_in.dtype
-    AL: gl.constexpr = product_layout(W, D)
+    AL: gl.constexpr = product_layout(gl.num_warps(), D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     RL: gl.constexpr = gl.SliceLayout(1, AL)
     CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
-    qs = gl.allocate_shared_memory(dt, [2, 1, 1, N, D], q_in.layout)
-    ks = gl.allocate_shared_memory(dt, [2, 1, 1, N, D], k_in.layout)
-    vs = gl.allocate_shared_memory(dt, [2, 1, 1, N, D], v_in.layout)
-    us = gl.allocate_shared_memory(dt, [1, 1, 1, N, D], u_out.layout)
+    qs, ks, vs, us = room_of(q_in, 2), room_of(k_in, 2), room_of(v_in, 2), room_of(u_out, 1)
     bars = barriers(2)
     first = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -433,9 +441,7 @@ def filter_short(
                     acc = acc * R[c][:, None]
             acc = add_product(P[c], u, acc, c * BN, chunk_width(c, FULL, BN, TAIL))
         acc = warpgroup_mma_wait(0, deps=[acc])
-        c0 = gl.load(coeffs + h * 3)
-        c1 = gl.load(coeffs + h * 3 + 1)
-        c2 = gl.load(coeffs + h * 3 + 2)
+        c0, c1, c2 = coefficients(coeffs, h, 3, 2)
         o = acc * (il * c2)[:, None] + c0 * v.load(AL).to(gl.float32)
         o += c1 * u.load(AL).to(gl.float32)
         q.store(o.to(dt))
@@ -449,7 +455,7 @@ def filter_short(
 
 
 @gluon.jit
-def _kept(p, DROPOUT: gl.constexpr):
+def _kept(p, DROPOUT):
     """``A`` from a signed ``P``: entries that dropout took away carry a minus sign."""
     if DROPOUT:
         return positive(p)
@@ -458,9 +464,8 @@ def _kept(p, DROPOUT: gl.constexpr):
 
 @gluon.jit
 def _probabilities(
-    s, lss, mask, seed, bh, n, sc, mask_i, mask_j, dropped, dt: gl.constexpr, PL: gl.constexpr,
-    START: gl.constexpr, WIDTH: gl.constexpr,
-    EVEN: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr, DROPOUT: gl.constexpr,
+    s, lss, mask, seed, bh, n, sc, mask_i, mask_j, dropped, dt, PL, START, WIDTH, EVEN, CAUSAL,
+    MASK, DROPOUT,
 ):  # fmt: skip
     """``Pᵀ`` for a chunk of queries, with a minus sign where dropout takes an entry away."""
     LAYOUT: gl.constexpr = product_layout(gl.num_warps(), WIDTH)
@@ -489,10 +494,7 @@ def _probabilities(
 
 
 @gluon.jit
-def _score_gradient(
-    a, p, dls, keep_p, dt: gl.constexpr, PL: gl.constexpr,
-    START: gl.constexpr, WIDTH: gl.constexpr, DROPOUT: gl.constexpr,
-):  # fmt: skip
+def _score_gradient(a, p, dls, keep_p, dt, PL, START, WIDTH, DROPOUT):
     """``dSᵀ = P∘(dA − δ)`` for a chunk of queries."""
     LAYOUT: gl.constexpr = product_layout(gl.num_warps(), WIDTH)
     delta = dls.slice(START, WIDTH).load(gl.SliceLayout(0, LAYOUT))
@@ -516,17 +518,14 @@ def grad_short(
     MERGED runs a product of one chunk while the next one's scores are made; it takes more
     registers. EVEN says that there are exactly N tokens.
     """
-    W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_in.dtype
-    AL: gl.constexpr = product_layout(W, D)
+    AL: gl.constexpr = product_layout(gl.num_warps(), D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     RL: gl.constexpr = gl.SliceLayout(1, AL)
     CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
-    qs = gl.allocate_shared_memory(dt, [1, 1, N, D], q_in.layout)
-    ks = gl.allocate_shared_memory(dt, [1, 1, N, D], k_in.layout)
-    os = gl.allocate_shared_memory(dt, [1, 1, N, D], k_in.layout)
+    qs, ks, os = room_of(q_in), room_of(k_in), room_of(k_in)
     # four tensors, whose memory dSᵀ takes at the end
-    big = gl.allocate_shared_memory(dt, [4, 1, 1, N, D], k_in.layout)
+    big = room_of(k_in, 4)
     dls = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
     lss = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
     bars = barriers(2)
@@ -552,9 +551,7 @@ def grad_short(
     tma.async_copy_global_to_shared(u_in, [b, h, 0, 0], bars.index(1), big.index(1))
     rows = gl.arange(0, N, layout=RL)
     sc = scale * LOG2E
-    c0 = gl.load(coeffs + h * 3)
-    c1 = gl.load(coeffs + h * 3 + 1)
-    c2 = gl.load(coeffs + h * 3 + 2)
+    c0, c1, c2 = coefficients(coeffs, h, 3, 2)
     keep_p, dropped, seed = _dropout(dropout_p, seed_in, DROPOUT)
     seen = mask + b.to(gl.int64) * mask_b
     dc = dc_out + (h * 3 * batch + b).to(gl.int64) * N + rows

@@ -44,8 +44,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gfsa.kernels import launching
-from gfsa.kernels import sweep as plan
-from gfsa.kernels.gluon_short import LOG2E, directed, product_layout
+from gfsa.kernels.gluon_short import (
+    FLAT,
+    LOG2E,
+    VECTOR,
+    coefficients,
+    directed,
+    product_layout,
+    room_of,
+    scores,
+)
+from gfsa.kernels.sweep import BLOCK, END, FIRST_TILE, LATEST, MASKED_UNTIL, NUMBERS, ORIGIN
 
 SPANS = gl.constexpr(launching.SPANS)
 # queries an item, and queries a warpgroup: the flags count by warpgroups
@@ -57,19 +66,10 @@ POLLED = gl.constexpr(32)
 
 # items that are drawn and not finished
 QUEUED = gl.constexpr(3)
-# what is sent about a block with spans, after its item's number: its plan, its sequence
-# and its head
-PLANNED = gl.constexpr(1)
-ORIGIN = gl.constexpr(1 + plan.ORIGIN.value)
-BLOCK = gl.constexpr(1 + plan.BLOCK.value)
-END = gl.constexpr(1 + plan.END.value)
-FIRST_TILE = gl.constexpr(1 + plan.FIRST_TILE.value)
-MASKED_UNTIL = gl.constexpr(1 + plan.MASKED_UNTIL.value)
-LATEST = gl.constexpr(1 + plan.LATEST.value)
-NUMBERS = gl.constexpr(plan.NUMBERS.value)
-SEQUENCE = gl.constexpr(1 + plan.NUMBERS.value)
-HEAD = gl.constexpr(2 + plan.NUMBERS.value)
-MESSAGE = gl.constexpr(3 + plan.NUMBERS.value)
+# what is sent about a block with spans, beside its item's number: its plan, then these
+SEQUENCE = gl.constexpr(NUMBERS.value)
+HEAD = gl.constexpr(NUMBERS.value + 1)
+SENT = gl.constexpr(NUMBERS.value + 2)
 
 
 @gluon.jit
@@ -93,17 +93,24 @@ def is_planned(mask, degree):
 
 
 @gluon.jit
-def slots_of(blocks, MASK: gl.constexpr, DEGREE: gl.constexpr):
+def slots_of(blocks, MASK, DEGREE):
     """How many items a head has: its blocks or the slots of its plan."""
     return blocks + (1 if is_planned(MASK, DEGREE) else 0)
 
 
 @gluon.jit
-def following(slot, phase, SLOTS: gl.constexpr):
+def following(slot, phase, SLOTS):
     """The next slot of a ring, and the phase of its barriers."""
     slot = slot + 1
     wraps = slot == SLOTS
     return gl.where(wraps, 0, slot), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def released(empty, slot, phase, SLOTS):
+    """Give a slot of a ring back; as :func:`following`."""
+    mbarrier.arrive(empty.index(slot), count=1)
+    return following(slot, phase, SLOTS)
 
 
 @gluon.jit
@@ -141,25 +148,23 @@ def give(items, item, slot, phase):
 
 
 @gluon.jit
-def send(items, slot, WHICH: gl.constexpr, number):
+def send(items, slot, WHICH, number):
     """A number beside the item that is given next, where there is room: :func:`wait_for_room`."""
     numbers, _, _ = items
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    numbers.index(WHICH * QUEUED + slot).store(gl.full([1], number, gl.int32, layout))
+    numbers.index((1 + WHICH) * QUEUED + slot).store(gl.full([1], number, gl.int32, layout))
 
 
 @gluon.jit
-def received(items, slot, WHICH: gl.constexpr):
+def received(items, slot, WHICH):
     """The number that :func:`send` left beside the item that was taken."""
     numbers, _, _ = items
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(numbers.index(WHICH * QUEUED + slot).load(layout), 0)
+    return gl.max(numbers.index((1 + WHICH) * QUEUED + slot).load(layout), 0)
 
 
 @gluon.jit
-def place_of(
-    item, items, slot, total, heads, blocks, span, MASK: gl.constexpr, DEGREE: gl.constexpr
-):
+def place_of(item, items, slot, total, heads, blocks, span, MASK, DEGREE):
     """``(head of all sequences, sequence, head, block, origin)`` of an item."""
     if is_planned(MASK, DEGREE):
         b = received(items, slot, SEQUENCE)
@@ -233,7 +238,7 @@ def publish(flag):
 
 
 @gluon.jit
-def _load(tensor, b, h, row, barrier, room, slot, TOKENS: gl.constexpr, D: gl.constexpr):
+def _load(tensor, b, h, row, barrier, room, slot, TOKENS, D):
     """TOKENS from ``row`` on, as many at a time as the room's parts have."""
     PART: gl.constexpr = room.shape[3]
     PARTS: gl.constexpr = TOKENS // PART
@@ -245,7 +250,7 @@ def _load(tensor, b, h, row, barrier, room, slot, TOKENS: gl.constexpr, D: gl.co
 
 
 @gluon.jit
-def _seen(spans, row, n, TILE: gl.constexpr):
+def _seen(spans, row, n, TILE):
     """``(first tile, masked until, latest first key)`` of the warpgroup whose queries begin at row.
 
     As in ``sweep.py``: first keys do not decrease from query to query. Tiles are masked that begin
@@ -262,7 +267,7 @@ def _seen(spans, row, n, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _send_seen(items, slot, spans, row, n, TILE: gl.constexpr):
+def _send_seen(items, slot, spans, row, n, TILE):
     """Send what a block's two warpgroups see; returns its first tile."""
     # all is loaded before anything is sent, so that loads wait for each other least
     first, until, latest = _seen(spans, row, n, TILE)
@@ -279,10 +284,8 @@ def _send_seen(items, slot, spans, row, n, TILE: gl.constexpr):
 
 @gluon.jit
 def load_tokens(
-    q_in, k_in, v_in, queries, keys, values, items, counter, plan, mask,
-    total, heads, group, n, blocks, span, mask_b,
-    TILE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
-    DEGREE: gl.constexpr,
+    q_in, k_in, v_in, queries, keys, values, items, counter, plan, mask, total, heads, group, n,
+    blocks, span, mask_b, TILE, STAGES, D, MASK, DEGREE,
 ):  # fmt: skip
     """Draw items, and load their queries and the keys and values that they see."""
     ring = (0, 1, 1)
@@ -297,10 +300,10 @@ def load_tokens(
             blocks_of_slot = plan + (bh // heads * slots + slot) * 2 * NUMBERS
             # a number that is too high is given once
             for which in range(gl.where(item < total * slots, 0, 1), 2):
-                planned = blocks_of_slot + which * NUMBERS - PLANNED
+                planned = blocks_of_slot + which * NUMBERS
                 if (gl.load(planned + END) > 0) | (item >= total * slots):
                     wait_for_room(items, islot, iphase)
-                    for number in gl.static_range(PLANNED, PLANNED + NUMBERS):
+                    for number in gl.static_range(NUMBERS):
                         send(items, islot, number, gl.load(planned + number))
                     send(items, islot, SEQUENCE, bh // heads)
                     send(items, islot, HEAD, bh % heads)
@@ -339,8 +342,8 @@ def load_tokens(
 
 @gluon.jit
 def _load_item(
-    q_in, k_in, v_in, queries, keys, values, bh, origin, block, begin, heads, group, ring,
-    TILE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DEGREE: gl.constexpr,
+    q_in, k_in, v_in, queries, keys, values, bh, origin, block, begin, heads, group, ring, TILE,
+    STAGES, D, DEGREE,
 ):  # fmt: skip
     """Load what one item sees; ``ring`` are the next slot, its phase and that of the queries."""
     qs, qfull, qempty = queries
@@ -376,8 +379,7 @@ def _load_item(
 
 @gluon.jit
 def load_passes(
-    u_io, passes, vempty, flags, items, total, heads, blocks, span,
-    TILE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
+    u_io, passes, vempty, flags, items, total, heads, blocks, span, TILE, STAGES, D, MASK
 ):  # fmt: skip
     """Load the U of earlier blocks as soon as it is there, into slots beside the values."""
     us, ufull = passes
@@ -409,7 +411,7 @@ def load_passes(
 
 
 @gluon.jit
-def store_passes(u_io, made, flags, items, total, heads, blocks, span, MASK: gl.constexpr):
+def store_passes(u_io, made, flags, items, total, heads, blocks, span, MASK):
     """Store each half block's U, then set its flag.
 
     With spans, a half block that is cut short is stored by its warpgroup; no other block needs it.
@@ -439,7 +441,7 @@ def store_passes(u_io, made, flags, items, total, heads, blocks, span, MASK: gl.
 
 
 @gluon.jit
-def _store_half(u_io, own, flag, b, h, row, half: gl.constexpr):
+def _store_half(u_io, own, flag, b, h, row, half):
     tma.async_copy_shared_to_global(u_io, [b, h, row, 0], own.index(half))
     publish(flag)
 
@@ -453,20 +455,11 @@ UNSEEN = gl.constexpr(-1e30)
 
 
 @gluon.jit
-def _tile(room, slot, TOKENS: gl.constexpr, D: gl.constexpr):
+def _tile(room, slot, TOKENS, D):
     """A tile for a matrix product; tiles of fewer tokens lie together where D is 64."""
     gl.static_assert(room.shape[3] == TOKENS or D == 64)
     slots: gl.constexpr = room.shape[0] * room.shape[3] // TOKENS
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return room._reinterpret(room.dtype, [slots, TOKENS, D], layout).index(slot)
-
-
-@gluon.jit
-def _scores(q, k, KEYS: gl.constexpr):
-    """Begin ``q·kᵀ`` for the first KEYS keys of a tile."""
-    LAYOUT: gl.constexpr = product_layout(4, KEYS)
-    zero = gl.full([HALF, KEYS], 0.0, gl.float32, LAYOUT)
-    return warpgroup_mma(q, k.slice(0, KEYS).permute((1, 0)), zero, use_acc=False, is_async=True)
+    return room._reinterpret(room.dtype, [slots, TOKENS, D], FLAT).index(slot)
 
 
 @gluon.jit
@@ -480,7 +473,7 @@ def _masked(s):
 
 
 @gluon.jit
-def _first_keys(spans, origin, row, end, KEYS: gl.constexpr):
+def _first_keys(spans, origin, row, end, KEYS):
     """The first key of each of a warpgroup's queries from the origin, for scores of KEYS keys."""
     i = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, product_layout(4, KEYS)))
     return gl.load(spans + origin + i, mask=i < end, other=0) - origin
@@ -495,26 +488,21 @@ def _unhidden(s, first, col):
 
 
 @gluon.jit
-def _pass_over(
-    keys, values, passes, kslot, kphase, vslot, vphase, STAGES: gl.constexpr,
-    DEGREE: gl.constexpr,
-):  # fmt: skip
+def _pass_over(keys, values, passes, kslot, kphase, vslot, vphase, STAGES, DEGREE):
     """Release a tile that the other warpgroup alone sees."""
     _, kfull, kempty = keys
     _, vfull, vempty = values
     mbarrier.wait(kfull.index(kslot), kphase)
-    mbarrier.arrive(kempty.index(kslot), count=1)
-    kslot, kphase = following(kslot, kphase, STAGES)
+    kslot, kphase = released(kempty, kslot, kphase, STAGES)
     mbarrier.wait(vfull.index(vslot), vphase)
     if DEGREE == 2:
         mbarrier.wait(passes[1].index(vslot), vphase)
-    mbarrier.arrive(vempty.index(vslot), count=1)
-    vslot, vphase = following(vslot, vphase, STAGES)
+    vslot, vphase = released(vempty, vslot, vphase, STAGES)
     return kslot, kphase, vslot, vphase
 
 
 @gluon.jit
-def _first_softmax(s, sc, MASK: gl.constexpr):
+def _first_softmax(s, sc, MASK):
     top = gl.max(s, 1) * sc
     if MASK == SPANS:
         top = gl.maximum(top, UNSEEN)
@@ -531,15 +519,8 @@ def _softmax(s, top, norm, sc):
 
 
 @gluon.jit
-def _shrunk(x, shrink, LAYOUT: gl.constexpr):
+def _shrunk(x, shrink, LAYOUT):
     return x * gl.convert_layout(shrink, gl.SliceLayout(1, LAYOUT))[:, None]
-
-
-@gluon.jit
-def _coefficients(coeffs, h, POWERS: gl.constexpr, DEGREE: gl.constexpr):
-    """c0, c1 and, with degree 2, c2."""
-    at = coeffs + h * POWERS
-    return gl.load(at), gl.load(at + 1), gl.load(at + DEGREE)
 
 
 @gluon.jit
@@ -554,11 +535,9 @@ def _store_rows(out, x, b, h, origin, row, end, out_b, out_h, out_i):
 
 @gluon.jit
 def _filter_half(
-    queries, keys, values, passes, made, items, u_io, out_io, out, u_out, lse_out, coeffs,
-    mask, total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
-    W: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
-    MASK: gl.constexpr, DEGREE: gl.constexpr, POWERS: gl.constexpr, KEEPS: gl.constexpr,
-    EXCLUSIVE: gl.constexpr,
+    queries, keys, values, passes, made, items, u_io, out_io, out, u_out, lse_out, coeffs, mask,
+    total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b, W, TILE, STAGES, D, MASK,
+    DEGREE, POWERS, KEEPS, EXCLUSIVE,
 ):  # fmt: skip
     """Warpgroup W's queries of each item: the first or the second 64."""
     qs, qfull, qempty = queries
@@ -603,7 +582,7 @@ def _filter_half(
             latest = received(items, islot, LATEST + W)
             full -= begin
         if not is_planned(MASK, DEGREE):
-            c0, c1, c2 = _coefficients(coeffs, h, POWERS, DEGREE)
+            c0, c1, c2 = coefficients(coeffs, h, POWERS, DEGREE)
         once = gl.full([HALF, D], 0.0, gl.float32, O)
         if DEGREE == 2:
             us, ufull = passes
@@ -618,9 +597,8 @@ def _filter_half(
                 )
         mbarrier.wait(kfull.index(kslot), kphase)
         if full > 0:
-            s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), TILE)])
-            mbarrier.arrive(kempty.index(kslot), count=1)
-            kslot, kphase = following(kslot, kphase, STAGES)
+            s = warpgroup_mma_wait(0, deps=[scores(q, _tile(ks, kslot, TILE, D), 0, TILE)])
+            kslot, kphase = released(kempty, kslot, kphase, STAGES)
             if MASK == SPANS:
                 if begin * TILE < masked_until:
                     first = _first_keys(spans, origin, row, end, TILE)
@@ -629,15 +607,14 @@ def _filter_half(
             a = gl.convert_layout(p.to(dt), P)
             mbarrier.wait(kfull.index(kslot), kphase)
             for step in range(1, full):
-                s = _scores(q, _tile(ks, kslot, TILE, D), TILE)
+                s = scores(q, _tile(ks, kslot, TILE, D), 0, TILE)
                 mbarrier.wait(vfull.index(vslot), vphase)
                 once = warpgroup_mma(a, _tile(vs, vslot, TILE, D), once, is_async=True)
                 if DEGREE == 2:
                     mbarrier.wait(ufull.index(vslot), vphase)
                     twice = warpgroup_mma(a, _tile(us, vslot, TILE, D), twice, is_async=True)
                 s = warpgroup_mma_wait(DEGREE, deps=[s])
-                mbarrier.arrive(kempty.index(kslot), count=1)
-                kslot, kphase = following(kslot, kphase, STAGES)
+                kslot, kphase = released(kempty, kslot, kphase, STAGES)
                 if MASK == SPANS:
                     if (begin + step) * TILE < masked_until:
                         first = _first_keys(spans, origin, row, end, TILE)
@@ -651,18 +628,16 @@ def _filter_half(
                     once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
                 else:
                     once, a = warpgroup_mma_wait(0, deps=[once, a])
-                mbarrier.arrive(vempty.index(vslot), count=1)
-                vslot, vphase = following(vslot, vphase, STAGES)
+                vslot, vphase = released(vempty, vslot, vphase, STAGES)
                 once = _shrunk(once, shrink, O)
                 if DEGREE == 2:
                     twice = _shrunk(twice, shrink, O)
                 a = next_a
-            s = _scores(q, _tile(ks, kslot, TILE, D), LAST)
+            s = scores(q, _tile(ks, kslot, TILE, D), 0, LAST)
             mbarrier.wait(vfull.index(vslot), vphase)
             once = warpgroup_mma(a, _tile(vs, vslot, TILE, D), once, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s])
-            mbarrier.arrive(kempty.index(kslot), count=1)
-            kslot, kphase = following(kslot, kphase, STAGES)
+            kslot, kphase = released(kempty, kslot, kphase, STAGES)
             s = _masked(s)
             if MASK == SPANS:
                 if latest >= diagonal:
@@ -679,8 +654,7 @@ def _filter_half(
             )
             if DEGREE == 1:
                 once, a = warpgroup_mma_wait(0, deps=[once, a])
-                mbarrier.arrive(vempty.index(vslot), count=1)
-                vslot, vphase = following(vslot, vphase, STAGES)
+                vslot, vphase = released(vempty, vslot, vphase, STAGES)
                 once = _shrunk(once, shrink, O)
             else:
                 if MORE == 0:
@@ -699,9 +673,8 @@ def _filter_half(
                 vslot, vphase = following(vslot, vphase, STAGES)
             last = gl.convert_layout(p.to(dt), P)
         else:
-            s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), LAST)])
-            mbarrier.arrive(kempty.index(kslot), count=1)
-            kslot, kphase = following(kslot, kphase, STAGES)
+            s = warpgroup_mma_wait(0, deps=[scores(q, _tile(ks, kslot, TILE, D), 0, LAST)])
+            kslot, kphase = released(kempty, kslot, kphase, STAGES)
             s = _masked(s)
             if MASK == SPANS:
                 if latest > diagonal:
@@ -715,7 +688,7 @@ def _filter_half(
         once = warpgroup_mma(last, v.slice(0, LAST), once, is_async=True)
         if is_planned(MASK, DEGREE):
             # here, where products run: they are waited for at once
-            c0, c1, c2 = _coefficients(coeffs, h, POWERS, DEGREE)
+            c0, c1, c2 = coefficients(coeffs, h, POWERS, DEGREE)
         inverse = gl.convert_layout(1.0 / last_norm, O_ROWS)
         if DEGREE == 1:
             rows = row + gl.arange(0, HALF, layout=LAST_ROWS)
@@ -779,8 +752,7 @@ def _filter_half(
                 # phases
                 mbarrier.wait(ufull.index(vslot), vphase)
         # only now: loads of v that are on their way do not hold the copy engine back
-        mbarrier.arrive(vempty.index(vslot), count=1)
-        vslot, vphase = following(vslot, vphase, STAGES)
+        vslot, vphase = released(vempty, vslot, vphase, STAGES)
         if W == 0 and PARTS == 1:
             # the tile that the second warpgroup alone sees
             kslot, kphase, vslot, vphase = _pass_over(
@@ -790,6 +762,11 @@ def _filter_half(
         item, islot, iphase = next_item(items, islot, iphase)
     if DEGREE == 1:
         tma.store_wait(0)
+
+
+@gluon.jit
+def _barriers(COUNT):
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit(
@@ -809,37 +786,25 @@ def filter_sweep(
     a counter alone, logsumexps are as ``one_pass.py`` describes them, ``out_io`` is written and not
     ``out``, and KEEPS stores ``A·V`` too.
     """
-    dt: gl.constexpr = q_in.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    PARTS: gl.constexpr = TILE // HALF
-    qs = gl.allocate_shared_memory(dt, [2, 1, 1, HALF, D], q_in.layout)
-    # tokens that the copy engine moves at a time
-    PART: gl.constexpr = TILE if DEGREE == 1 else HALF
-    ks = gl.allocate_shared_memory(dt, [TILE // PART * STAGES, 1, 1, PART, D], k_in.layout)
-    vs = gl.allocate_shared_memory(dt, [TILE // PART * STAGES, 1, 1, PART, D], v_in.layout)
+    qs = room_of(q_in, 2)
+    # a tile is moved in as many parts
+    PARTS: gl.constexpr = 1 if DEGREE == 1 else TILE // HALF
+    ks, vs = room_of(k_in, PARTS * STAGES), room_of(v_in, PARTS * STAGES)
     if DEGREE == 1:
-        made = gl.allocate_shared_memory(dt, [4 if KEEPS else 2, 1, 1, HALF, D], out_io.layout)
+        made = room_of(out_io, 4 if KEEPS else 2)
     else:
-        us = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], u_io.layout)
-        own = gl.allocate_shared_memory(dt, [2, 1, 1, HALF, D], u_io.layout)
-    NUMBERS: gl.constexpr = QUEUED * (MESSAGE if MASK == SPANS else 1)
-    numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], NUMBER)
-    qfull = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    qempty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    kfull = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    kempty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    vfull = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    vempty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        us, own = room_of(u_io, PARTS * STAGES), room_of(u_io, 2)
+    KEPT: gl.constexpr = QUEUED * (1 + SENT if MASK == SPANS else 1)
+    numbers = gl.allocate_shared_memory(gl.int32, [KEPT, 1], VECTOR)
+    qfull, qempty = _barriers(2), _barriers(2)
+    kfull, kempty = _barriers(STAGES), _barriers(STAGES)
+    vfull, vempty = _barriers(STAGES), _barriers(STAGES)
     passes = ()
     if DEGREE == 2:
-        ufull = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-        free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+        ufull, ready, free = _barriers(STAGES), _barriers(2), _barriers(2)
         passes = (us, ufull)
         made = (own, ready, free)
-    given = gl.allocate_shared_memory(gl.int64, [QUEUED, 1], BARRIER)
-    done = gl.allocate_shared_memory(gl.int64, [QUEUED, 1], BARRIER)
+    given, done = _barriers(QUEUED), _barriers(QUEUED)
     for w in gl.static_range(2):
         mbarrier.init(qfull.index(w), count=1)
         mbarrier.init(qempty.index(w), count=1)

@@ -325,10 +325,8 @@ def refusal_by_fused(s: Situation) -> str | None:
     """Why no kernel of the library takes the call, or None if one does."""
     if s.degree not in (1, 2):
         return f"the fused kernels are for filters of degree 1 and 2, this one has {s.degree}"
-    return s.hardware.refusal or _refusal_of_tokens(s) or _refusal_of_options(s)
-
-
-def _refusal_of_tokens(s: Situation) -> str | None:
+    if s.hardware.refusal is not None:
+        return s.hardware.refusal
     if s.dtype not in (torch.bfloat16, torch.float16):
         return f"the fused kernels take bfloat16 and float16, not {s.dtype}"
     if s.dims != 4:
@@ -351,10 +349,6 @@ def _refusal_of_tokens(s: Situation) -> str | None:
             f"the fused kernels take {MOST_HEADS} heads of all sequences together, "
             f"got {s.batch * s.heads}"
         )
-    return None
-
-
-def _refusal_of_options(s: Situation) -> str | None:
     if s.exclusive and s.degree == 2:
         return "the fused kernels of degree 2 have no exclusive term"
     if s.mask == ADDITIVE:
@@ -579,7 +573,9 @@ class Kernels(NamedTuple):
     rejected: tuple[tuple[str, str], ...] = ()
 
 
-def _kernels(s: Situation) -> Kernels:
+@functools.lru_cache(maxsize=4096)
+def kernels_of(s: Situation) -> Kernels:
+    """The kernels of a call that the fused kernels take."""
     rejected: list[tuple[str, str]] = []
     for route in ROUTES:
         if s.degree not in route.degrees:
@@ -590,9 +586,6 @@ def _kernels(s: Situation) -> Kernels:
             return Kernels(route.name, gradient, tuple(rejected))
         rejected.append((route.name, refusal))
     raise AssertionError(f"no route takes {s}")
-
-
-kernels_of = functools.lru_cache(maxsize=4096)(_kernels)
 
 
 def operation_of(s: Situation) -> str:
@@ -739,46 +732,42 @@ def refusal_of_decoding(
     hardware = hardware_of(q)
     if hardware.refusal is not None:
         return hardware.refusal
+    kernel = "the kernel for a decoded token"
     if not DECODES_BY_KERNEL:
-        return "the kernel for a decoded token is turned off"
+        return f"{kernel} is turned off"
     if is_exporting():
         return "an exported program has torch's own operators alone"
     if hardware.gpu != HOPPER or hardware.triton != MEASURED_TRITON:
-        return "the kernel for a decoded token is not measured on this GPU"
+        return f"{kernel} is not measured on this GPU"
     learned, numbers = (
         (coeffs.theta, coeffs.base) if isinstance(coeffs, Coefficients) else (coeffs, coeffs)
     )
     if numbers.shape[-1] not in (2, 3):
-        return (
-            "the kernel for a decoded token takes filters of degree 1 and 2, "
-            f"this one has {numbers.shape[-1] - 1}"
-        )
+        degree = numbers.shape[-1] - 1
+        return f"{kernel} takes filters of degree 1 and 2, this one has {degree}"
     given = (q, k, v, learned) if exclusive is None else (q, k, v, learned, exclusive)
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        return "the kernel for a decoded token has no gradient"
+        return f"{kernel} has no gradient"
     if q.numel() == 0:
         return "there are no tokens"
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"the kernel for a decoded token takes 16 and 32 bits, not {q.dtype}"
+        return f"{kernel} takes 16 and 32 bits, not {q.dtype}"
     if not q.dtype == k.dtype == v.dtype:
         return f"the kernel takes one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
     # it takes addresses, and would read those of another device
     if numbers.device != q.device or (mask is not None and mask.device != q.device):
-        return f"the kernel for a decoded token takes a filter and a mask on {q.device}"
+        return f"{kernel} takes a filter and a mask on {q.device}"
     if v.shape[-1] != q.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > DECODE_HEAD_DIM:
         return (
-            "the kernel for a decoded token takes keys and values of one head dim, a multiple of 8 "
-            f"up to {DECODE_HEAD_DIM}, got {q.shape[-1]} and {v.shape[-1]}"
+            f"{kernel} takes keys and values of one head dim, a multiple of 8 up to "
+            f"{DECODE_HEAD_DIM}, got {q.shape[-1]} and {v.shape[-1]}"
         )
     if mask is not None and mask.dtype != torch.bool:
-        return "the kernel for a decoded token takes bool masks, not additive ones"
+        return f"{kernel} takes bool masks, not additive ones"
     if call.dropout_p:
-        return "the kernel for a decoded token takes no dropout"
+        return f"{kernel} takes no dropout"
     if k.shape[-2] > DECODE_LENGTH:
-        return (
-            f"the kernel for a decoded token takes caches of {DECODE_LENGTH} rows at most, "
-            f"got {k.shape[-2]}"
-        )
+        return f"{kernel} takes caches of {DECODE_LENGTH} rows at most, got {k.shape[-2]}"
     return None
 
 

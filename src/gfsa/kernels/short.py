@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gfsa.kernels.launching import (
     FULL_MASK,
-    Block,
     Forward,
     Given,
     Gradients,
@@ -35,24 +34,19 @@ from gfsa.kernels.routes import SHORT_HEAD_DIM
 
 
 class Chunks(NamedTuple):
-    """How the kernels cut one length."""
+    """How the kernels cut one length.
+
+    Args:
+        rows: tokens, padded to what the warps hold: 16 a warp.
+        width: keys a chunk.
+        full: chunks of full width.
+        tail: keys of the last, narrower chunk; 0 if there is none.
+    """
 
     rows: int
-    """Tokens, padded to what the warps hold: 16 a warp."""
     width: int
-    """Keys a chunk."""
     full: int
-    """Chunks of full width."""
     tail: int
-    """Keys of the last, narrower chunk; 0 if there is none."""
-
-    @property
-    def block(self) -> Block:
-        return 1, 1, self.rows, SHORT_HEAD_DIM
-
-    @property
-    def constants(self) -> tuple[int, int, int, int, int]:
-        return self.rows, SHORT_HEAD_DIM, self.width, self.full, self.tail
 
 
 @functools.cache
@@ -109,50 +103,50 @@ _BACKWARD = Launches[Gradients](_prepare_backward, "q k v u out g", "coeffs lse 
 
 def forward_launch(problem: Problem) -> Launch:
     cut = chunks(problem.length, 64)
-    warps = cut.rows // 16
     # heads in flight on one multiprocessor, as registers and shared memory allow
     crowded = problem.options.dropout_p > 0.0 or problem.mask_kind == FULL_MASK
-    at_once = {4: 3, 8: 1 if crowded else 2, 16: 1}[warps]
-    launch_options: dict[str, Any] = {"num_warps": warps}
-    if at_once == 2:
-        launch_options["maxnreg"] = 128
+    at_once = {64: 3, 128: 1 if crowded else 2, 256: 1}[cut.rows]
     total = problem.batch * problem.heads
-    return Launch(
-        gluon_kernel("gluon_short", "filter_short"),
-        (min(total, at_once * multiprocessors(problem.device)), 1, 1),
-        problem.variant,
-        [cut.block] * 5,
-        (total, *_numbers(problem)),
-        (*cut.constants, problem.length <= 208, *_constants(problem)),
-        **launch_options,
-    )
+    programs = min(total, at_once * multiprocessors(problem.device))
+    options = {"maxnreg": 128} if at_once == 2 else {}
+    constants = (problem.length <= 208,)
+    return _launch("filter_short", problem, cut, programs, 5, total, constants, options)
 
 
 def backward_launch(problem: Problem) -> Launch:
     length = problem.length
     cut = chunks(length, 128 if 64 < length <= 128 else 64)
-    return Launch(
-        gluon_kernel("gluon_short", "grad_short"),
-        (problem.batch * problem.heads, 1, 1),
-        problem.variant,
-        [cut.block] * 9,
-        (problem.batch, *_numbers(problem)),
-        (*cut.constants, cut.rows > 128, length == cut.rows, *_constants(problem)),
-        num_warps=cut.rows // 16,
-    )
+    programs, constants = problem.batch * problem.heads, (cut.rows > 128, length == cut.rows)
+    return _launch("grad_short", problem, cut, programs, 9, problem.batch, constants, {})
 
 
-def _numbers(problem: Problem) -> tuple[Any, ...]:
-    """The kernels' number arguments from ``heads`` to ``dropout_p``."""
-    scale, _, dropout_p, _ = problem.options
+def _launch(
+    name: str,
+    problem: Problem,
+    cut: Chunks,
+    programs: int,
+    tensors: int,
+    first: int,
+    own: tuple[bool, ...],
+    options: dict[str, int],
+) -> Launch:
+    """A kernel over ``programs``, with its ``first`` number and ``own`` constants."""
+    rows, width, full, tail = cut
+    scale, is_causal, dropout_p, _ = problem.options
     mask_b, _, mask_i, mask_j = problem.mask_strides
-    return problem.heads, problem.group, problem.length, scale, mask_b, mask_i, mask_j, dropout_p
-
-
-def _constants(problem: Problem) -> tuple[Any, ...]:
-    """The kernels' last constants: CAUSAL, MASK and DROPOUT."""
-    _, is_causal, dropout_p, _ = problem.options
-    return is_causal, problem.mask_kind, dropout_p > 0.0
+    return Launch(
+        gluon_kernel("gluon_short", name),
+        (programs, 1, 1),
+        problem.variant,
+        [(1, 1, rows, SHORT_HEAD_DIM)] * tensors,
+        (first, *problem.sizes, scale, mask_b, mask_i, mask_j, dropout_p),
+        (
+            *(rows, SHORT_HEAD_DIM, width, full, tail, *own),
+            *(is_causal, problem.mask_kind, dropout_p > 0.0),
+        ),
+        num_warps=rows // 16,
+        **options,
+    )
 
 
 def zero(device: torch.device) -> Tensor:

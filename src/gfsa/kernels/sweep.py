@@ -59,7 +59,7 @@ def _later(x, y):
 
 
 @triton.jit
-def _edges(spans, edges, n, blocks, ROWS: tl.constexpr, WINDOWS: tl.constexpr):
+def _edges(spans, edges, n, blocks, ROWS, WINDOWS):
     """By window the last edge before its end; 0 before them, and the last one again after them."""
     tl.store(edges, 0)
     latest = 0
@@ -77,7 +77,7 @@ def _edges(spans, edges, n, blocks, ROWS: tl.constexpr, WINDOWS: tl.constexpr):
 
 
 @triton.jit
-def _seen(spans, origin, row, end, n, there, HALF: tl.constexpr, TILE: tl.constexpr):
+def _seen(spans, origin, row, end, n, there, HALF, TILE):
     """``(first tile, masked until, latest first key)`` of the warpgroup whose queries begin at row.
 
     First keys do not decrease from query to query, so the first tile is that of the first query.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gfsa.kernels.routes import Backend, refusal_by_fused, situation_of
-from gfsa.kernels.tuned import Machine, Row, Shape, this_machine
+from gfsa.kernels.tuned import Row, Shape
 from gfsa.operators.attention import AttentionOperator
 from gfsa.operators.call import AttentionCall
 from gfsa.operators.dense import DenseOperator
@@ -27,47 +27,11 @@ THREADS = 16
 _BACKENDS: tuple[Backend, Backend] = ("fused", "sdpa")
 
 
-def measure(
-    gpu: GPU,
-    shapes: Sequence[Shape],
-    on_row: Callable[[Shape, Row | str], None],
-    on_compiled: Callable[[int, int], None] = lambda done, of: None,
-) -> None:
-    """Measure each shape that the fused kernels serve; exactness first, then times.
-
-    Args:
-        on_row: called with each shape and its row, or the reason why there is none.
-        on_compiled: called with the number of shapes that are compiled, and of all of them.
-    """
-    refusals = {shape: gpu.refusal(shape) for shape in shapes}
-    served = [shape for shape, refusal in refusals.items() if refusal is None]
-    # before anything is timed: compilers would take the host's time
-    for done, _ in enumerate(gpu.prepare(served), 1):
-        on_compiled(done, len(served))
-    for shape, refusal in refusals.items():
-        if refusal is not None:
-            on_row(shape, refusal)
-            continue
-        try:
-            errors = gpu.errors(shape)
-            row = Row(shape, *gpu.times(shape), *errors)
-        except Exception as error:
-            # a compiler or a driver may raise anything on a GPU that was never measured; the other
-            # shapes may still run
-            on_row(shape, f"failed: {type(error).__name__}: {error}")
-            continue
-        on_row(shape, row)
-
-
 class GPU:
     """Measures calls in bfloat16 on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-
-    @property
-    def machine(self) -> Machine:
-        return this_machine(self.device)
 
     def refusal(self, shape: Shape) -> str | None:
         """Why the fused kernels cannot serve such a call here, or None."""
@@ -95,6 +59,19 @@ class GPU:
         with torch.cuda.device(self.device), torch.autograd.set_multithreading_enabled(False):
             self._call(shape, self._tensors(shape, 1, 1, shape.tokens), _BACKENDS[0])
 
+    def measure(self, shape: Shape) -> Row | str:
+        """The row of a shape, exactness first, then times; or why there is none."""
+        refusal = self.refusal(shape)
+        if refusal is not None:
+            return refusal
+        try:
+            errors = self.errors(shape)
+            return Row(shape, *self.times(shape), *errors)
+        except Exception as error:
+            # a compiler or a driver may raise anything on a GPU that was never measured; the other
+            # shapes may still run
+            return f"failed: {type(error).__name__}: {error}"
+
     def errors(self, shape: Shape) -> tuple[float, float]:
         """Errors of the fused kernels and of torch's against the dense operator in float64."""
         # of the tokens that are timed: other lengths have other tiles and other kernels
@@ -113,11 +90,6 @@ class GPU:
 
     def times(self, shape: Shape) -> tuple[float, float]:
         """Milliseconds, forward and backward, by the fused kernels and by torch's."""
-        # events are those of the current device
-        with torch.cuda.device(self.device):
-            return self._times(shape)
-
-    def _times(self, shape: Shape) -> tuple[float, float]:
         given = self._tensors(shape, max(1, TOKENS // shape.tokens), HEADS, shape.tokens)
 
         def sample(backend: Backend, calls: int) -> float:
@@ -130,12 +102,14 @@ class GPU:
             torch.cuda.synchronize(self.device)
             return start.elapsed_time(end) / calls
 
-        calls = {each: max(1, min(CALLS, int(SAMPLE_MS / sample(each, 1)))) for each in _BACKENDS}
-        best = dict.fromkeys(_BACKENDS, float("inf"))
-        # in turns, since a GPU becomes slower as it becomes warm
-        for _ in range(ROUNDS):
-            for backend in best:
-                best[backend] = min(best[backend], sample(backend, calls[backend]))
+        # events are those of the current device
+        with torch.cuda.device(self.device):
+            calls = {x: max(1, min(CALLS, int(SAMPLE_MS / sample(x, 1)))) for x in _BACKENDS}
+            best = dict.fromkeys(_BACKENDS, float("inf"))
+            # in turns, since a GPU becomes slower as it becomes warm
+            for _ in range(ROUNDS):
+                for backend in best:
+                    best[backend] = min(best[backend], sample(backend, calls[backend]))
         return best["fused"], best["sdpa"]
 
     def _tensors(self, shape: Shape, batch: int, heads: int, length: int) -> tuple[Any, ...]:

@@ -85,7 +85,7 @@ def path() -> Path:
     return Path(cache) / "gfsa" / "tuned.json"
 
 
-def read(file: Path) -> dict[Machine, list[Row]]:
+def read(file: Path) -> dict[Machine, dict[Shape, Row]]:
     """The measurements in a file, by machine; none if there is no such file."""
     try:
         # a folder that may not be looked into raises here, as a file that may not be read does
@@ -94,13 +94,13 @@ def read(file: Path) -> dict[Machine, list[Row]]:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise ValueError(f"it has format {content['format']}, expected {FORMAT}")
-        return {
-            Machine(**entry["machine"]): [
-                Row(Shape(**row["shape"]), *(float(row[name]) for name in Row._fields[1:]))
-                for row in entry["rows"]
-            ]
-            for entry in content["machines"]
-        }
+        found: dict[Machine, dict[Shape, Row]] = {}
+        for entry in content["machines"]:
+            rows = found[Machine(**entry["machine"])] = {}
+            for row in entry["rows"]:
+                shape = Shape(**row["shape"])
+                rows[shape] = Row(shape, *(float(row[name]) for name in Row._fields[1:]))
+        return found
     except (OSError, ValueError, TypeError, KeyError) as error:
         warnings.warn(
             f"{file} cannot be read ({error!r}): torch's own kernels serve. Delete it, or run "
@@ -117,13 +117,12 @@ def write(file: Path, machine: Machine, rows: Sequence[Row], update: bool = Fals
         update: keep what is known of the machine's other shapes.
     """
     known = read(file)
-    found = {row.shape for row in rows}
-    others = [row for row in known.get(machine, []) if update and row.shape not in found]
-    known[machine] = [*others, *rows]
+    kept = known.get(machine, {}) if update else {}
+    known[machine] = kept | {row.shape: row for row in rows}
     entries = [
         {
             "machine": machine._asdict(),
-            "rows": [{**row._asdict(), "shape": row.shape._asdict()} for row in rows],
+            "rows": [row._asdict() | {"shape": shape._asdict()} for shape, row in rows.items()],
         }
         for machine, rows in known.items()
     ]
@@ -132,7 +131,7 @@ def write(file: Path, machine: Machine, rows: Sequence[Row], update: bool = Fals
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
     part.write_text(json.dumps({"format": FORMAT, "machines": entries}, indent=1), encoding="utf-8")
     part.replace(file)
-    _table.cache_clear()
+    _rows.cache_clear()
 
 
 def this_machine(device: torch.device) -> Machine:
@@ -156,7 +155,7 @@ def reason_against(
     Args:
         head_dim, tokens: those of a :class:`Shape` from :func:`shape_of`.
     """
-    rows = _table(device)
+    rows = _rows(device)
     if rows is None:
         return (
             "the fused kernels are measured on Hopper GPUs with Triton 3.6, and not on this "
@@ -175,8 +174,7 @@ reason_against._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _table(device: torch.device) -> dict[Shape, Row] | None:
-    """The rows of this machine, None if it was not measured; read once per process."""
+def _rows(device: torch.device) -> dict[Shape, Row] | None:
+    """What was measured on this machine, None if nothing was; read once per process."""
     known = read(path())
-    rows = known.get(this_machine(device)) if known else None
-    return None if rows is None else {row.shape: row for row in rows}
+    return known.get(this_machine(device)) if known else None

@@ -20,7 +20,8 @@ partial sums, one a block, to be added up in float32.
 Tensors come as descriptors over ``(B, H, N, D)`` with any strides, read and written by the copy
 engine: rows beyond N and columns beyond D read as zero and are not written. Under causality the
 loop over keys ends at the diagonal. With spans (documents, windows) it also begins at the first key
-that the block's first query sees, so hidden tiles cost nothing.
+that the block's first query sees, so hidden tiles cost nothing. Names in capitals are known when
+a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def masked_tile(col, clear, stop):
 
 
 @triton.jit
-def allowed(i, j, n, masks, first, last, CAUSAL: tl.constexpr, MASK: tl.constexpr):
+def allowed(i, j, n, masks, first, last, CAUSAL, MASK):
     """Whether query ``i`` sees key ``j``; the two indices broadcast, in either orientation.
 
     With spans, the kernel passes what it knows of the rows it owns: ``first``, the first key of
@@ -103,10 +104,7 @@ def allowed(i, j, n, masks, first, last, CAUSAL: tl.constexpr, MASK: tl.constexp
 
 
 @triton.jit
-def probabilities(
-    s, lse, i, j, n, masks, first, last, scale,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def probabilities(s, lse, i, j, n, masks, first, last, scale, CAUSAL, MASK, MASKED):
     """``A = exp(scale·S − LSE)`` of one tile, zero where a query does not see a key."""
     if MASKED:
         keep = allowed(i, j, n, masks, first, last, CAUSAL, MASK)
@@ -142,10 +140,7 @@ def survives(i, j, half_i, half_j, n, stream, drawn):
 
 
 @triton.jit
-def own_rows(
-    heads, mask, mask_b, mask_h, seed_in,
-    BM: tl.constexpr, LAST_FIRST: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
+def own_rows(heads, mask, mask_b, mask_h, seed_in, BM, LAST_FIRST, DROPOUT):
     """``(block, row, sequence, head, head of all sequences)``, then the head's mask and the seed.
 
     Args:
@@ -166,10 +161,7 @@ def own_rows(
 
 
 @triton.jit
-def key_ranges(
-    row, i, n, spans,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+def key_ranges(row, i, n, spans, BM, BN, CAUSAL, MASK):
     """First keys of the queries ``i``, with spans alone; then ``(clear, stop, start, end)``.
 
     The queries see the keys ``clear … stop`` in full; ``start … end`` are to be masked. With spans
@@ -308,8 +300,7 @@ def combine(
 @triton.jit
 def _over_keys(
     acc, q, g, du, lse, delta, k_cols, v_cols, u_cols, first, place, rows, ranges, scale, masks,
-    drawn, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, GRADIENT: tl.constexpr,
+    drawn, D, BN, STAGES, CAUSAL, MASK, DROPOUT, GRADIENT,
 ):  # fmt: skip
     """``acc + A·U`` of a block of queries; GRADIENT: ``acc + dS·K``."""
     b, h, key_head, bh, n = place
@@ -359,10 +350,7 @@ def _over_keys(
 
 
 @triton.jit
-def query_ranges(
-    row, j, n, spans,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+def query_ranges(row, j, n, spans, BM, BN, CAUSAL, MASK):
     """Last queries of the keys ``j``, with spans alone; then ``(clear, stop, start, end)``.
 
     As :func:`key_ranges`: the queries ``clear … stop`` see the whole block of keys, but none of
@@ -488,8 +476,7 @@ def grad_keys(
 @triton.jit
 def _over_queries(
     dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, last, place, rows, ranges, scale,
-    masks, drawn, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, SCORES: tl.constexpr,
+    masks, drawn, D, BN, STAGES, CAUSAL, MASK, DROPOUT, SCORES,
 ):  # fmt: skip
     """``dv + Aᵀ·dU`` of a block of keys and, with the gradient of SCORES, ``dk + dSᵀ·Q``."""
     b, h, bh, n = place
@@ -577,9 +564,7 @@ def grad_queries(
 
 # by kernel, then by the largest head dim that an entry serves
 TILES: dict[str, dict[int, Tiles]] = {
-    "attend": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3)},
-    "combine": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3)},
-    "grad_first_pass": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3)},
+    **{name: {128: Tiles(64, 64, 4, 3)} for name in ("attend", "combine", "grad_first_pass")},
     "grad_keys": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 64, 8, 2)},
     "grad_queries": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 64, 8, 2)},
 }
@@ -599,14 +584,14 @@ TALL = Tiles(128, 64, 4, 3)
 TALL_FROM = {"combine": 2048, "grad_first_pass": 192}
 
 
-def tiles(
-    kernel: str, head_dim: int, length: int, is_causal: bool, dropout: bool, packed: bool = False
-) -> Tiles:
-    """The tiles of ``kernel`` for one call; ``packed`` if there are documents or a window."""
+def tiles(kernel: str, problem: Problem) -> Tiles:
+    """The tiles of ``kernel`` for one problem."""
+    head_dim, length = problem.head_dim, problem.length
+    _, is_causal, dropout_p, _ = problem.options
     limit = 64 if head_dim <= 64 else 128
-    if packed and (kernel, limit) in PACKED_TILES:
+    if problem.mask_kind == SPANS.value and (kernel, limit) in PACKED_TILES:
         return PACKED_TILES[kernel, limit]
-    tall = length >= TALL_FROM.get(kernel, length + 1) and not (is_causal or dropout)
+    tall = length >= TALL_FROM.get(kernel, length + 1) and not (is_causal or dropout_p)
     if tall and head_dim <= 64:
         return TALL
     if is_causal and head_dim <= 64 and kernel in CAUSAL_TILES:
@@ -694,22 +679,17 @@ _KERNELS = {
 
 def _launches(problem: Problem) -> dict[str, Launch]:
     """Each kernel over the rows of one problem."""
-    return {name: _launch(name, problem) for name in _KERNELS}
-
-
-def _launch(name: str, problem: Problem) -> Launch:
-    kernel = _KERNELS[name]
     scale, is_causal, dropout_p, _ = problem.options
-    packed = problem.mask_kind == SPANS.value
-    cut = tiles(name, problem.head_dim, problem.length, is_causal, dropout_p > 0, packed)
-    width = padded(problem.head_dim)
-    masked = problem.mask_kind, dropout_p > 0.0
-    return Launch(
-        kernel,
-        (-(-problem.length // cut.rows), problem.batch * problem.heads, 1),
-        problem.variant,
-        tiles_of(kernel, cut, width),
-        (*problem.sizes, scale, *problem.mask_strides, dropout_p),
-        (width, cut.rows, cut.cols, cut.stages, is_causal, *masked),
-        num_warps=cut.warps,
-    )
+    width, found = padded(problem.head_dim), {}
+    for name, kernel in _KERNELS.items():
+        cut = tiles(name, problem)
+        found[name] = Launch(
+            kernel,
+            (-(-problem.length // cut.rows), problem.batch * problem.heads, 1),
+            problem.variant,
+            tiles_of(kernel, cut, width),
+            (*problem.sizes, scale, *problem.mask_strides, dropout_p),
+            (width, cut.rows, cut.cols, cut.stages, is_causal, problem.mask_kind, dropout_p > 0.0),
+            num_warps=cut.warps,
+        )
+    return found

@@ -42,7 +42,7 @@ SMALL |= {"grad_keys": WIDE, "grad_queries": TALL}
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that a short sequence takes several."""
     for name, tiles in SMALL.items():
-        monkeypatch.setitem(two_pass.TILES, name, {128: tiles})
+        monkeypatch.setitem(two_pass.TILES, name, {256: tiles})
     for table in ("CAUSAL_TILES", "PACKED_TILES", "TALL_FROM"):
         monkeypatch.setattr(two_pass, table, {})
 
@@ -62,6 +62,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         Problem(2, 2, 40, 16, 1, dropout_p=0.2, is_causal=True, mask="keys"),
         Problem(1, 1, 17, 8, scale=-0.7),
         Problem(1, 1, 16, 72),
+        Problem(1, 2, 33, 200, 1, is_causal=True, mask="keys"),
         Problem(1, 2, 1, 16),
         # documents and windows
         Packed([[32, 48, 16]]),

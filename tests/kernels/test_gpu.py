@@ -90,6 +90,8 @@ KNOWN = [
     on_gpu(1, 2, 17, 8),
     on_gpu(1, 2, 2500, 128, projected=True),
     on_gpu(2, 2, 2048, 128, is_causal=True),
+    on_gpu(2, 4, 1030, 256, 2, is_causal=True, projected=True),
+    on_gpu(3, 2, 300, 200, mask="keys", dropout_p=0.1),
 ]
 
 

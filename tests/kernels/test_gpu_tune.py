@@ -16,6 +16,7 @@ from gfsa.kernels import routes, tuned, two_pass
 from gfsa.kernels.tune_gpu import GPU
 from gfsa.kernels.tuned import Row, Shape
 from gfsa.operators import AttentionCall
+from support.nothing_launched import fresh_launches
 
 # a length for each kind of kernels; other tiles at 4,096
 SHAPES = [
@@ -41,12 +42,10 @@ def file(
     # what other tests have launched by the copy engine is found by shape
     for kernel in two_pass._KERNELS.values():
         monkeypatch.setattr(kernel, "compiled", {})
-    caches = (tuned._rows, two_pass._launches)
-    for cache in caches:
-        cache.cache_clear()
-    yield path
-    for cache in caches:
-        cache.cache_clear()
+    tuned._rows.cache_clear()
+    with fresh_launches():
+        yield path
+    tuned._rows.cache_clear()
 
 
 def chosen(shape: Shape) -> str:

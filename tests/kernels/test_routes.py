@@ -88,7 +88,7 @@ KEYS = torch.ones(2, 1, 1, 300, dtype=torch.bool)
         (call(4, 100, 64), r"tokens \(B, H, N, D\), got 3"),
         (call(2, 4, 100, 64, value_dim=32), r"head dim \(64\), got 32"),
         (call(2, 4, 100, 60), "multiples of 8, got 60"),
-        (call(2, 4, 100, 256), "up to 128"),
+        (call(2, 4, 100, 264), "up to 256"),
         (call(0, 4, 100, 64), "no tokens"),
         (call(70000, 1, 100, 64), "65535 heads"),
         (call(2, 4, 300, 64, attn_mask=torch.zeros(300, 300)), "bool masks, not additive"),
@@ -227,21 +227,28 @@ def test_a_decoded_token_where_its_kernel_is_measured(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("capability", "taken"), [((8, 0), True), ((8, 6), False), ((8, 9), False), ((12, 0), False)]
+    ("capability", "widest"),
+    [((8, 0), 128), ((8, 6), 64), ((8, 9), 64), ((9, 0), 256), ((10, 0), 256), ((12, 0), 64)],
 )
 def test_wide_heads_need_shared_memory(
-    capability: tuple[int, int], taken: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], widest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "capability", lambda device: capability)
-    found = refusal(*call(2, 4, 300, 128))
-    assert found is None if taken else "99 KiB" in found
-    assert refusal(*call(2, 4, 300, 128, degree=1)) is None
-    packed = refusal(*call(2, 4, 300, 128, degree=1, visible=PACKED))
-    assert packed is None if taken else "windows and documents" in packed
-    # padded causal rows of degree 1 by the kernels of degree 2
-    for head_dim, fits in ((64, True), (128, taken)):
+    for head_dim in (64, 128, 256):
+        taken = head_dim <= widest
+        found = refusal(*call(2, 4, 300, head_dim))
+        assert found is None if taken else "shared memory" in found
+        assert refusal(*call(2, 4, 300, head_dim, degree=1)) is None
+        # windows and documents, and padded causal rows, of degree 1 by the kernels of degree 2
+        fits = taken and head_dim <= 128
+        packed = chosen("auto", *call(2, 4, 300, head_dim, degree=1, visible=PACKED))
+        assert packed.route in (
+            ("two_pass", "one_sweep", "sdpa") if fits else ("sdpa", "around_torch")
+        )
         found = chosen("fused", *call(2, 4, 300, head_dim, degree=1, **CAUSAL, **padded(2, 300)))
         assert found.route == ("two_pass" if fits else "around_torch")
+    # beyond what was measured it runs by name alone
+    assert chosen("auto", *call(2, 4, 300, 256)).route == "sdpa"
 
 
 @pytest.mark.parametrize(

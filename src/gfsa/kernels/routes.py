@@ -64,9 +64,10 @@ LONGEST_WITH_DROPOUT = 65536
 # CUDA's limit for the second dimension of a launch
 MOST_HEADS = 65535
 
-# largest head dims of the kernels, and of those around torch's attention
-HEAD_DIM = 128
-AROUND_HEAD_DIM = 256
+# largest head dim of the kernels, and of those of them that were measured; degree 1 beyond that
+# is computed around torch's attention
+HEAD_DIM = 256
+MEASURED_HEAD_DIM = 128
 # most tokens and largest head dim of the short kernels, which hold a whole sequence on chip, and
 # largest strides of a mask, whose entries they count in 32 bits
 SHORT_LENGTH = 256
@@ -336,11 +337,10 @@ def refusal_by_fused(s: Situation) -> str | None:
             "the fused kernels need values of the queries' head dim "
             f"({s.head_dim}), got {s.value_dim}"
         )
-    most = AROUND_HEAD_DIM if s.degree == 1 else HEAD_DIM
-    if s.head_dim % 8 or not 8 <= s.head_dim <= most:
+    if s.head_dim % 8 or not 8 <= s.head_dim <= HEAD_DIM:
         return (
-            f"the fused kernels of degree {s.degree} take head dims up to {most} that are "
-            f"multiples of 8, got {s.head_dim}"
+            f"the fused kernels take head dims up to {HEAD_DIM} that are multiples of 8, "
+            f"got {s.head_dim}"
         )
     if s.batch == 0 or s.heads == 0 or s.tokens == 0:
         return "there are no tokens"
@@ -360,26 +360,27 @@ def refusal_by_fused(s: Situation) -> str | None:
     if s.dropout_p and s.tokens > LONGEST_WITH_DROPOUT:
         return f"the fused kernels take {LONGEST_WITH_DROPOUT} tokens at most with dropout"
     # degree 1 has kernels for wide heads everywhere, but for windows and documents
-    needs_two = s.degree == 2 or (s.mask == SPANS and not s.exclusive)
-    if needs_two and s.head_dim <= HEAD_DIM and not _fits_two_passes(s):
+    spans = s.mask == SPANS and not s.exclusive and s.head_dim <= MEASURED_HEAD_DIM
+    if (s.degree == 2 or spans) and s.head_dim > _widest_of_two_passes(s):
         major, minor = s.hardware.gpu or (0, 0)
         return (
             "the fused kernels of degree 2, and of windows and documents, take head dims up to "
-            f"{SHORT_HEAD_DIM} on GPUs with 99 KiB of shared memory a program, as this one of "
-            f"compute capability {major}.{minor}, got {s.head_dim}"
+            f"{_widest_of_two_passes(s)} in the shared memory of a program on a GPU of compute "
+            f"capability {major}.{minor}, got {s.head_dim}"
         )
     return None
 
 
-def _fits_two_passes(s: Situation) -> bool:
-    """Whether the tiles of the two passes' gradient fit: 145 KiB at a head dim of 128.
+def _widest_of_two_passes(s: Situation) -> int:
+    """The largest head dim at which the tiles of the two passes' gradient fit.
 
-    Some GPUs have 99 KiB a program, by the table of compute capabilities in CUDA's guide.
+    They take 145 KiB at a head dim of 128, 161 KiB at 256. A program has 99 KiB on some GPUs,
+    163 on others before Hopper, by the table of compute capabilities in CUDA's guide.
     """
-    if s.head_dim <= SHORT_HEAD_DIM or s.hardware.gpu is None:
-        return True
-    major, minor = s.hardware.gpu
-    return not (major == 12 or (major == 8 and minor in (6, 9)))
+    major, minor = s.hardware.gpu or HOPPER
+    if major == 12 or (major == 8 and minor in (6, 9)):
+        return SHORT_HEAD_DIM
+    return MEASURED_HEAD_DIM if major == 8 else HEAD_DIM
 
 
 def _refusal_by_gluon(s: Situation) -> str | None:
@@ -410,11 +411,17 @@ def _written_out_by_torch(s: Situation) -> str | None:
 
     Torch takes no spans, and of padding and causality one at a time.
     """
-    if s.degree == 2 or s.mask == SPANS:
+    if s.degree == 2:
+        return None
+    if s.head_dim > MEASURED_HEAD_DIM:
+        return f"of degree 1 it takes head dims up to {MEASURED_HEAD_DIM}"
+    if s.mask == SPANS:
         return None
     if s.mask not in (KEYS, FAR_KEYS) or not s.causal or s.dropout_p:
         return "of degree 1 it takes padded causal rows, windows and documents"
-    return None if _fits_two_passes(s) else "its gradient needs more shared memory"
+    return (
+        None if s.head_dim <= _widest_of_two_passes(s) else "its gradient needs more shared memory"
+    )
 
 
 # --- the kernels of the gradient ---------------------------------------------------------------
@@ -430,6 +437,8 @@ def refusal_by_hopper_gradient(s: Situation) -> str | None:
         return "it has no dropout"
     if s.mask in (PAIRS, OTHER_PAIRS):
         return "it takes no masks over queries and keys"
+    if s.head_dim > MEASURED_HEAD_DIM:
+        return f"it takes head dims up to {MEASURED_HEAD_DIM}"
     if s.tokens % 4:
         # rows of logsumexps, which the copy engine takes from multiples of 16 bytes on
         return "it takes lengths that are multiples of 4"
@@ -557,7 +566,7 @@ ROUTES = (
         exclusive=True,
         in_gluon=False,
         takes="every call, with the exclusive term too, head dims up to "
-        f"{AROUND_HEAD_DIM}: torch's attention, and one kernel that combines the powers",
+        f"{HEAD_DIM}: torch's attention, and one kernel that combines the powers",
         gradients="torch's, and one kernel before it",
     ),
 )
@@ -684,6 +693,8 @@ def _reason_by_measurements(s: Situation) -> str | None:
     """
     if refusal_by_fused(s) is not None:
         return None
+    if s.degree == 2 and s.head_dim > MEASURED_HEAD_DIM:
+        return f"degree 2 is not measured at head dims beyond {MEASURED_HEAD_DIM}"
     gpu, triton, _ = s.hardware
     if gpu != HOPPER or triton != MEASURED_TRITON:
         return _reason_by_tuning(s)

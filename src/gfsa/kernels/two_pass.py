@@ -564,9 +564,11 @@ def grad_queries(
 
 # by kernel, then by the largest head dim that an entry serves
 TILES: dict[str, dict[int, Tiles]] = {
-    **{name: {128: Tiles(64, 64, 4, 3)} for name in ("attend", "combine", "grad_first_pass")},
-    "grad_keys": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 64, 8, 2)},
-    "grad_queries": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 64, 8, 2)},
+    "attend": {128: Tiles(64, 64, 4, 3), 256: Tiles(64, 64, 8, 2)},
+    "combine": {128: Tiles(64, 64, 4, 3), 256: Tiles(64, 64, 8, 2)},
+    "grad_first_pass": {128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 8, 3)},
+    "grad_keys": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 8, 2)},
+    "grad_queries": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 8, 2)},
 }
 
 # narrower steps where half of them are masked
@@ -588,7 +590,7 @@ def tiles(kernel: str, problem: Problem) -> Tiles:
     """The tiles of ``kernel`` for one problem."""
     head_dim, length = problem.head_dim, problem.length
     _, is_causal, dropout_p, _ = problem.options
-    limit = 64 if head_dim <= 64 else 128
+    limit = padded(max(head_dim, 64))
     if problem.mask_kind == SPANS.value and (kernel, limit) in PACKED_TILES:
         return PACKED_TILES[kernel, limit]
     tall = length >= TALL_FROM.get(kernel, length + 1) and not (is_causal or dropout_p)

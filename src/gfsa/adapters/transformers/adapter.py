@@ -41,11 +41,12 @@ from gfsa.adapters.transformers.past import (
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.operators.call import no_autocast
 from gfsa.operators.past import CachedOperator
-from gfsa.plugs.adapter import CHILD, HEADS, NAME, Adapter, heads_of
+from gfsa.plugs.adapter import CHILD, HEADS, Adapter, heads_of
 from gfsa.plugs.checks.proof import (
     OTHER_SEQUENCE,
     REASON,
     name_of,
+    refusal_of_call,
     require_same_tokens,
 )
 from gfsa.plugs.tracing.adapter import TracerAdapter
@@ -119,16 +120,14 @@ class InterfaceAdapter(Adapter):
     def remove(self, module: Any) -> None:
         module.__dict__.pop(PLUGGED).remove()
         del module.__dict__["_gfsa_eager"], module.__dict__[_ARGUMENTS]
-        for name in (NAME, CHECKED):
-            module.__dict__.pop(name, None)
+        module.__dict__.pop(CHECKED, None)
         module.config = module.config.real
 
     def on_filters_changed(self, model: nn.Module) -> None:
         views: dict[int, Any] = {}
         module: Any
-        for name, module in model.named_modules():
+        for module in model.modules():
             if PLUGGED in module.__dict__:
-                module.__dict__[NAME] = name
                 # one view for all layers, as they have one config: a compiled call checks what it
                 # reads of it once, not once a layer
                 module.config = views.setdefault(id(module.config.real), module.config)
@@ -162,7 +161,6 @@ class ModelTracerAdapter(TracerAdapter):
     """Traces modules of transformers outside the interface."""
 
     def on_filters_changed(self, model: nn.Module) -> None:
-        super().on_filters_changed(model)
         _set_batching_entries(model)
 
     def wants_maps(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
@@ -255,10 +253,7 @@ def _look_at_inputs(
         given = {**dict(zip(arguments.positional, args, strict=False)), **kwargs}
     for name in _OTHER_TOKENS.intersection(given):
         if given[name] is not None:
-            raise ValueError(
-                f"{name_of(module)} was plugged as self-attention but is given {name}: "
-                "cross-attention has no powers. Leave it out with plug(..., layers=...)"
-            )
+            raise ValueError(refusal_of_call(module, f"it is given {name}"))
     if arguments.pair is not None:
         query, key = (given.get(name) for name in arguments.pair)
         if isinstance(query, Tensor) and isinstance(key, Tensor):
@@ -378,11 +373,8 @@ def _with_past(
     new, keys = query.shape[2], value.shape[2]
     if cache is None:
         if new != keys:
-            raise ValueError(
-                f"{new} queries of {name_of(module)} attend to {keys} keys without a "
-                "cache: that is cross-attention or a prefix, which has no powers. Leave it out "
-                "with plug(..., layers=...)"
-            )
+            got = f"{new} queries attend to {keys} keys without a cache (a prefix, say)"
+            raise ValueError(refusal_of_call(module, got))
         return operator
     # models fill a cache in training, too, but nothing is decoded from it
     if new == keys and module.training and (torch.is_grad_enabled() or dropout):

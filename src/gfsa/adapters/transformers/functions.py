@@ -242,42 +242,39 @@ def _any_operator(
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
+    dropout: float,
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
     """Flash, flex or any other registered attention function, called once per pass."""
     function = functions_of(type(module))[implementation]
     mask = written_out(attention_mask)
-    if module.gfsa.dropout_after == "filter" and kwargs["dropout"]:
+    if module.gfsa.dropout_after == "filter" and dropout:
         raise ValueError(
             f"dropout_after='filter' drops entries of H, which {implementation} never builds; "
             "use attn_implementation 'sdpa' or 'eager' for training"
         )
+
+    def attend(x: Tensor, dropout: float = dropout) -> Tensor:
+        k = repeat_heads(key, x)
+        view = _ModuleView(module, groups=query.shape[1] // k.shape[1])
+        y: Tensor = function(view, query, k, x, mask, dropout=dropout, **kwargs)[0]
+        return y.transpose(1, 2)
+
     if not is_trusted(function) and _needs_check(module, function, value):
-        undropped = _FunctionRows(function, module, query, key, mask, {**kwargs, "dropout": 0.0})
         with torch.no_grad():
-            _conclude(module, function, *_nonlinearity(undropped.apply, value))
-    return _FunctionRows(function, module, query, key, mask, kwargs), value
+            _conclude(module, function, *_nonlinearity(lambda x: attend(x, 0.0), value))
+    return (_DroppingRows(attend, query) if dropout else FunctionOperator(attend)), value
 
 
-@dataclass(eq=False)
-class _FunctionRows(Operator):
-    """``A·x`` as one call of an attention function of transformers."""
+class _DroppingRows(FunctionOperator):
+    """``A·x`` by a function that drops entries of A: the same in every pass."""
 
-    function: Callable[..., Any]
-    module: Any
-    query: Tensor
-    key: Tensor
-    mask: Any
-    kwargs: dict[str, Any]
-
-    def apply(self, x: Tensor) -> Tensor:
-        key = repeat_heads(self.key, x)
-        module = _ModuleView(self.module, groups=self.query.shape[1] // key.shape[1])
-        out: Tensor = self.function(module, self.query, key, x, self.mask, **self.kwargs)[0]
-        return out.transpose(1, 2)
+    def __init__(self, apply: Callable[[Tensor], Tensor], query: Tensor) -> None:
+        super().__init__(apply)
+        self.query = query
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        if self.kwargs["dropout"] and degree > 1:
+        if degree > 1:
             return powers_with_one_mask(self.apply, repeat_heads(v, self.query), degree)
         return super().powers(v, degree)
 

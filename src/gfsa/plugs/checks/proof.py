@@ -48,7 +48,9 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
         )
     elif not same:
         shapes = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
-        raise ValueError(_refusal(module, _OTHER_VALUES if query.shape == key.shape else shapes))
+        raise ValueError(
+            refusal_of_call(module, _OTHER_VALUES if query.shape == key.shape else shapes)
+        )
     elif query is not key and not has_no_values(query):
         module.__dict__[_GIVEN_COPIES] = True
 
@@ -56,7 +58,8 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
 _OTHER_VALUES = "its key has other values than its query"
 
 
-def _refusal(module: nn.Module, got: str) -> str:
+def refusal_of_call(module: nn.Module, got: str) -> str:
+    """Why a call of a plugged module is an error: ``got`` says how it is no self-attention."""
     return (
         f"{name_of(module)} was plugged as self-attention, but {got}. Cross-attention and "
         "keys that come from a cache have no powers; leave this layer out with "
@@ -71,7 +74,7 @@ def _compare_in_graph(module: nn.Module, query: Tensor, key: Tensor) -> None:
         return
     if query.device.type not in ("cpu", "cuda"):
         return
-    torch._assert_async(_alike(query, key).all(), _refusal(module, _OTHER_VALUES))
+    torch._assert_async(_alike(query, key).all(), refusal_of_call(module, _OTHER_VALUES))
 
 
 def are_same_tokens(first: Tensor, second: Tensor) -> bool | None:

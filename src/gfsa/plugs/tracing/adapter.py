@@ -229,12 +229,6 @@ class TracerAdapter(Adapter):
     def remove(self, module: nn.Module) -> None:
         module.__class__ = module.__dict__.pop(CLASS)
         del module.__dict__["_gfsa_memory"]
-        module.__dict__.pop(NAME, None)
-
-    def on_filters_changed(self, model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            if isinstance(module, Traced):
-                module.__dict__[NAME] = name
 
 
 class UnknownAdapter(TracerAdapter):

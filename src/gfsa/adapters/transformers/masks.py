@@ -95,14 +95,10 @@ class DescribedMask:
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """On another device it is still a description; in another dtype it is a tensor."""
-        wanted = None
-        if len(args) == 1 and not kwargs:
-            wanted = args[0]
-        elif not args and kwargs.keys() <= {"device", "non_blocking"}:
-            wanted = kwargs.get("device")
-        if not isinstance(wanted, (str, int, torch.device)):
+        given = [*args, *(x for name, x in kwargs.items() if name != "non_blocking")]
+        if len(given) != 1 or not isinstance(given[0], (str, int, torch.device)):
             return self.tensor().to(*args, **kwargs)
-        device, old = torch.device(wanted), self.visible
+        device, old = torch.device(given[0]), self.visible
         if device == self.device:
             return self
         keys, documents = (None if x is None else x.to(device) for x in (old.keys, old.documents))

@@ -40,15 +40,6 @@ def test_another_missing_module_is_not_hidden(monkeypatch):
         cli.main()
 
 
-def test_serve_names_the_packages_that_its_server_lacks(monkeypatch):
-    serve = pytest.importorskip("transformers.cli.serve")
-    monkeypatch.setattr(serve, "is_serve_available", lambda: False)
-    shown = runner.invoke(cli.build(), ["serve", "folder"])
-    assert shown.exit_code == 2
-    assert "gfsa serve: Missing dependencies for serving" in shown.output
-    assert isinstance(shown.exception, SystemExit)
-
-
 # runs `gfsa ARGUMENTS` as its script does, then prints what it imported
 AS_A_SCRIPT = """
 import atexit, sys

@@ -41,9 +41,8 @@ MAY_IMPORT = {
     "environment": {"gfsa"},
     "gfsa": {*EVERYTHING, *OF_EXPERIMENTS} - {"environment"},
     "info": EVERYTHING,
-    "serve": EVERYTHING,
     "tune": CORE,
-    "cli": {*EVERYTHING, "info", "serve", "tune"},
+    "cli": {*EVERYTHING, "info", "tune"},
     "__main__": {"cli"},
     "gfsa_experiments.models": CORE,
     "gfsa_experiments.baselines": {*CORE, "gfsa_experiments.models"},
@@ -59,7 +58,6 @@ FRAMEWORK_MODULES = {
     "gfsa.engines.vllm.config": {"vllm"},
     "gfsa.engines.vllm.models": {"vllm"},
     "gfsa.info": {"typer"},
-    "gfsa.serve": {"typer"},
     "gfsa.lens.command": {"typer"},
     "gfsa.tune": {"typer"},
     "gfsa.lens.figures": {"matplotlib"},
@@ -71,7 +69,6 @@ FRAMEWORK_MODULES = {
     "gfsa.adapters.transformers.masks": {"transformers"},
     "gfsa.adapters.transformers.functions": {"transformers"},
     "gfsa.adapters.transformers.past": {"transformers"},
-    "gfsa.adapters.transformers.serving": {"transformers", "typer"},
     "gfsa.titan": {"torchtitan"},
 }
 
@@ -201,7 +198,7 @@ def test_no_module_of_ours_is_imported_by_a_string() -> None:
 
 def test_frameworks_are_imported_by_their_adapter_or_command_only() -> None:
     free = {"torch", "triton", "gfsa", *sys.stdlib_module_names}
-    library = EVERYTHING | {"info", "serve", "tune", "cli", "engines", "titan"}
+    library = EVERYTHING | {"info", "tune", "cli", "engines", "titan"}
     loaded: dict[str, set[str]] = {}
     for found in IMPORTS:
         top = found.target.partition(".")[0]

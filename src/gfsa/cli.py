@@ -23,7 +23,6 @@ GROUP = "gfsa.commands"
 COMMANDS = {
     "diagnose": "gfsa.lens.command",
     "info": "gfsa.info",
-    "serve": "gfsa.serve",
     "tune": "gfsa.tune",
 }
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator
 from gfsa.plugs.adapter import Adapter, SwapClass
-from gfsa.plugs.checks.proof import REASON
+from gfsa.plugs.checks.proof import REASON, refusal_of_call
 
 try:
     from diffusers.models.transformers.transformer_flux import FluxAttention
@@ -57,10 +57,8 @@ class _FilterCall(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         if query.shape[-2] != key.shape[-2]:
-            raise ValueError(
-                f"{_name_of(self.module)} was plugged as self-attention, but {query.shape[-2]} "
-                f"queries attend to {key.shape[-2]} keys. Leave it out with plug(..., layers=...)"
-            )
+            got = f"{query.shape[-2]} queries attend to {key.shape[-2]} keys"
+            raise ValueError(refusal_of_call(self.module, got))
         gfsa: GraphFilter = self.module.gfsa
         # its arguments are those of torch's attention, in the same order
         kwargs["dropout_after"] = gfsa.dropout_after

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
+from gfsa.operators.call import DropoutPlace
 from gfsa.plugs.adapter import Adapter, SwapClass, names_in_forward
 
 try:
@@ -34,12 +35,13 @@ class FilteredAttention(Attention):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
         operator: Operator
+        dropout_p, place = _dropout(self)
         if self.fused_attn:
-            operator = _fused(self, q, k, attn_mask, is_causal)
+            operator = AttentionOperator(q, k, attn_mask, dropout_p, is_causal, dropout_after=place)
         else:
             scores = (q * self.scale) @ k.transpose(-2, -1)
             mask = resolve_self_attn_mask(N, scores, attn_mask, is_causal)
-            operator = _dense(self, maybe_add_mask(scores, mask).softmax(-1))
+            operator = DenseOperator(maybe_add_mask(scores, mask).softmax(-1), dropout_p, place)
         y = self.gfsa(operator, v)
         y = self.norm(y.transpose(1, 2).reshape(B, N, self.attn_dim))
         y = y if gate is None else y * gate
@@ -56,36 +58,28 @@ class FilteredWindowAttention(WindowAttention):
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         bias = self._get_rel_pos_bias()
+        dropout_p, place = _dropout(self)
         operator: Operator
         if self.fused_attn:
             if mask is not None:
                 bias = bias + mask[None, :, None].expand(
                     B // len(mask), -1, self.num_heads, -1, -1
                 ).reshape(B, self.num_heads, N, N)
-            operator = _fused(self, q, k, bias)
+            operator = AttentionOperator(q, k, bias, dropout_p, dropout_after=place)
         else:
             scores = (q * self.scale) @ k.transpose(-2, -1) + bias
             if mask is not None:
                 # windows are ordered image by image; each window position has its own mask
                 scores = scores.view(-1, len(mask), self.num_heads, N, N) + mask[None, :, None]
                 scores = scores.view(B, self.num_heads, N, N)
-            operator = _dense(self, self.softmax(scores))
+            operator = DenseOperator(self.softmax(scores), dropout_p, place)
         y = self.gfsa(operator, v).transpose(1, 2).reshape(B, N, -1)
         return self.proj_drop(self.proj(y))
 
 
-def _fused(
-    module: Any, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool = False
-) -> AttentionOperator:
-    dropout_p, place = module.attn_drop.p if module.training else 0.0, module.gfsa.dropout_after
-    return AttentionOperator(q, k, mask, dropout_p, is_causal, dropout_after=place)
-
-
-def _dense(module: Any, matrix: Tensor) -> DenseOperator:
-    """The operator of a map that the layer has built; the layer's own dropout acts on A."""
-    if module.gfsa.dropout_after == "attention":
-        return DenseOperator(module.attn_drop(matrix))
-    return DenseOperator(matrix, module.attn_drop.p if module.training else 0.0, "filter")
+def _dropout(module: Any) -> tuple[float, DropoutPlace]:
+    """The probability of a layer's attention dropout in this forward, and what it acts on."""
+    return module.attn_drop.p if module.training else 0.0, module.gfsa.dropout_after
 
 
 # the names that each forward looked up when its adapter was written; see names_in_forward

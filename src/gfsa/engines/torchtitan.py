@@ -1,14 +1,14 @@
 """torchtitan: filters in its attention, and checkpoints that keep them.
 
 :mod:`gfsa.titan` has the names that a user writes. A DCP checkpoint has every key of the model,
-filters too. The adapters that rename keys for transformers drop keys that they do not know, so here
-the filters go around them, under the names that ``gfsa.from_pretrained`` reads.
+filters too. The adapters that rename keys for transformers have a table of names, to which those of
+the filters are added, as ``gfsa.from_pretrained`` reads them. What each filter is has a file of its
+own there, because torch merges files of floating-point numbers only.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,10 +29,9 @@ from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import logger, warn_once
 
-from gfsa.filters import GraphFilter
-from gfsa.filters.spec import EXTRA, is_same_filter, kind_named, read_description, shown
+from gfsa.filters import GraphFilter, spec
 from gfsa.operators import FunctionOperator
 from gfsa.plugs.adapter import CHILD, names_in_forward
 from gfsa.plugs.saving.files import filter_tensors
@@ -99,7 +98,7 @@ class FilterConfig(Module.Config):
 
     def filter(self) -> GraphFilter:
         """The filter, as the library has it."""
-        return kind_named(self.kind)(self.n_heads, **self.arguments)
+        return spec.kind_named(self.kind)(self.n_heads, **self.arguments)
 
     def build(self, **kwargs: Any) -> GraphFilter:
         """The filter as a module of torchtitan."""
@@ -143,7 +142,12 @@ class FilteredAttention(GQAttention):
     is_exported = False
 
     def __init__(self, config: Config) -> None:
-        refuse_another_forward()
+        if (names := names_in_forward(GQAttention)) != _WRITTEN_FOR:
+            changed = sorted(set(names.split()) ^ set(_WRITTEN_FOR.split()))
+            raise ValueError(
+                "gfsa.titan was written for torchtitan 0.3; the GQAttention of the installed "
+                f"version differs in {', '.join(changed)}. Install torchtitan 0.3, or a newer gfsa"
+            )
         super().__init__(config)
         self.gfsa = config.gfsa.build()
         self.register_state_dict_pre_hook(_warn_of_exports)
@@ -185,30 +189,16 @@ class FilteredAttention(GQAttention):
         return self.wo(y.flatten(2))
 
 
-def refuse_another_forward() -> None:
-    """Raise if torchtitan's attention is not the one that :class:`FilteredAttention` repeats."""
-    names = names_in_forward(GQAttention)
-    if names != _WRITTEN_FOR:
-        changed = sorted(set(names.split()) ^ set(_WRITTEN_FOR.split()))
-        raise ValueError(
-            f"gfsa.titan was written for torchtitan 0.3; the GQAttention of the installed version "
-            f"differs in {', '.join(changed)}. Install torchtitan 0.3, or a newer gfsa"
-        )
-
-
-@cache
-def _warn_of_exports_once() -> None:
-    logger.warning(
-        "the model has graph filters and the checkpoint manager is torchtitan's own: checkpoints "
-        "of DCP keep the filters, an export to transformers (checkpoint.last_save_in_hf) drops "
-        "them. Add gfsa.titan.checkpoint to --override.imports"
-    )
-
-
 def _warn_of_exports(attention: Any, *_: Any) -> None:
     """A hook of ``state_dict``, which the checkpoint manager calls."""
     if not attention.is_exported:
-        _warn_of_exports_once()
+        warn_once(
+            logger,
+            "the model has graph filters and the checkpoint manager is torchtitan's own: "
+            "checkpoints of DCP keep the filters, an export to transformers "
+            "(checkpoint.last_save_in_hf) drops them. Add gfsa.titan.checkpoint to "
+            "--override.imports",
+        )
 
 
 def local(x: Tensor) -> Tensor:
@@ -225,7 +215,6 @@ def distributed_as(like: Tensor, x: Tensor) -> Tensor:
 
 # the weight by which the attention of a layer is found in the adapter's table of names
 _OUTPUT_PROJECTION = "layers.{}.attention.wo.weight"
-_FILTER = re.compile(rf"^layers\.(\d+)\.attention\.{CHILD}\.(\w+)$")
 
 # files of a transformers folder that are weights, which the export has itself
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
@@ -234,88 +223,38 @@ _INDEX = "model.safetensors.index.json"
 _DESCRIPTIONS = "gfsa-descriptions-00001.safetensors"
 
 
-class FilterAdapter(BaseStateDictAdapter):
-    """A model's adapter to transformers' names, with the filters' numbers added.
+def add_filters(adapter: Any) -> dict[str, Tensor]:
+    """Add the filters that a model is built with to an adapter of torchtitan, which renames keys.
 
-    ``layers.0.attention.gfsa.theta`` of torchtitan is
-    ``model.layers.0.self_attn.gfsa.theta`` in a folder of transformers.
+    ``layers.0.attention.gfsa.theta`` of torchtitan is ``model.layers.0.self_attn.gfsa.theta`` in a
+    folder of transformers, in the file of the layer's attention if there are several.
+
+    Returns:
+        What each filter is, under transformers' names; of every stage of a pipeline.
     """
-
-    def __init__(self, adapter: Any) -> None:
-        names = getattr(adapter, "from_hf_map", {})
-        projection = [name for name, own in names.items() if own == _OUTPUT_PROJECTION]
-        if not projection:
-            raise ValueError(
-                f"{type(adapter).__name__} has no name for {_OUTPUT_PROJECTION}: the filters of "
-                "this model have no names in a transformers folder. Llama 3 and Qwen3 have"
-            )
-        self._adapter = adapter
-        self._projection = projection[0]
-        self._attention = projection[0].removesuffix(".weight").rpartition(".")[0]
-        layers = re.escape(self._attention).replace(r"\{\}", r"(\d+)")
-        self._of_filters = re.compile(rf"^{layers}\.{CHILD}\.(\w+)$")
-        self.leaves_out_filters = False
-        """Whether the transformers folder that is read has no filters."""
-
-    def __getattr__(self, name: str) -> Any:
-        # hf_assets_path, and what else the checkpoint manager asks for
-        return getattr(self.__dict__["_adapter"], name)
-
-    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-        return self._adapter.get_hf_storage_reader(path, from_quantized)
-
-    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        filters, rest = _split(state_dict, _FILTER)
-        converted: dict[str, Any] = self._adapter.to_hf(rest)
-        for (layer, name), value in filters.items():
-            # torch merges files of floating-point numbers only: descriptions have a file of theirs
-            if name != EXTRA and not self.leaves_out_filters:
-                converted[self.name_of(layer, name)] = value
-        return converted
-
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        filters, rest = _split(hf_state_dict, self._of_filters)
-        converted: dict[str, Any] = self._adapter.from_hf(rest)
-        for (layer, name), value in filters.items():
-            converted[f"layers.{layer}.attention.{CHILD}.{name}"] = value
-        return converted
-
-    @property
-    def fqn_to_index_mapping(self) -> dict[Any, int] | None:
-        """The file of each key where the weights are in several: a filter's is its layer's.
-
-        ``hf_assets_path`` may be a folder with filters, such as an export: what its index says of
-        them is left out, because the model has filters of its own or none.
-        """
-        named: dict[Any, int] | None = self._adapter.fqn_to_index_mapping
-        if named is None:
-            return None
-        _, files = _split(named, self._of_filters)
-        added = {
-            self.name_of(layer, "theta"): files[self._projection.format(layer)]
-            for layer, filter in self.filters().items()
-            if filter.theta is not None
-        }
-        return files | added
-
-    def filters(self) -> dict[int, GraphFilter]:
-        """Those that the model is built with, by layer; of every stage of a pipeline."""
-        return {
-            number: layer.attention.gfsa.filter()
-            for number, layer in enumerate(self._adapter.model_config.layers)
-            if isinstance(layer.attention, FilteredAttention.Config)
-        }
-
-    def descriptions(self) -> dict[str, Tensor]:
-        """What each filter is, under transformers' names."""
-        return {
-            self.name_of(layer, EXTRA): filter.get_extra_state()
-            for layer, filter in self.filters().items()
-        }
-
-    def name_of(self, layer: int, name: str) -> str:
-        """What transformers calls a tensor of the filter of a layer."""
-        return f"{self._attention.format(layer)}.{CHILD}.{name}"
+    names = getattr(adapter, "from_hf_map", {})
+    projection = next((name for name, own in names.items() if own == _OUTPUT_PROJECTION), None)
+    if projection is None:
+        raise ValueError(
+            f"{type(adapter).__name__} has no name for {_OUTPUT_PROJECTION}: the filters of "
+            "this model have no names in a transformers folder. Llama 3 and Qwen3 have"
+        )
+    prefix = f"{projection.removesuffix('.weight').rpartition('.')[0]}.{CHILD}."
+    files = adapter.fqn_to_index_mapping
+    # hf_assets_path may be a folder with other filters, such as an export
+    for name in [name for name in files or () if f".{CHILD}." in name]:
+        del files[name]
+    descriptions = {}
+    for number, layer in enumerate(adapter.model_config.layers):
+        if not isinstance(layer.attention, FilteredAttention.Config):
+            continue
+        filter = layer.attention.gfsa.filter()
+        descriptions[prefix.format(number) + spec.EXTRA] = filter.get_extra_state()
+        for key in spec.numbers_of(filter):
+            names[prefix + key] = f"layers.{{}}.attention.{CHILD}.{key}"
+            if files is not None:
+                files[prefix.format(number) + key] = files[projection.format(number)]
+    return descriptions
 
 
 class FilterCheckpointManager(CheckpointManager):
@@ -338,8 +277,7 @@ class FilterCheckpointManager(CheckpointManager):
         sd_adapter: BaseStateDictAdapter | None,
         **kwargs: Any,
     ) -> None:
-        if sd_adapter is not None:
-            sd_adapter = FilterAdapter(sd_adapter)
+        self.descriptions = {} if sd_adapter is None else add_filters(sd_adapter)
         for part in model_parts:
             for module in part.modules():
                 if isinstance(module, FilteredAttention):
@@ -349,33 +287,22 @@ class FilterCheckpointManager(CheckpointManager):
     def dcp_save(self, state_dict: Any, checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
         response = super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
         if kwargs.get("to_hf") and dist.get_rank() == 0:
-            adapter = self._adapter()
-            _add_descriptions(Path(checkpoint_id), adapter.descriptions())
-            _copy_assets(adapter.hf_assets_path, Path(checkpoint_id))
+            _add_descriptions(Path(checkpoint_id), self.descriptions)
+            _copy_assets(self.sd_adapter.hf_assets_path, Path(checkpoint_id))
         return response
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        if not from_hf:
-            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
-            return
-        adapter = self._adapter()
-        found = _descriptions_in(Path(checkpoint_id))
-        adapter.leaves_out_filters = not found
-        if found:
-            _check_descriptions(found, adapter.descriptions(), checkpoint_id)
-        else:
-            logger.info(f"{checkpoint_id} has no graph filters: they start as configured")
-        try:
-            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
-        finally:
-            adapter.leaves_out_filters = False
-
-    def _adapter(self) -> FilterAdapter:
-        if not isinstance(self.sd_adapter, FilterAdapter):
-            raise ValueError("the model has no adapter to the names of transformers")
-        return self.sd_adapter
+        if from_hf:
+            found = _descriptions_in(Path(checkpoint_id))
+            if found:
+                _check_descriptions(found, self.descriptions, checkpoint_id)
+            else:
+                logger.info(f"{checkpoint_id} has no graph filters: they start as configured")
+                mark = f".{CHILD}."
+                state_dict = {key: x for key, x in state_dict.items() if mark not in key}
+        super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
 
 
 def _add_descriptions(folder: Path, descriptions: dict[str, Tensor]) -> None:
@@ -391,7 +318,7 @@ def _add_descriptions(folder: Path, descriptions: dict[str, Tensor]) -> None:
 def _descriptions_in(folder: Path) -> dict[str, Tensor]:
     """What the filters of a transformers folder are; empty if it has none."""
     found = filter_tensors(sorted(folder.glob("*.safetensors")), str(folder))
-    return {key: value for key, value in found.items() if key.endswith(f".{CHILD}.{EXTRA}")}
+    return {key: value for key, value in found.items() if key.endswith(f".{CHILD}.{spec.EXTRA}")}
 
 
 def _check_descriptions(found: dict[str, Tensor], own: dict[str, Tensor], source: str) -> None:
@@ -401,25 +328,12 @@ def _check_descriptions(found: dict[str, Tensor], own: dict[str, Tensor], source
             f"model in {len(own)}: plug the model as it was plugged"
         )
     for key, state in found.items():
-        saved, expected = read_description(state), read_description(own[key])
-        if not is_same_filter(saved, expected):
+        saved, expected = spec.read_description(state), spec.read_description(own[key])
+        if not spec.is_same_filter(saved, expected):
             raise ValueError(
-                f"{key} of {source} is a filter {shown(saved)}, the model's is {shown(expected)}; "
-                "plug the model as it was plugged"
+                f"{key} of {source} is a filter {spec.shown(saved)}, the model's is "
+                f"{spec.shown(expected)}; plug the model as it was plugged"
             )
-
-
-def _split(
-    state: dict[str, Any], pattern: re.Pattern[str]
-) -> tuple[dict[tuple[int, str], Any], dict[str, Any]]:
-    """The entries of filters, by layer and name, and the others."""
-    filters, others = {}, {}
-    for key, value in state.items():
-        if found := pattern.match(key):
-            filters[int(found[1]), found[2]] = value
-        else:
-            others[key] = value
-    return filters, others
 
 
 def _copy_assets(assets: str | None, folder: Path) -> None:

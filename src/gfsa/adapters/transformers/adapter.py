@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from transformers.utils.output_capturing import _active_collector
 
 from gfsa.adapters.transformers.functions import (
     CHECKED,
-    NO_POWERS,
     OperatorMaker,
     eager_function,
     eager_function_of,
@@ -42,11 +41,12 @@ from gfsa.adapters.transformers.past import (
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.operators.call import no_autocast
 from gfsa.operators.past import CachedOperator
-from gfsa.plugs.adapter import CHILD, HEADS, NAME, Adapter, heads_of
+from gfsa.plugs.adapter import CHILD, HEADS, Adapter, heads_of
 from gfsa.plugs.checks.proof import (
     OTHER_SEQUENCE,
     REASON,
     name_of,
+    refusal_of_call,
     require_same_tokens,
 )
 from gfsa.plugs.tracing.adapter import TracerAdapter
@@ -120,16 +120,14 @@ class InterfaceAdapter(Adapter):
     def remove(self, module: Any) -> None:
         module.__dict__.pop(PLUGGED).remove()
         del module.__dict__["_gfsa_eager"], module.__dict__[_ARGUMENTS]
-        for name in (NAME, CHECKED):
-            module.__dict__.pop(name, None)
+        module.__dict__.pop(CHECKED, None)
         module.config = module.config.real
 
     def on_filters_changed(self, model: nn.Module) -> None:
         views: dict[int, Any] = {}
         module: Any
-        for name, module in model.named_modules():
+        for module in model.modules():
             if PLUGGED in module.__dict__:
-                module.__dict__[NAME] = name
                 # one view for all layers, as they have one config: a compiled call checks what it
                 # reads of it once, not once a layer
                 module.config = views.setdefault(id(module.config.real), module.config)
@@ -163,7 +161,6 @@ class ModelTracerAdapter(TracerAdapter):
     """Traces modules of transformers outside the interface."""
 
     def on_filters_changed(self, model: nn.Module) -> None:
-        super().on_filters_changed(model)
         _set_batching_entries(model)
 
     def wants_maps(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
@@ -256,10 +253,7 @@ def _look_at_inputs(
         given = {**dict(zip(arguments.positional, args, strict=False)), **kwargs}
     for name in _OTHER_TOKENS.intersection(given):
         if given[name] is not None:
-            raise ValueError(
-                f"{name_of(module)} was plugged as self-attention but is given {name}: "
-                "cross-attention has no powers. Leave it out with plug(..., layers=...)"
-            )
+            raise ValueError(refusal_of_call(module, f"it is given {name}"))
     if arguments.pair is not None:
         query, key = (given.get(name) for name in arguments.pair)
         if isinstance(query, Tensor) and isinstance(key, Tensor):
@@ -285,55 +279,29 @@ def _look_at_inputs(
     return None
 
 
-def _init_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """``init_continuous_batching`` of a plugged model, which refuses what it cannot do.
+_NO_BATCHING = (
+    "a plugged model was called with transformers' continuous batching (generate_batch), expected "
+    "a forward or generate(): beside a filter its paged cache is not supported. Save the model "
+    "with save_pretrained and serve it with vLLM (docs/vllm.md), or call generate()"
+)
+_BATCHING = "init_continuous_batching"
 
-    ``generate_batch``, ``continuous_batching_context_manager`` and ``transformers serve`` call it,
-    before anything starts. An error in a forward would be lost in transformers' own thread.
+
+def _refuse_batching(*_: Any, **__: Any) -> NoReturn:
+    """In place of the method by which ``generate_batch`` and transformers' server start.
+
+    An error in a forward, which runs in a thread of transformers, is in the results alone.
     """
-    refusal = refusal_of_batching(model)
-    if refusal is not None:
-        raise NotImplementedError(refusal)
-    manager = type(model).init_continuous_batching(model, *args, **kwargs)
-    for module in model.modules():
-        if PLUGGED in module.__dict__:
-            # the paged implementation is registered now, not in a compiled forward
-            _filtered_name(module.config.real._attn_implementation)
-    return manager
-
-
-def refusal_of_batching(model: nn.Module) -> str | None:
-    """Why a plugged model cannot run with continuous batching, or None if it can."""
-    for name, module in model.named_modules():
-        if CHILD not in module._modules:
-            continue
-        where = f"{name} ({type(module).__name__}) cannot run with continuous batching"
-        if PLUGGED not in module.__dict__:
-            return f"{where}: it is plugged by tracing, which cannot use a cache. Use generate()"
-        if (degree := cast(Any, module).gfsa.degree) > 1:
-            return f"{where}: its filter has degree {degree}, and {NO_POWERS}"
-    return None
-
-
-# the manager is what transformers keeps between calls if it is asked to
-_ENTRY = "init_continuous_batching"
-_KEPT = "_cached_continuous_batching_manager"
+    raise NotImplementedError(_NO_BATCHING)
 
 
 def _set_batching_entries(model: nn.Module) -> None:
-    """Give an entry to every model in ``model`` that has filters, and to no other.
-
-    A manager that transformers kept is dropped: its cache was filled by other filters.
-    """
-    module: Any
+    """Let every model in ``model`` that has filters refuse continuous batching, and no other."""
     for module in model.modules():
-        if not hasattr(type(module), _ENTRY):
-            continue
-        if _KEPT in module.__dict__:
-            module.destroy_cached_continuous_batching_manager()
-        module.__dict__.pop(_ENTRY, None)
-        if any(CHILD in inner._modules for inner in module.modules()):
-            module.__dict__[_ENTRY] = functools.partial(_init_batching, module)
+        if hasattr(type(module), _BATCHING):
+            module.__dict__.pop(_BATCHING, None)
+            if any(CHILD in inner._modules for inner in module.modules()):
+                module.__dict__[_BATCHING] = _refuse_batching
 
 
 class _ConfigView(ConfigView):
@@ -371,6 +339,9 @@ def _filtered_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that a plugged module calls in place of the implementation's own."""
+    # by its name: versions of transformers have it in different places
+    if "cache" in kwargs and type(kwargs["cache"]).__name__ == "PagedAttentionCache":
+        raise NotImplementedError(_NO_BATCHING)
     # one lookup: those of a module are slow
     filter, cache = module.gfsa, kwargs.pop(_CACHE, None)
     operator, value = operator_for(
@@ -402,11 +373,8 @@ def _with_past(
     new, keys = query.shape[2], value.shape[2]
     if cache is None:
         if new != keys:
-            raise ValueError(
-                f"{new} queries of {name_of(module)} attend to {keys} keys without a "
-                "cache: that is cross-attention or a prefix, which has no powers. Leave it out "
-                "with plug(..., layers=...)"
-            )
+            got = f"{new} queries attend to {keys} keys without a cache (a prefix, say)"
+            raise ValueError(refusal_of_call(module, got))
         return operator
     # models fill a cache in training, too, but nothing is decoded from it
     if new == keys and module.training and (torch.is_grad_enabled() or dropout):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,8 +101,7 @@ def _sdpa_operator(
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
     """The map of transformers' own sdpa function; gfsa chooses the kernel."""
-    paged = _is_paged(kwargs)
-    if not (paged or _CHOICES.isdisjoint(kwargs)):
+    if not _CHOICES.isdisjoint(kwargs):
         attention_mask = _with_chosen_keys(module, query, key, attention_mask, kwargs)
     if _REFUSES_SOFTCAP and kwargs.get("softcap") is not None:
         raise ValueError(
@@ -111,9 +110,8 @@ def _sdpa_operator(
         )
     registry = _REGISTRIES.get(type(module))
     registered = (functions_of(type(module)) if registry is None else registry)["sdpa"]
-    if paged or registered is not sdpa_attention_forward:
-        # the paged cache is filled by the function itself; a function that the user registered
-        # under this name is what the unplugged model would call
+    if registered is not sdpa_attention_forward:
+        # a function that the user registered under this name is what the unplugged model calls
         optional = {"position_bias": position_bias, "is_causal": is_causal}
         kwargs |= {name: argument for name, argument in optional.items() if argument is not None}
         return _any_operator(
@@ -244,45 +242,39 @@ def _any_operator(
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
+    dropout: float,
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
     """Flash, flex or any other registered attention function, called once per pass."""
     function = functions_of(type(module))[implementation]
-    if _is_paged(kwargs):
-        return _PagedRows(function, module, query, key, attention_mask, kwargs), value
     mask = written_out(attention_mask)
-    if module.gfsa.dropout_after == "filter" and kwargs["dropout"]:
+    if module.gfsa.dropout_after == "filter" and dropout:
         raise ValueError(
             f"dropout_after='filter' drops entries of H, which {implementation} never builds; "
             "use attn_implementation 'sdpa' or 'eager' for training"
         )
+
+    def attend(x: Tensor, dropout: float = dropout) -> Tensor:
+        k = repeat_heads(key, x)
+        view = _ModuleView(module, groups=query.shape[1] // k.shape[1])
+        y: Tensor = function(view, query, k, x, mask, dropout=dropout, **kwargs)[0]
+        return y.transpose(1, 2)
+
     if not is_trusted(function) and _needs_check(module, function, value):
-        undropped = _FunctionRows(function, module, query, key, mask, {**kwargs, "dropout": 0.0})
         with torch.no_grad():
-            _conclude(module, function, *_nonlinearity(undropped.apply, value))
-    return _FunctionRows(function, module, query, key, mask, kwargs), value
+            _conclude(module, function, *_nonlinearity(lambda x: attend(x, 0.0), value))
+    return (_DroppingRows(attend, query) if dropout else FunctionOperator(attend)), value
 
 
-@dataclass(eq=False)
-class _FunctionRows(Operator):
-    """``A·x`` as one call of an attention function of transformers."""
+class _DroppingRows(FunctionOperator):
+    """``A·x`` by a function that drops entries of A: the same in every pass."""
 
-    function: Callable[..., Any]
-    module: Any
-    query: Tensor
-    key: Tensor
-    mask: Any
-    kwargs: dict[str, Any]
-
-    def apply(self, x: Tensor) -> Tensor:
-        key = repeat_heads(self.key, x)
-        module = _ModuleView(self.module, groups=self.query.shape[1] // key.shape[1])
-        out: Tensor = self.function(module, self.query, key, x, self.mask, **self.kwargs)[0]
-        # flash has no axis for the batch where the cache is paged
-        return (out[None] if out.dim() == 3 else out).transpose(1, 2)
+    def __init__(self, apply: Callable[[Tensor], Tensor], query: Tensor) -> None:
+        super().__init__(apply)
+        self.query = query
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        if self.kwargs["dropout"] and degree > 1:
+        if degree > 1:
             return powers_with_one_mask(self.apply, repeat_heads(v, self.query), degree)
         return super().powers(v, degree)
 
@@ -298,41 +290,6 @@ class _ModuleView:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
-
-def _is_paged(kwargs: Mapping[str, Any]) -> bool:
-    """Whether an attention function is given the cache of continuous batching."""
-    # by its name: versions of transformers have it in different places
-    return "cache" in kwargs and type(kwargs["cache"]).__name__ == "PagedAttentionCache"
-
-
-class _PagedRows(_FunctionRows):
-    """The rows of A for the new tokens of every request, with a paged cache (continuous batching).
-
-    The function fills the cache itself, which is all that a filter of degree 1 needs.
-    """
-
-    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        if degree > 1:
-            raise ValueError(f"{name_of(self.module)} has a filter of degree {degree}: {NO_POWERS}")
-        if any(self.kwargs.get(choice) is not None for choice in _CHOICES):
-            raise ValueError(
-                f"{name_of(self.module)} chooses its keys by an indexer, which knows nothing of a "
-                "paged cache (continuous batching). Use generate()"
-            )
-        return super().powers(v, degree)
-
-    def dense(self) -> Tensor:
-        raise ValueError(
-            "output_attentions is not supported with a paged cache (continuous batching): the rows "
-            "of H need the whole map of the past. Use generate() with use_cache=False"
-        )
-
-
-NO_POWERS = (
-    "the paged cache of transformers' continuous batching holds keys and values, not the powers "
-    "A·v of past tokens. Use generate(), or vLLM with gfsa's plugin (degree 2), or plug filters of "
-    "degree 1 (K=None, gfsa.Exclusive), which need no powers"
-)
 
 _INDICES = "indices"
 _BLOCKS = "block_indices"

@@ -1,15 +1,14 @@
 """Masks that are described instead of written out, for plugged models with ``sdpa``.
 
 A model of transformers asks its implementation's mask function for a mask of all queries and keys.
-The function here returns what the mask says: which keys are padding, causality, a window, the
-boundaries of packed documents. That is O(N) numbers instead of N², also while a graph is traced.
-Masks that are no such thing (chunks, images that see themselves, a user's own function), and those
-of new tokens after others in a cache, are transformers' own.
+The function here returns what the mask says: padding, causality, a window, the boundaries of packed
+documents. That is O(N) numbers instead of N², also while a graph is traced. Other masks (chunks,
+images that see themselves, a user's own function), and those of new tokens after others in a cache,
+are transformers' own.
 
-A model makes its masks by its config's attention implementation. During the forward of a model with
-plugged layers inside, its config is a view that returns the name of this mask function. Attention
-layers inside that have no filter get masks as tensors, unless torch's attention alone reads them
-and they would be large.
+During the forward of a model with plugged layers inside, its config is a view that returns the name
+of this mask function. Attention layers inside that have no filter get masks as tensors, unless
+torch's attention alone reads them and they would be large.
 
 For a static cache ``generate`` makes the masks itself, before the model's forward, by the model's
 ``create_masks_for_generate`` if it has one. A model with plugged layers gets one that describes the
@@ -96,14 +95,10 @@ class DescribedMask:
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """On another device it is still a description; in another dtype it is a tensor."""
-        wanted = None
-        if len(args) == 1 and not kwargs:
-            wanted = args[0]
-        elif not args and kwargs.keys() <= {"device", "non_blocking"}:
-            wanted = kwargs.get("device")
-        if not isinstance(wanted, (str, int, torch.device)):
+        given = [*args, *(x for name, x in kwargs.items() if name != "non_blocking")]
+        if len(given) != 1 or not isinstance(given[0], (str, int, torch.device)):
             return self.tensor().to(*args, **kwargs)
-        device, old = torch.device(wanted), self.visible
+        device, old = torch.device(given[0]), self.visible
         if device == self.device:
             return self
         keys, documents = (None if x is None else x.to(device) for x in (old.keys, old.documents))
@@ -329,7 +324,7 @@ class ConfigView:
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "real":
+        if name == "real" or name.startswith("__"):
             # asked for while it is copied or unpickled, before it has one
             raise AttributeError(name)
         return getattr(self.real, name)
@@ -339,13 +334,6 @@ class ConfigView:
 
     def __delattr__(self, name: str) -> None:
         delattr(self.real, name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _view, (type(self), self.__dict__)
-
-
-def _view(kind: type[ConfigView], attributes: dict[str, Any]) -> ConfigView:
-    return kind(attributes["real"], **attributes)
 
 
 class MaskConfigView(ConfigView):

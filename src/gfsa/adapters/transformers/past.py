@@ -2,17 +2,16 @@ r"""The past of a decoded token in a cache of transformers: powers beside keys a
 
 A layer of the cache gets companions, one for each power ``A^k·v`` that is needed again: cache
 layers of its own kind, on which every operation on the layer is repeated (beams reordered, tokens
-cropped, a window that slides, memory moved). Where several layers of a model attend to the keys
-and values of one (Gemma 3n), each has companions of its own. One tensor ``[V | U]`` would need no
-companions, but ``torch.cat`` would copy U of all tokens for every new one, and with grouped queries
-U would have no stride from head to head, by which the decode kernel reads it.
+cropped, memory moved). Where several layers of a model attend to the keys and values of one
+(Gemma 3n), each has companions of its own. One tensor ``[V | U]`` would need no companions, but
+``torch.cat`` would copy U of all tokens for every new one, and with grouped queries U would have no
+stride from head to head, by which the decode kernel reads it.
 
 The powers must belong to the tokens in the layer, and another model may have used the cache in
-between. Lengths show it where they are numbers of the host. A static layer, and a window in a
-compiled graph, count instead how often they were filled since powers were added: once, or the
-powers belong to another past. A caller may also assign rows to a layer, or write into them; the
-layer therefore remembers its keys and values until the next forward. A CUDA graph that the caller
-captured runs no Python when it is replayed: what it adds is not noticed.
+between. Lengths show it where they are numbers of the host; a static layer, and a window in a
+compiled graph, count instead how often they were filled since powers were added. A caller may also
+assign or write rows; the layer therefore remembers its keys and values until the next forward. What
+a replayed CUDA graph adds is not noticed, because no Python runs.
 """
 
 from __future__ import annotations
@@ -38,12 +37,9 @@ from gfsa.plugs.checks.proof import name_of
 
 
 class LayerPast:
-    """What a layer of a cache holds, and the companions beside it.
+    """What a layer of a cache holds after ``new`` tokens were added, and the companions beside it.
 
-    Args:
-        layer: of the cache, after the new keys and values were added to it.
-        owner: the index of the module that attends to it.
-        new: how many tokens are new.
+    ``owner`` is the index of the module that attends to it.
     """
 
     #: the length, where free rows follow the newest token
@@ -304,16 +300,11 @@ class GrowingPowers(DynamicLayer):
         return other
 
 
-def _keys_of(layer: Any) -> Tensor | None:
-    keys: Tensor | None = layer.keys
-    return keys
-
-
 class WindowPowers(DynamicSlidingWindowLayer):
     """Powers in a window that grows."""
 
     _layer_type = None
-    rows = property(_keys_of)
+    rows = property(lambda self: self.keys)
 
     def tokens(self) -> int | None:
         # a compiled call would have two numbers that are equal, the layer's and this one. Torch
@@ -333,16 +324,13 @@ class WindowPowers(DynamicSlidingWindowLayer):
 
 
 class TracedStaticPowers(StaticLayer):
-    """Powers in a static buffer.
+    """Powers in a static buffer; if it ``slides``, a window whose rows move once it is full.
 
     The layer of the cache alone counts its tokens: a compiled call is given one tensor less.
-
-    Args:
-        slides: whether the buffer is a window, whose rows move once it is full.
     """
 
     _layer_type = None
-    rows = property(_keys_of)
+    rows = property(lambda self: self.keys)
 
     gfsa_counters: Tensor | None = None
 
@@ -405,7 +393,6 @@ class StaticPowers(TracedStaticPowers, nn.Module):
 
 
 def _new_counters(heads: int, device: torch.device | str) -> Tensor:
-    """Zeros in which the decode kernel's programs of a head count those that are done."""
     counters = torch.zeros(heads, dtype=torch.int32, device=device)
     # as the layer's own tensors: a graph that writes to it can be captured
     torch._dynamo.mark_static_address(counters)

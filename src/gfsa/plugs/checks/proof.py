@@ -37,7 +37,7 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
         # torch.func, partitioned and nested tensors have no such assertion, nor have other devices
         whole = not (is_transformed() or query.is_nested or hasattr(query, "device_mesh"))
         if whole and query.device.type in ("cpu", "cuda"):
-            torch._assert_async(_alike(query, key).all(), _refusal(module, query, key))
+            torch._assert_async(_alike(query, key).all(), refusal_of_call(module, _OTHER_VALUES))
     elif same is None:
         raise ValueError(
             f"{name_of(module)} was plugged as self-attention, but its key is another tensor "
@@ -46,15 +46,19 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
             "this is cross-attention, leave this layer out with gfsa.plug(model, layers=...)"
         )
     elif not same:
-        raise ValueError(_refusal(module, query, key))
+        shapes = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
+        raise ValueError(
+            refusal_of_call(module, _OTHER_VALUES if query.shape == key.shape else shapes)
+        )
     elif query is not key and not has_no_values(query):
         module.__dict__[GIVEN_COPIES] = True
 
 
-def _refusal(module: nn.Module, query: Tensor, key: Tensor) -> str:
-    got = "its key has other values than its query"
-    if query.shape != key.shape:
-        got = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
+_OTHER_VALUES = "its key has other values than its query"
+
+
+def refusal_of_call(module: nn.Module, got: str) -> str:
+    """Why a call of a plugged module is an error: ``got`` says how it is no self-attention."""
     return (
         f"{name_of(module)} was plugged as self-attention, but {got}. Cross-attention and "
         "keys that come from a cache have no powers; leave this layer out with "

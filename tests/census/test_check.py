@@ -14,9 +14,8 @@ from census.check import examine
 from census.reference import DenseReference, Layout, Observer, layout_of
 from census.tokens import TokenProbe
 from gfsa.filters import GraphFilter
-from gfsa.operators import DenseOperator
 from gfsa.operators.base import value_of
-from gfsa.plugs.tracing.product import Trace
+from gfsa.plugs.tracing.rehearsal import HeadLayout
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +61,16 @@ def test_faulty_filters_are_found(
 def test_a_tracer_that_mixes_up_heads_is_found(
     catalogue: dict[str, Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = Trace._filter
+    split, join = HeadLayout.split, HeadLayout.join
 
-    def rolled(self: Trace, operator: Any, values: Tensor) -> Tensor:
-        if isinstance(operator, DenseOperator):
-            operator = DenseOperator(operator.matrix.roll(1, -3))
-            return right(self, operator, values.roll(1, -3)).roll(-1, -3)
-        return right(self, operator, values)
+    def rolled(self: HeadLayout, x: Tensor, heads: int) -> Tensor:
+        return split(self, x, heads).roll(1, -3)
 
-    monkeypatch.setattr(Trace, "_filter", rolled)
+    def rolled_back(self: HeadLayout, y: Tensor, *others: Any) -> Tensor:
+        return join(self, y.roll(-1, -3), *others)
+
+    monkeypatch.setattr(HeadLayout, "split", rolled)
+    monkeypatch.setattr(HeadLayout, "join", rolled_back)
     assert examine(catalogue["timm:swin_transformer_v2"]).findings["default"].status == "wrong"
 
 

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 import gfsa
 from census.catalogue import build_transformers
 from gfsa.cli import build as build_cli
+from gfsa.info import build
 from gfsa.plugs import FilterNotCalledError
 from gfsa.plugs.checks.called import _CallHook
-from gfsa.plugs.preview import build, describe
 from support.tiny import TinyEncoder
 from support.zoo import SMALL, ZOO
 
@@ -486,13 +486,13 @@ def test_no_warning_while_gradients_accumulate_or_filters_have_none(
 
 
 def test_previews(tmp_path):
-    report = describe("deit_small_patch16_224", learn=("wK",))
+    report = gfsa.plug(build("deit_small_patch16_224"), learn=("wK",), dry_run=True)
     assert report.dry_run
     assert len(report.plugged) == 12
     assert report.parameters == 72
-    assert len(describe("bert").plugged) == 12
+    assert len(gfsa.plug(build("bert")).plugged) == 12
     hf.BertConfig(num_hidden_layers=3).save_pretrained(tmp_path)
-    assert len(describe(str(tmp_path)).plugged) == 3
+    assert len(gfsa.plug(build(str(tmp_path))).plugged) == 3
     assert all(p.is_meta for p in build("gpt2").parameters())
 
 
@@ -506,7 +506,7 @@ def test_previews(tmp_path):
 )
 def test_names_without_a_preview(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        describe(name)
+        build(name)
 
 
 def test_on_the_command_line():

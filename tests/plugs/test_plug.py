@@ -506,7 +506,7 @@ def test_previews(tmp_path):
 )
 def test_names_without_a_preview(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build(name)
+        gfsa.plug(build(name), dry_run=True)
 
 
 def test_on_the_command_line():

@@ -246,6 +246,7 @@ WRONG_VALUES: dict[str, tuple] = {
     ),
     "batches": ("differ in their batch or head dimensions", (X, X[:1], X, C)),
     "no heads": ("enable_gqa needs inputs with a head dim", (FLAT, FLAT, FLAT, C), GROUPED),
+    "none of them": ("enable_gqa needs heads in k and v", (X[:, :0],) * 3 + (C,), GROUPED),
     "heads of k and v": (
         "k and v must have the same heads, q a multiple of them",
         (X, X[:, :2], X, C),

@@ -170,7 +170,7 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 # routes lets through, but head dims of Hopper that have kernels of their own, which are below
 MOST_STACK = {
     (80, 64): 64, (86, 64): 64, (89, 64): 64, (100, 64): 40, (103, 64): 40, (120, 64): 160,
-    (80, 128): 640, (100, 128): 32, (103, 128): 32, (90, 256): 288, (100, 256): 32,
+    (80, 128): 640, (100, 128): 32, (103, 128): 32, (90, 256): 288,
 }  # fmt: skip
 QUICK_PASSES = ((80, 64), (86, 64), (89, 64), (100, 64), (100, 128))
 
@@ -195,8 +195,11 @@ def variants() -> list[Any]:
 def test_passes_on_other_gpus(name: str, capability: int, dim: int, causal: bool) -> None:
     """Loads run ahead there as well, there is room for them, and little spills."""
     target = GPUTarget("cuda", capability, 32)
-    launch = two_pass._launches(problem(dim, causal=causal))[name]
-    compiled, usage = compiled_launch(launch, target)
+    asked = problem(dim, causal=causal)
+    if dim == 256:
+        # what takes the most room
+        asked = problem(dim, causal=causal, mask=launching.FULL_MASK, dropout=True)
+    compiled, usage = compiled_launch(two_pass._launches(asked)[name], target)
     assert stack_of(usage) <= MOST_STACK[capability, dim]
     assert compiled.metadata.shared <= SHARED[capability] * 1024
     ahead = "cp.async.bulk.tensor" if capability >= 90 else "cp.async.cg.shared.global"

@@ -66,6 +66,22 @@ def test_one_for_each_signature() -> None:
         assert len(known) == 7
 
 
+def test_one_head_compiled_with_an_exclusive_term() -> None:
+    """Its gradients are tensors of their own: torch refuses operators that return views."""
+    q = torch.zeros(2, 1, 512, 64, dtype=torch.bfloat16, requires_grad=True)
+    coeffs, share = torch.ones(1, 2, requires_grad=True), torch.ones(1, requires_grad=True)
+
+    def step(q: Tensor, coeffs: Tensor, share: Tensor) -> Tensor:
+        options = {"is_causal": True, "backend": "fused"}
+        return gfsa.graph_filter_attention(q, q, q, coeffs, exclusive=share, **options)
+
+    torch._dynamo.reset()
+    with nothing_launched():
+        torch.compile(step, fullgraph=True, backend="aot_eager")(q, coeffs, share).sum().backward()
+    assert coeffs.grad is not None
+    assert share.grad is not None
+
+
 def test_what_is_kept_is_not_of_a_graph_that_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's compiler takes the memory that a thread allocates meanwhile for its CUDA graphs."""
     allocating: list[int] = []

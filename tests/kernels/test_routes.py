@@ -228,7 +228,7 @@ def test_a_decoded_token_where_its_kernel_is_measured(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("capability", "widest"),
-    [((8, 0), 128), ((8, 6), 64), ((8, 9), 64), ((9, 0), 256), ((10, 0), 256), ((12, 0), 64)],
+    [((8, 0), 128), ((8, 6), 64), ((8, 9), 64), ((9, 0), 256), ((10, 0), 128), ((12, 0), 64)],
 )
 def test_wide_heads_need_shared_memory(
     capability: tuple[int, int], widest: int, monkeypatch: pytest.MonkeyPatch
@@ -247,8 +247,10 @@ def test_wide_heads_need_shared_memory(
         )
         found = chosen("fused", *call(2, 4, 300, head_dim, degree=1, **CAUSAL, **padded(2, 300)))
         assert found.route == ("two_pass" if fits else "around_torch")
-    # beyond what was measured it runs by name alone
+    # beyond what was measured it runs by name alone, also where torch's attention cannot serve
     assert chosen("auto", *call(2, 4, 300, 256)).route == "sdpa"
+    monkeypatch.setattr(routes, "_generator_cannot_be_reset", lambda device: True)
+    assert chosen("auto", *call(2, 4, 300, 256, dropout_p=0.1)).route == "dense"
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,8 @@ def gradients(
     if of_numbers or of_share:
         sums = total(parts)
         if of_share:
-            dshare = sums[:, powers].contiguous()
+            # with one head both would be views of one tensor, which an operator may not return
+            dshare = sums[:, powers].clone()
         if of_numbers:
             dnumbers = sums[:, :powers].contiguous()
     return dnumbers, dshare

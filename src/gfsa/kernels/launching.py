@@ -549,6 +549,8 @@ class Launches(Generic[Results]):
         self.prepare = prepare
         self.names = (*tiles.split(), *pointers.split(), "mask")
         self.known: DecisionCache[Prepared] = DecisionCache()
+        # with their descriptors they take hundreds of kilobytes
+        self.known.CAPACITY = 1024
 
     def __call__(
         self,

@@ -374,13 +374,13 @@ def refusal_by_fused(s: Situation) -> str | None:
 def _widest_of_two_passes(s: Situation) -> int:
     """The largest head dim at which the tiles of the two passes' gradient fit.
 
-    They take 145 KiB at a head dim of 128, 161 KiB at 256. A program has 99 KiB on some GPUs,
-    163 on others before Hopper, by the table of compute capabilities in CUDA's guide.
+    They take 145 KiB at a head dim of 128; 195 at 256 on Hopper, and on Blackwell all there is. A
+    program has 99 KiB on some GPUs, by the table of compute capabilities in CUDA's guide.
     """
     major, minor = s.hardware.gpu or HOPPER
     if major == 12 or (major == 8 and minor in (6, 9)):
         return SHORT_HEAD_DIM
-    return MEASURED_HEAD_DIM if major == 8 else HEAD_DIM
+    return HEAD_DIM if (major, minor) == HOPPER else MEASURED_HEAD_DIM
 
 
 def _refusal_by_gluon(s: Situation) -> str | None:
@@ -658,9 +658,9 @@ def _decide(s: Situation, wanted: Backend, slower: str | None) -> Decision:
     if by_sdpa is None:
         reason = f"torch's own attention kernels, one pass a power: {against}"
         return _by_torch(reason, (("fused", against),))
-    if by_fused is None:
+    if by_fused is None and s.head_dim <= MEASURED_HEAD_DIM:
         return _own(s, f"a fused kernel covers this call, and sdpa does not: {by_sdpa}")
-    rejected = (("fused", by_fused), ("sdpa", by_sdpa))
+    rejected = (("fused", against), ("sdpa", by_sdpa))
     return Decision("dense", "dense", "autograd", by_sdpa, rejected)
 
 

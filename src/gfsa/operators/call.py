@@ -191,8 +191,9 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     if enable_gqa:
         if q.dim() < 3:
             raise ValueError("enable_gqa needs inputs with a head dimension, (..., H, N, D)")
-        is_alike = q.shape[:-3] == k.shape[:-3] and k.shape[-3] > 0
-        is_grouped = is_alike and q.shape[-3] % k.shape[-3] == 0
+        if k.shape[-3] == 0:
+            raise ValueError(f"enable_gqa needs heads in k and v, got k of shape {tuple(k.shape)}")
+        is_grouped = q.shape[:-3] == k.shape[:-3] and q.shape[-3] % k.shape[-3] == 0
         advice = "with enable_gqa, k and v must have the same heads, q a multiple of them"
     if k.shape[:-2] != v.shape[:-2] or not (is_grouped or q.shape[:-2] == k.shape[:-2]):
         raise ValueError(

@@ -173,7 +173,7 @@ def test_what_was_projected_outside_is_not_judged() -> None:
 
 
 def test_a_layer_that_could_not_be_checked_is_named() -> None:
-    with pytest.warns(UserWarning, match="whether layer attends to its own tokens was not checked"):
+    with pytest.warns(UserWarning, match="read, layer attend to their own tokens was not checked"):
         report = plug(Model(), WithoutGradients)
     assert list(report.plugged) == ["read", "layer"]
 

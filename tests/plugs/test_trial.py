@@ -105,6 +105,13 @@ def test_what_fails_is_skipped_with_its_reason_and_the_rest_works() -> None:
     assert all(f.theta.grad is not None for f in gfsa.filters_of(model).values())
 
 
+def test_without_inputs_the_first_forward_raises() -> None:
+    model = Model(Attention(), Strided())
+    assert len(gfsa.plug(model, unknown="trace").plugged) == 2
+    with pytest.raises(RuntimeError, match="not square"):
+        model(X)
+
+
 def test_a_layer_that_does_not_call_its_filter_is_skipped() -> None:
     model = Model(Attention(), Bypassing())
     report = plug(model)

@@ -267,8 +267,8 @@ class _Recorder:
         self.without_maps: dict[str, str] = {}
         """Layers whose response or singular values were left out, with the reason."""
         self.entry = _Record("input", 0, options)
-        self.records = {(0, "input"): self.entry}
-        """By depth and name: models such as ALBERT run one module at every depth."""
+        self.records = {("input", -1): self.entry}
+        """By name and run in a forward: models such as ALBERT run one module at every depth."""
         self.samples = 0
         self.tokens = 0
 
@@ -276,8 +276,9 @@ class _Recorder:
         """Measure one forward of the model on ``batch``."""
         valid = self.options.valid
         self._valid = checked_mask(valid(batch) if callable(valid) else valid)
-        # the layer whose filter ran last
-        self._last: Layer | None = None
+        self._turns: dict[str, int] = defaultdict(int)
+        # the layer whose filter ran last, and its record
+        self._last: tuple[Layer, _Record] | None = None
         self.watch.start(self._valid, batch)
         try:
             self.options.forward(self.watch.model, batch)
@@ -285,14 +286,14 @@ class _Recorder:
             self.watch.stop()
 
     def features(self) -> list[FeatureReading]:
-        records = (record for _, record in sorted(self.records.items()) if record.features)
+        records = (record for record in self.records.values() if record.features)
         return [record.feature_reading(self._title(record)) for record in records]
 
     def attention(self, bare: Collection[str]) -> list[AttentionReading]:
         """One reading a layer; those whose name is in ``bare`` have no filter of their own."""
         return [
             record.attention_reading(self._title(record), filter, record.name in bare)
-            for _, record in sorted(self.records.items())
+            for record in self.records.values()
             if record.name in self.selected
             and (filter := self.sites[record.name].filter).is_polynomial
         ]
@@ -312,9 +313,10 @@ class _Recorder:
                 f"{name}: {y.shape[-2]} new tokens attend to {length}: the lens measures whole "
                 "sequences, not decoding steps; leave past_key_values out"
             )
-        fresh = _Record(name, layer.depth, options)
-        record = self.records.setdefault((layer.depth, name), fresh)
-        is_first, self._last = self._last is None, layer
+        key = name, self._turns[name]
+        self._turns[name] += 1
+        record = self.records.setdefault(key, _Record(name, len(self.records), options))
+        is_first, self._last = self._last is None, (layer, record)
         if is_first and layer.entered is not None:
             self._begin(layer, layer.entered)
         if name not in self.selected:
@@ -364,9 +366,11 @@ class _Recorder:
 
     def _on_layer(self, layer: Layer) -> None:
         """Measure the output of the last block."""
-        if layer is self._last:
-            record, which = self.records[layer.depth, layer.name], f"the block of {layer.name}"
-            self._add_features(record, layer, layer.tokens, layer.name, f"that leave {which}")
+        if self._last is not None and layer is self._last[0]:
+            which = f"the block of {layer.name}"
+            self._add_features(
+                self._last[1], layer, layer.tokens, layer.name, f"that leave {which}"
+            )
 
     def _add_features(
         self, record: _Record, layer: Layer, tokens: Tensor | None, what: str, which: str
@@ -397,19 +401,22 @@ def _unless_all(valid: Tensor | None) -> Tensor | None:
     return None if valid is None or bool(valid.all()) else valid
 
 
+# name → sums over samples, and how many of them were known
+_Sums = dict[str, tuple[Tensor, Tensor]]
+
 # points of the axis on which singular values of several lengths are averaged
 _POINTS = 64
 
 
 class _Record:
-    """The measurements of one layer so far, a row for each sample, by their names in readings."""
+    """The measurements of one layer so far, by their names in readings."""
 
     def __init__(self, name: str, depth: int, options: _Options) -> None:
         self.name = name
         self.depth = depth
         self.options = options
-        self.features: dict[str, list[Tensor]] = defaultdict(list)
-        self.heads: dict[str, list[Tensor]] = defaultdict(list)
+        self.features: _Sums = {}
+        self.heads: _Sums = {}
         self.frequencies: Tensor | None = None
         self.spectral_samples = 0
 
@@ -419,9 +426,9 @@ class _Record:
         values = measure.singular_values(x, valid)
         found = {name: function(x, valid) for name, function in measure.CHEAP.items()}
         found |= {"effective_rank": measure.effective_rank(values), "most_rank": most}
-        found["singular_values"] = _profile(self.features["singular_values"], values, most)
+        found["singular_values"] = _profile(self.features.get("singular_values"), values, most)
         for name, value in found.items():
-            self.features[name].append(value.double().cpu())
+            _add(self.features, name, value)
 
     def add_attention(
         self, filter: GraphFilter, operator: Operator, v: Tensor, y: Tensor, valid: Tensor | None
@@ -468,12 +475,12 @@ class _Record:
             if matrix is not None:
                 most = measure.token_count(matrix, of_heads)
                 values = measure.map_singular_values(matrix.double(), valid)
-                profile = _profile(self.heads["map_values"], values, most)
+                profile = _profile(self.heads.get("map_values"), values, most)
                 found["map_values"] = profile * values[..., :1]
         for name, value in found.items():
             # of several axes of samples, or none, one
             rows = value.reshape(v.shape[:-3].numel(), *value.shape[v.dim() - 3 :])
-            self.heads[name].append(rows.detach().double().cpu())
+            _add(self.heads, name, rows)
 
     def feature_reading(self, name: str) -> FeatureReading:
         return FeatureReading(self.depth, name, **_means(self.features))
@@ -508,12 +515,19 @@ class _Record:
         )
 
 
-def _means(parts: dict[str, list[Tensor]]) -> dict[str, Any]:
+def _add(sums: _Sums, name: str, rows: Tensor) -> None:
+    """Add what was measured, a row for each sample; NaN where it is not known."""
+    rows = rows.detach().double().cpu()
+    total, count = sums.get(name, (0.0, 0))
+    sums[name] = total + rows.nansum(0), count + (~rows.isnan()).sum(0)
+
+
+def _means(sums: _Sums) -> dict[str, Any]:
     """Means over samples, as floats or nested lists of them; NaN where nothing was known."""
-    return {name: torch.cat(rows).nanmean(0).tolist() for name, rows in parts.items() if rows}
+    return {name: (total / count).tolist() for name, (total, count) in sums.items()}
 
 
-def _profile(before: list[Tensor], values: Tensor, most: Tensor) -> Tensor:
+def _profile(before: tuple[Tensor, Tensor] | None, values: Tensor, most: Tensor) -> Tensor:
     """Singular values on the axis of the first batch: later ones may be longer or shorter."""
-    points = before[0].shape[-1] if before else min(values.shape[-1], _POINTS)
+    points = min(values.shape[-1], _POINTS) if before is None else before[0].shape[-1]
     return measure.singular_profile(values, most, points)

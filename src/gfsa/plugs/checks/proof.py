@@ -9,6 +9,7 @@ different orders, whatever operations the module uses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -365,3 +366,20 @@ def is_transformed() -> bool:
 
 # all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def leaves_of(x: Tensor) -> set[int]:
+    """The ids of the leaves that a tensor was computed from."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    nodes = [x.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.add(id(leaf))
+        nodes += [following for following, _ in node.next_functions]
+    return found

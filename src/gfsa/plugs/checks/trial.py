@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,12 +22,11 @@ from gfsa.filters import GraphFilter, Polynomial
 from gfsa.operators import LinearOperator
 from gfsa.operators.call import AttentionCall
 from gfsa.plugs.checks.called import FilterNotCalledError, checks_of
-from gfsa.plugs.checks.proof import REASON, are_same_tokens
+from gfsa.plugs.checks.proof import REASON, are_same_tokens, leaves_of
 from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import is_registered
 from gfsa.plugs.running import call, same_random_numbers
 from gfsa.plugs.sites import Site, plugged_sites
-from gfsa.plugs.tracing.rehearsal import Reached, own_argument
 from gfsa.plugs.transaction import unchanged
 
 BYPASSED = "in the trial forward it, or the block around it, ran without calling its filter"
@@ -42,14 +41,14 @@ _WHOLE_MODEL = 4
 _ENTRIES = 1 << 16
 
 
-Planned = Sequence[tuple[Site, GraphFilter]]
+Planned = Mapping[str, tuple[Site, GraphFilter]]
 
 Outputs = dict[str | None, list[Tensor]]
 """Layer → some entries of what it returned, call by call; None is the model itself."""
 
 
 def try_forward(
-    model: nn.Module, planned: Planned, inputs: Any
+    model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]], inputs: Any
 ) -> tuple[dict[str, str], list[str]]:
     """Run ``model`` on ``inputs`` with the planned filters; layers that fail are left out in turn.
 
@@ -69,24 +68,25 @@ def try_forward(
     uncompiled: Any = torch.compiler.set_stance("force_eager")
     with uncompiled, unchanged(model), torch.no_grad():
         model.eval()
-        plain = _run_plain(model, planned, inputs)
-        plans = [planned]
+        plan: Planned = {site.name: (site, filter) for site, filter in planned}
+        plain = _run_plain(model, plan, inputs)
+        plans: list[Planned] = [plan]
         if not all(_starts_as_attention(filter) for _, filter in planned):
-            plans.append([(site, _stand_in(filter)) for site, filter in planned])
+            plans.append({name: (site, _stand_in(f)) for name, (site, f) in plan.items()})
         for plan in plans:
-            while remaining := [pair for pair in plan if pair[0].name not in refused]:
-                install(model, remaining)
-                watch = _Watch(model, remaining, installed=True)
+            while remaining := {n: pair for n, pair in plan.items() if n not in refused}:
+                install(model, list(remaining.values()))
+                watch = _Watch(model, remaining)
                 try:
                     failed = _failures(watch, inputs)
                     waiting = [check.name for check in checks_of(model) if not check.called]
                 finally:
                     now = plugged_sites(model)
-                    uninstall(model, [now[site.name] for site, _ in remaining])
+                    uninstall(model, [now[name] for name in remaining])
                 if not failed and plan is plans[-1]:
                     failed = _changed(model, remaining, inputs, plain, watch.outputs)
                 if not failed:
-                    unreached = [site.name for site, _ in remaining if site.name in waiting]
+                    unreached = [name for name in remaining if name in waiting]
                     break
                 refused |= failed
     return refused, unreached
@@ -94,7 +94,7 @@ def try_forward(
 
 def _run_plain(model: nn.Module, planned: Planned, inputs: Any) -> Outputs:
     """What a model and its layers return without the planned filters."""
-    watch = _Watch(model, planned, installed=False)
+    watch = _Watch(model, planned)
     try:
         watch.run(inputs)
     except Exception as error:
@@ -112,13 +112,10 @@ def _failures(watch: _Watch, inputs: Any) -> dict[str, str]:
     except torch.OutOfMemoryError:
         raise
     except FilterNotCalledError as error:
-        planned = {site.name for site, _ in watch.planned}
-        refused = dict.fromkeys(planned.intersection(error.names), BYPASSED)
+        refused = {name: BYPASSED for name in error.names if name in watch.planned}
         if not refused:
             raise
         return refused
-    except _CrossAttentionError as error:
-        return {watch.running[-1]: str(error)}
     except Exception as error:
         if not watch.running:
             raise ValueError(
@@ -126,35 +123,22 @@ def _failures(watch: _Watch, inputs: Any) -> dict[str, str]:
                 f"raised outside of the attention layers: {_shown(error)}"
             ) from error
         return {watch.running[-1]: f"the trial forward raised {_shown(error)}"}
-    return {}
-
-
-class _CrossAttentionError(Exception):
-    """A layer with an adapter of the user's own attends to another sequence."""
+    return _crossing(watch.model, watch.planned, inputs)
 
 
 class _Watch:
-    """Hooks that know which planned layer is running, and what each returned.
+    """Hooks that know which planned layer is running, and what each returned."""
 
-    If the filters are ``installed``, layers with an adapter of the user's own are checked for
-    cross-attention.
-    """
-
-    def __init__(self, model: nn.Module, planned: Planned, installed: bool) -> None:
+    def __init__(self, model: nn.Module, planned: Planned) -> None:
         self.model = model
         self.planned = planned
-        self.installed = installed
         self.running: list[str] = []
         self.outputs: Outputs = {}
 
     def run(self, inputs: Any) -> None:
         """One forward of the model; ``running`` keeps the layers in which it raised."""
         handles = [self.model.register_forward_hook(functools.partial(self._leave, None))]
-        for site, filter in self.planned:
-            name = site.name
-            if self.installed and is_registered(site.adapter):
-                check = functools.partial(self._check, name, filter)
-                handles.append(site.module.register_forward_pre_hook(check, with_kwargs=True))
+        for name, (site, _) in self.planned.items():
             handles += [
                 # prepended: hooks of the adapter may raise, too
                 site.module.register_forward_pre_hook(
@@ -168,31 +152,6 @@ class _Watch:
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _check(self, name: str, filter: GraphFilter, module: nn.Module, *call: Any) -> None:
-        before = self.running, self.outputs
-        self.running, self.outputs = [], {}
-        try:
-            crosses = _crosses(module, filter, *call)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            # some modules run only without gradients
-            crosses = False
-            warnings.warn(
-                f"whether {name} attends to its own tokens was not checked, because with "
-                f"gradients it raised {_shown(error)}",
-                stacklevel=2,
-            )
-        finally:
-            self.running, self.outputs = before
-        if crosses:
-            raise _CrossAttentionError(
-                f"{REASON}. In the trial forward it projects them from different arguments. If "
-                "these hold the same tokens, as two norms of one x do, plug this layer on its own, "
-                f"without inputs=: gfsa.plug(model, ..., layers=lambda name, module: name == "
-                f"{name!r})"
-            )
 
     def _leave(self, name: str | None, module: nn.Module, args: Any, output: Any) -> None:
         if name is not None:
@@ -208,10 +167,12 @@ class _Watch:
 
 def _starts_as_attention(filter: GraphFilter) -> bool:
     """Whether a filter that has learned nothing is certainly ordinary attention."""
-    if not filter.is_polynomial or filter.starts_exclusive or not filter.degree:
+    if not filter.is_polynomial or filter.starts_exclusive:
         return False
-    plain = _stand_in(filter).coefficients().to(filter.coefficients())
-    return torch.allclose(filter.coefficients(), plain, atol=1e-6)
+    coefficients = filter.coefficients()
+    plain = torch.zeros_like(coefficients)
+    plain[:, 1:2] = 1.0
+    return torch.allclose(coefficients, plain, atol=1e-6)
 
 
 def _stand_in(filter: GraphFilter) -> GraphFilter:
@@ -278,57 +239,101 @@ def _changes(model: nn.Module, plain: Outputs, outputs: Outputs) -> dict[str | N
     return found
 
 
-def _crosses(module: nn.Module, filter: GraphFilter, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a layer projects its queries and its keys from arguments that have none in common.
+def _crossing(model: nn.Module, planned: Planned, inputs: Any) -> dict[str, str]:
+    """The layers with an adapter of the user's own that attend to another sequence.
 
-    Its forward runs up to its filter, with gradients, on leaves in place of its arguments. Of a map
-    alone, and of what is projected elsewhere, nothing can be said.
+    A forward with gradients shows it. Layers that it does not reach, because it raises before, are
+    named in a warning: some models run only without gradients.
     """
-    arguments: list[tuple[Tensor, Tensor]] = []
-    leaves: dict[int, Tensor] = {}
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor) and value.is_floating_point():
-            # equal tensors have one leaf
-            same = (leaf for known, leaf in arguments if are_same_tokens(known, value))
-            leaf = next(same, None)
-            if leaf is None:
-                leaf = value.detach().clone().requires_grad_()
-                arguments.append((value, leaf))
-            leaves[id(value)] = leaf
-    weights = [w for w in module.parameters() if w.is_floating_point() and w.dim() > 1]
-    sides: list[Tensor] = []
-
-    def stop(filter: nn.Module, args: Any) -> None:
-        operator: Any = args[0] if args else None
-        if isinstance(operator, LinearOperator):
-            sides.extend((operator.rows, operator.columns))
-        elif isinstance(getattr(operator, "call", None), AttentionCall):
-            sides.extend((operator.call.q, operator.call.k))
-        raise Reached
-
+    own = {name: pair for name, pair in planned.items() if is_registered(pair[0].adapter)}
+    if not own:
+        return {}
+    calls = {name: _Call(site.module, filter) for name, (site, filter) in own.items()}
     with ExitStack() as stack:
-        stack.enter_context(same_random_numbers(module.parameters()))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(same_random_numbers((*model.parameters(), *model.buffers())))
+        for layer in calls.values():
+            stack.enter_context(layer)
+        try:
+            call(model, inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            unchecked = ", ".join(name for name, layer in calls.items() if not layer.reached)
+            warnings.warn(
+                f"whether {unchecked} attend to their own tokens was not checked, because with "
+                f"gradients the model raised {type(error).__name__}: {str(error)[:200]}",
+                stacklevel=2,
+            )
+    return {
+        name: f"{REASON}. In the trial forward it projects them from different arguments. If these "
+        "hold the same tokens, as two norms of one x do, plug this layer on its own, without "
+        f"inputs=: gfsa.plug(model, ..., layers=lambda name, module: name == {name!r})"
+        for name, layer in calls.items()
+        if layer.crosses
+    }
+
+
+class _Call(ExitStack):
+    """Inside, a layer runs with gradients, and its arguments and its weights are leaves."""
+
+    def __init__(self, module: nn.Module, filter: GraphFilter) -> None:
+        super().__init__()
+        weights = [w for w in module.parameters() if w.is_floating_point() and w.dim() > 1]
+        self.weights = {id(weight) for weight in weights}
+        # each with its leaf; equal tensors have one
+        self.arguments: list[tuple[Tensor, Tensor]] = []
+        self.reached = self.crosses = False
         for weight in weights:
             if not weight.requires_grad:
                 weight.requires_grad_(True)
-                stack.callback(weight.requires_grad_, False)
-        stack.callback(filter.register_forward_pre_hook(stop).remove)
-        with suppress(Reached):
-            named = {name: own_argument(value, leaves) for name, value in kwargs.items()}
-            module.forward(*(own_argument(value, leaves) for value in args), **named)
-        by_weights = [_used(side, weights) for side in sides]
-        by_arguments = [_used(side, [leaf for _, leaf in arguments]) for side in sides]
-    used = [*by_weights, *by_arguments]
-    return bool(used) and all(used) and by_arguments[0].isdisjoint(by_arguments[1])
+                self.callback(weight.requires_grad_, False)
+        for handle in (
+            module.register_forward_pre_hook(self._begin, with_kwargs=True),
+            module.register_forward_hook(self._end, always_call=True),
+            filter.register_forward_pre_hook(self._look),
+        ):
+            self.callback(handle.remove)
+        self.callback(torch.set_grad_enabled, torch.is_grad_enabled())
 
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.arguments = []
+        self.grad_before = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+        named = {key: self._argument(value) for key, value in kwargs.items()}
+        return tuple(map(self._argument, args)), named
 
-def _used(x: Tensor, leaves: Sequence[Tensor]) -> set[int]:
-    """The ids of the leaves that a tensor was computed from."""
-    if not (leaves and x.requires_grad):
-        return set()
-    gradients = torch.autograd.grad(x.sum(), leaves, retain_graph=True, allow_unused=True)
-    return {id(leaf) for leaf, grad in zip(leaves, gradients, strict=True) if grad is not None}
+    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        torch.set_grad_enabled(self.grad_before)
+        return output.detach() if isinstance(output, Tensor) else output
+
+    def _argument(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        same = (leaf for known, leaf in self.arguments if are_same_tokens(known, value))
+        leaf = next(same, None)
+        if leaf is None:
+            leaf = value.detach().clone().requires_grad_()
+            self.arguments.append((value, leaf))
+        # a copy: the layer may write into it
+        return leaf.clone()
+
+    def _look(self, filter: nn.Module, args: Any) -> None:
+        """Whether q and k are projected by the layer, from arguments of which none is common."""
+        self.reached = True
+        operator: Any = args[0] if args else None
+        if isinstance(operator, LinearOperator):
+            sides = operator.rows, operator.columns
+        elif isinstance(getattr(operator, "call", None), AttentionCall):
+            sides = operator.call.q, operator.call.k
+        else:
+            # of a map alone nothing can be said
+            return
+        q, k = map(leaves_of, sides)
+        leaves = {id(leaf) for _, leaf in self.arguments}
+        # what is projected elsewhere may come from one tensor
+        projected = bool(q & self.weights and k & self.weights)
+        if projected and q & leaves and k & leaves and not q & k & leaves:
+            self.crosses = True
 
 
 def _shown(error: Exception) -> str:

@@ -79,6 +79,10 @@ def kept_in(file: Path) -> dict[Machine, list[Row]]:
     return {machine: list(rows.values()) for machine, rows in tuned.read(file).items()}
 
 
+def test_without_measurements_torch_serves(file: Path) -> None:
+    assert "run gfsa tune" in (reason(100) or "")
+
+
 def test_the_faster_and_exact_kernels_are_taken(file: Path) -> None:
     tuned.write(file, BLACKWELL, tuned_rows())
     for tokens in (1, 128, 513, 1000, 1024):

@@ -60,6 +60,21 @@ def test_powers_are_taken_of_the_dropped_map(backend: str) -> None:
     assert relative_error(power(2), dropped @ dropped) <= 1e-12
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_is_reproducible_and_moves_on(backend: str) -> None:
+    q, k, v = inputs()
+
+    def call() -> torch.Tensor:
+        return graph_filter_attention(q, k, v, COEFFS, dropout_p=0.3, backend=backend)
+
+    torch.manual_seed(1)
+    first, second = call(), call()
+    torch.manual_seed(1)
+    assert torch.equal(call(), first)
+    assert torch.equal(call(), second)
+    assert not torch.equal(first, second)
+
+
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_generator_ends_where_plain_attention_leaves_it(degree: int) -> None:
     q, k, v = inputs()

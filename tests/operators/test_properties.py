@@ -263,3 +263,13 @@ def test_a_map_with_rows_of_nan_spoils_these_alone(dropout_p: float) -> None:
     some = PartialPolynomial(3, 3, high=[0, 2])
     torch.nn.init.normal_(some.theta)
     assert torch.equal(spoilt(some(operator, v)), matrix[..., 0].isnan())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_gradient_comes_from_the_future(backend: str) -> None:
+    *inputs, coeffs = draw_inputs(0, 3)
+    q, k, v = (x.requires_grad_() for x in inputs)
+    y = graph_filter_attention(q, k, v, coeffs, is_causal=True, backend=backend)
+    for gradient in torch.autograd.grad(y[..., :3, :].square().sum(), (q, k, v)):
+        assert gradient[..., :3, :].any()
+        assert not gradient[..., 3:, :].any()

@@ -143,12 +143,14 @@ def check_call(call: AttentionCall, v: Tensor) -> None:
     _check_devices(q.device, k=k, v=v, attn_mask=call.attn_mask)
     if q.is_nested or k.is_nested or v.is_nested:
         # as torch's attention takes them
-        jagged = all(x.is_nested and x.layout == torch.jagged and x.dim() == 4 for x in (q, k, v))
-        if not jagged or call.attn_mask is not None or call.enable_gqa:
+        if not all(x.is_nested and x.layout == torch.jagged and x.dim() == 4 for x in (q, k, v)):
             raise ValueError(
                 "nested q, k and v must be jagged (B, H, j, D), each of them: make (B, j, H, D) "
-                "with torch.nested.nested_tensor(..., layout=torch.jagged), then x.transpose(1, 2)."
-                " They take neither attn_mask (their sequences never see one another) nor "
+                "with torch.nested.nested_tensor(..., layout=torch.jagged), then x.transpose(1, 2)"
+            )
+        if call.attn_mask is not None or call.enable_gqa:
+            raise ValueError(
+                "nested tensors take neither attn_mask (their sequences never see one another) nor "
                 "enable_gqa (repeat the heads of k and v)"
             )
     if min(q.dim(), k.dim(), v.dim()) < 2 or not (q.dim() == k.dim() == v.dim()):

@@ -62,8 +62,8 @@ def layer_named(
     if not same:
         raise ValueError(
             f"{source} has a filter for the layer {layer!r:.80}, which {type(model).__name__} does "
-            f"not have; its attention layers are {some_of(names)}. Build the model that was "
-            f"saved{or_else}"
+            f"not have; its attention layers are {some_of(names)}. Build the model that "
+            f"{source} is of{or_else}"
         )
     return same[0]
 

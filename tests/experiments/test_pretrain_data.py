@@ -160,6 +160,16 @@ def rows_of(tokens: list[int] | Tensor, block: int) -> TokenRows:
     return TokenRows(np.asarray(tokens, dtype=np.uint16), block, "valid")
 
 
+def test_tokens_too_many_for_a_device_come_with_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = list(range(65500, 65536))
+    small = rows_of(tokens, 5)
+    monkeypatch.setattr("gfsa_experiments.tasks.pretrain.data._MOST_ON_DEVICE", 1)
+    large = rows_of(tokens, 5)
+    batch = large.__getitems__([3, 0])
+    assert "rows" not in batch
+    assert torch.equal(large.ids(batch), small.ids(small.__getitems__([3, 0])))
+
+
 @pytest.fixture
 def text() -> TokenRows:
     numbers = torch.randint(MANY, (5 * 32 + 1,), generator=torch.Generator().manual_seed(1))

@@ -53,6 +53,7 @@ def _bounds_in(kind: type) -> list[tuple[str, Interval]]:
         for name, hint in typing.get_type_hints(base, include_extras=True).items()
         for option in (hint, *typing.get_args(hint))
         for bounds in getattr(option, "__metadata__", ())
+        if isinstance(bounds, Interval)
     ]
 
 

@@ -138,6 +138,11 @@ def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
         seeds_given = str(given["seeds"])
         request = Request(given["recipe"], method, seeds=seeds_given, setting=[*shared, *words])
         keys[name] = [run.key() for run in request.runs()]
+        if len(keys[name]) != len(seeds):
+            raise ValueError(
+                f"the line {name!r} has {len(keys[name])} runs for {len(seeds)} seeds; it must be "
+                f"one method with one value for each setting, got {lines[name]!r}"
+            )
         plan[name] = request.line
     return Comparison(a, b, given["metric"], seeds, keys, plan)
 

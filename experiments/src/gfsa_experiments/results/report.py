@@ -406,7 +406,7 @@ def _learns_c0(row: Any) -> bool:
 def tuning_blocks(rows: pd.DataFrame) -> list[str]:
     """The best choice on valid of each arm, for each task and length of training."""
     found = []
-    for (_, task, epochs, _), own in rows.groupby(["recipe", "task", "epochs", "data"]):
+    for (recipe, task, epochs, _), own in rows.groupby(["recipe", "task", "epochs", "data"]):
         decimals = _decimals(None, own.valid.mean())
         best = _best_choices(own)
         plain = best.get(PLAIN)
@@ -415,7 +415,8 @@ def tuning_blocks(rows: pd.DataFrame) -> list[str]:
         for first, (arm, (at, value, tried)) in enumerate(best.items()):
             lead = None if plain is None or arm == PLAIN else value - plain[1]
             chosen = " ".join(word for word in at.split() if word not in common)
-            title = " ".join([f"{task}, {epochs:.3g} epochs", *sorted(common)])
+            of = f"{recipe}: " if rows.recipe.nunique() > 1 else ""
+            title = " ".join([f"{of}{task}, {epochs:.3g} epochs", *sorted(common)])
             row = {
                 "task": "" if first else title,
                 "arm": arm,
@@ -475,7 +476,7 @@ def speed_blocks(path: Path, suite: str = "", timing: str = "") -> list[str]:
     for (name, how), measured in rows.groupby(["suite", "timing"], sort=False):
         columns = [v for v in _VARIANTS.values() if v in set(measured.variant)]
         measured = measured[measured.variant.isin([PLAIN, *columns])]
-        latest = measured.sort_values("date").groupby(["shape", "variant"]).tail(1)
+        latest = measured.sort_values("date", kind="stable").groupby(["shape", "variant"]).tail(1)
         cells = [
             _speed_cells(shape, found.set_index("variant"), columns)
             for shape, found in latest.groupby("shape", sort=False)

@@ -174,7 +174,7 @@ def _examples_of_code(functions: Path, path: Path) -> list[tuple[str, ...]]:
 def _functions(path: Path) -> dict[str, tuple[str, ...]]:
     """The functions by their numbers, each with its label if it has one."""
     found = open_table(path)
-    numbered = "idx" in found.columns
+    numbered = ".jsonl" in path.name
     columns = ["func"] if numbered else ["func", "target"]
     cells = [column_of(path, found, column, "") for column in columns]
     if bool(found[columns].isna().any(axis=None)):

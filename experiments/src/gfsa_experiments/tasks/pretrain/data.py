@@ -314,6 +314,10 @@ def read_source(folder: Path) -> dict[str, bytes]:
 _SIGNED = {"uint16": torch.int16, "uint32": torch.int32}
 
 
+# beyond, tokens stay on the host and rows are sent one batch at a time
+_MOST_ON_DEVICE = 4 * 2**30
+
+
 class TokenRows(Dataset[Any]):
     """Tokens in rows; a row begins ``block`` tokens after the one before it.
 
@@ -341,6 +345,7 @@ class TokenRows(Dataset[Any]):
         self._host = torch.from_numpy(tokens).view(_SIGNED[tokens.dtype.name])
         self._mask = 0xFFFF if tokens.dtype == np.uint16 else 0xFFFFFFFF
         self._on_device: dict[torch.device, Tensor] = {}
+        self._by_host = tokens.nbytes > _MOST_ON_DEVICE
         taken = min(count, most) if most else count
         self.rows = torch.arange(taken, dtype=torch.int64) * count // taken
 
@@ -348,12 +353,21 @@ class TokenRows(Dataset[Any]):
         return len(self.rows)
 
     def __getitems__(self, indices: list[int]) -> dict[str, Any]:
-        return {"part": self.name, "rows": self.rows[torch.tensor(indices)]}
+        rows = self.rows[torch.tensor(indices)]
+        if self._by_host:
+            return {"part": self.name, "ids": self._cut(self._host, rows)}
+        return {"part": self.name, "rows": rows}
 
     def ids(self, batch: dict[str, Any]) -> Tensor:
         """The tokens of a batch, ``(rows, width)``, where the batch is."""
+        if "ids" in batch:
+            found: Tensor = batch["ids"]
+            return found
         rows = batch["rows"]
         if rows.device not in self._on_device:
             self._on_device[rows.device] = self._host.to(rows.device)
-        every = self._on_device[rows.device].unfold(0, self.width, self.block)
+        return self._cut(self._on_device[rows.device], rows)
+
+    def _cut(self, tokens: Tensor, rows: Tensor) -> Tensor:
+        every = tokens.unfold(0, self.width, self.block)
         return every[rows].long() & self._mask

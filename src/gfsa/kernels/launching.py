@@ -549,7 +549,7 @@ class Launches(Generic[Results]):
         self.prepare = prepare
         self.names = (*tiles.split(), *pointers.split(), "mask")
         self.known: DecisionCache[Prepared] = DecisionCache()
-        # with their descriptors they take hundreds of kilobytes
+        # each keeps up to 64 descriptors for each tensor, hundreds of kilobytes together
         self.known.CAPACITY = 1024
 
     def __call__(

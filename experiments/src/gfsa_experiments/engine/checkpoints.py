@@ -1,12 +1,13 @@
 """Random generators, the state of the training loop, and the checkpoints a run resumes from.
 
 Checkpoints survive ``kill -9`` at any moment: a checkpoint is a folder that is written under a
-temporary name and then renamed, so a folder called ``step-…`` is complete.
+temporary name, flushed to the disk and then renamed, so a folder called ``step-…`` is complete.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import random
 import shutil
 import warnings
@@ -138,8 +139,11 @@ class LoopCheckpoints:
         accelerator.save(self.state.state_dict(), unfinished / "loop.pt")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
+            for path in [*unfinished.rglob("*"), unfinished]:
+                _flush(path)
             shutil.rmtree(finished, ignore_errors=True)
             unfinished.rename(finished)
+            _flush(self.folder)
             for old in checkpoints(self.folder)[_KEPT:]:
                 shutil.rmtree(old)
         accelerator.wait_for_everyone()
@@ -174,3 +178,11 @@ class LoopCheckpoints:
             if isinstance(group["lr"], Tensor):
                 # accelerate loads it to the CPU; a CUDA graph reads it from the device
                 group["lr"] = group["lr"].to(self.accelerator.device)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

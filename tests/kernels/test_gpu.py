@@ -260,8 +260,8 @@ def check_degree_one(
     dense = DenseOperator.from_qk(*exact[:2], mask, problem.is_causal, problem.scale)
     expected = outcome(lambda q, k, v, c, *a: dense.polynomial(c, v, *a), exact, g.double())
     floor *= torch.finfo(problem.dtype).eps
-    # of other sizes: torch may keep what cuDNN built for a gradient of these sizes, and use it again
-    # for a gradient in another layout
+    # of other sizes: torch may keep what cuDNN built for a gradient of these sizes, and use it
+    # again for a gradient in another layout
     like = replace(problem, length=problem.length + 8)
     allowed = [*(2 * each + floor for each in attention_errors(like)), 5e-3, 5e-3]
     got = outcome(work, inputs, g)

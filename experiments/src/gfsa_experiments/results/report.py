@@ -450,7 +450,8 @@ def _best_choices(rows: pd.DataFrame) -> dict[str, tuple[str, float, int]]:
 
 
 # how tables name the variants of gfsa bench; a kernel of its own for a decoded token is part of it
-_VARIANTS = {"gfsa degree 1": "degree 1", "gfsa": "GFSA", "exclusive": "exclusive"}
+_VARIANTS = {"gfsa degree 1": "degree 1", "degree 1": "degree 1", "exclusive": "exclusive"}
+_VARIANTS |= {"gfsa": "GFSA", "degree 2": "GFSA"}
 
 
 def speed_blocks(path: Path, suite: str = "", timing: str = "") -> list[str]:
@@ -474,7 +475,7 @@ def speed_blocks(path: Path, suite: str = "", timing: str = "") -> list[str]:
         )
     blocks = []
     for (name, how), measured in rows.groupby(["suite", "timing"], sort=False):
-        columns = [v for v in _VARIANTS.values() if v in set(measured.variant)]
+        columns = [v for v in dict.fromkeys(_VARIANTS.values()) if v in set(measured.variant)]
         measured = measured[measured.variant.isin([PLAIN, *columns])]
         latest = measured.sort_values("date", kind="stable").groupby(["shape", "variant"]).tail(1)
         cells = [
@@ -484,7 +485,12 @@ def speed_blocks(path: Path, suite: str = "", timing: str = "") -> list[str]:
         ]
         if cells and not (suite and timing):
             blocks.append(f"### {name}, {how}")
+        commits = {row["commit"] for row in cells}
+        if len(commits) == 1:
+            # said once, below the table
+            cells = [{k: v for k, v in row.items() if k != "commit"} for row in cells]
         blocks += grid(cells, words=("shape", "commit"))
+        blocks += [f"Commit {commit}." for commit in commits if len(commits) == 1]
     return blocks
 
 

@@ -260,8 +260,8 @@ def check_degree_one(
     dense = DenseOperator.from_qk(*exact[:2], mask, problem.is_causal, problem.scale)
     expected = outcome(lambda q, k, v, c, *a: dense.polynomial(c, v, *a), exact, g.double())
     floor *= torch.finfo(problem.dtype).eps
-    # of other sizes: torch may keep what cuDNN built for a gradient of these sizes, and use it
-    # again for a gradient in another layout
+    # of other sizes: torch 2.11 uses what cuDNN built for a gradient of these sizes again for one
+    # in another layout
     like = replace(problem, length=problem.length + 8)
     allowed = [*(2 * each + floor for each in attention_errors(like)), 5e-3, 5e-3]
     got = outcome(work, inputs, g)
@@ -337,6 +337,9 @@ def test_the_exclusive_term(problem: Problem, compiled: bool) -> None:
     def filtered(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, share: Tensor) -> Tensor:
         return graph_filter_attention(q, k, v, coeffs, mask, exclusive=share, **options)
 
+    if compiled and mask is None:
+        # of other sizes than the eager call, as in check_degree_one
+        problem = replace(problem, length=problem.length + 16)
     # one mask for all calls; the compiler counts how often it compiled this function, also before
     torch._dynamo.reset()
     work = torch.compile(filtered, fullgraph=True, dynamic=False) if compiled else filtered

@@ -153,7 +153,9 @@ def _prepare(given: Given, exclusive: bool) -> Prepared:
     if name == "combine_around":
         return Prepared(given, {"out": room_like(u)}, [(launch, "v u out", "coeffs")], "out")
     parts = u.shape[1], 2 + exclusive, u.shape[0] * launch.grid[0]
-    rooms = {"dv": room_like(v), "du": room_like(u), "parts": room(parts, coeffs)}
+    # torch's attention gets a gradient laid out as g, as without a filter: torch 2.11 runs cuDNN's
+    # gradient for the layout that it first saw, whatever the layout is now
+    rooms = {"dv": room_like(v), "du": room_like(given["g"]), "parts": room(parts, coeffs)}
     return Prepared(given, rooms, [(launch, "g v u dv du", "coeffs parts")], "dv du parts")
 
 

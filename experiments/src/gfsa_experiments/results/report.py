@@ -485,13 +485,14 @@ def speed_blocks(path: Path, suite: str = "", timing: str = "") -> list[str]:
         ]
         if cells and not (suite and timing):
             blocks.append(f"### {name}, {how}")
-        commits = {row["commit"] for row in cells}
-        if len(commits) == 1:
-            # said once, below the table
-            cells = [{k: v for k, v in row.items() if k != "commit"} for row in cells]
+        commits = [row.pop("commit") for row in cells] if _share_a_commit(cells) else []
         blocks += grid(cells, words=("shape", "commit"))
-        blocks += [f"Commit {commit}." for commit in commits if len(commits) == 1]
+        blocks += [f"Commit {commits[0]}."] if commits else []
     return blocks
+
+
+def _share_a_commit(cells: Sequence[Mapping[str, str]]) -> bool:
+    return len(cells) > 1 and len({row["commit"] for row in cells}) == 1
 
 
 def _speed_cells(shape: str, found: pd.DataFrame, columns: Sequence[str]) -> dict[str, str]:

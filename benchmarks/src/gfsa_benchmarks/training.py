@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from gfsa.filters import Exclusive
 from gfsa.kernels import routes
 from gfsa.operators import Coefficients, attention
 from gfsa.operators.call import DecisionCache
@@ -34,16 +35,17 @@ def training_step(shape: Shape, setting: Setting) -> Case:
     """
     plain, batch = _model(shape, setting)
     variants = [_variant("plain", "torch", plain, batch, setting)]
-    ways: list[tuple[str, Way, str]] = [
-        ("gfsa", "auto", "all"),
-        ("gfsa even layers", "auto", "even"),
-        ("gfsa sdpa", "sdpa", "all"),
+    ways: list[tuple[str, Way, dict[str, Any]]] = [
+        ("gfsa degree 1", "auto", {"K": None, "learn": ("w0", "w1")}),
+        ("gfsa exclusive", "auto", {"filter": Exclusive}),
+        ("gfsa", "auto", {"K": 3}),
+        ("gfsa sdpa", "sdpa", {"K": 3}),
     ]
     if not setting.compiled:
-        ways.append(("published", "published", "all"))
-    for name, way, layers in ways:
+        ways.append(("published", "published", {"K": 3}))
+    for name, way, arguments in ways:
         model = copy.deepcopy(plain)
-        plug(model, K=3, layers=layers)
+        plug(model, **arguments)
         variants.append(_variant(name, way, model, batch, setting))
     return Case(str(shape), variants)
 

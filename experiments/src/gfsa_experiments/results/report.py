@@ -450,8 +450,15 @@ def _best_choices(rows: pd.DataFrame) -> dict[str, tuple[str, float, int]]:
 
 
 # how tables name the variants of gfsa bench; a kernel of its own for a decoded token is part of it
-_VARIANTS = {"gfsa degree 1": "degree 1", "degree 1": "degree 1", "exclusive": "exclusive"}
-_VARIANTS |= {"gfsa": "GFSA", "degree 2": "GFSA"}
+_VARIANTS = {
+    "gfsa degree 1": "degree 1",
+    "degree 1": "degree 1",
+    "gfsa exclusive": "exclusive",
+    "exclusive": "exclusive",
+    "gfsa exclusive depth": "exclusive + depth",
+    "gfsa": "GFSA",
+    "degree 2": "GFSA",
+}
 
 
 def speed_blocks(path: Path, suite: str = "", timing: str = "") -> list[str]:

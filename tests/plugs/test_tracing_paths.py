@@ -187,6 +187,23 @@ def test_a_graph_breaks_where_nothing_is_verified_yet():
         torch.testing.assert_close(compiled(x), model(x))
 
 
+def test_one_sample_does_not_show_what_heads_of_several_lie_between():
+    class Windows(WrittenAttention):
+        def by_matmul(self, q, k, v):
+            # samples, heads and windows of two tokens in one axis
+            shape = q.shape
+            q, k, v = (x.reshape(-1, 2, x.shape[-1]) for x in (q, k, v))
+            return ((q @ k.mT).softmax(-1) @ v).view(shape)
+
+    model = nn.Sequential(Windows()).eval()
+    gfsa.plug(model, unknown="trace", wK=0.2)
+    x = torch.randn(B, 6, DIM)
+    model(x[:1])
+    for run in (model, torch.compile(model, backend="eager")):
+        with pytest.raises(TraceError, match=f"with no axis for its {HEADS} heads"):
+            run(x)
+
+
 def test_copies_of_a_verified_module_stay_verified_and_a_fresh_one_is_not():
     model = traced("joined")
     fresh = copy.deepcopy(model)

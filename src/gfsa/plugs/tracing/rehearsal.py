@@ -276,6 +276,9 @@ def _rehearse(
             if len(layouts) > 1 and not evidence.separates_lead(merged):
                 continue
             for_any_batch = shows_any_batch(shape, heads)
+            if layout.merged and any(1 in x.shape[:-1] for x in leaves.values()):
+                # of several samples, the heads might lie between them and what is merged here
+                for_any_batch = False
             return evidence.refusal() or Verified(layout, pairs, for_any_batch)
         return no_heads(shape, heads)
 

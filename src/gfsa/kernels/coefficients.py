@@ -88,10 +88,14 @@ def takes(coeffs: Coefficients) -> bool:
 def evaluate(coeffs: Coefficients) -> Tensor:
     """``c`` as ``(H, 3)``, the third column zero for a filter of degree 1."""
     theta, base, basis, _ = coeffs
-    heads, learned = theta.shape
-    values = theta.new_empty(heads, 3)
-    launch = _fold(theta.device.index, heads, learned, base.shape[1])
-    on_device_of(theta, launch, (), theta, base, basis, values)
+    return _folded(theta, base, basis, theta.shape[1])
+
+
+def _folded(theta: Tensor, base: Tensor, basis: Tensor, learned: int) -> Tensor:
+    heads, powers = base.shape
+    values = base.new_empty(heads, 3)
+    launch = _fold(base.device.index, heads, learned, powers)
+    on_device_of(base, launch, (), theta, base, basis, values)
     return values
 
 
@@ -109,10 +113,23 @@ def columns(
             values[:, 2] = share
         return values
     if share is not None:
-        return torch.cat((numbers, share[:, None]), 1)
+        return side_by_side((numbers, share))
+    numbers = numbers.contiguous()
     if numbers.shape[1] < count:
-        return torch.nn.functional.pad(numbers, (0, count - numbers.shape[1]))
-    return numbers.contiguous()
+        # one launch, where torch takes two; nothing is learned, so θ and its basis are not read
+        return _folded(numbers, numbers, numbers, 0)
+    return numbers
+
+
+def side_by_side(columns: tuple[Tensor, Tensor]) -> Tensor:
+    """Coefficients and then a share, without a launch where memory has them so already."""
+    numbers, share = columns
+    heads, powers = numbers.shape
+    width = powers + 1
+    behind = numbers.data_ptr() + powers * numbers.element_size()
+    if numbers.stride() == (width, 1) and share.stride() == (width,) and share.data_ptr() == behind:
+        return numbers.as_strided((heads, width), (width, 1))
+    return torch.column_stack(columns)
 
 
 def gradients(

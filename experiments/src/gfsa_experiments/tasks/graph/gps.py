@@ -52,12 +52,16 @@ class GPSCollator(graphs.Collator):
         nodes = several.sizes("x")
         size = graphs.above(max(nodes), self.pad_to_multiple)
         padding = several.padding("x", size)
-        edge_index = several.shifted("edge_index", [size] * len(nodes))
-        edges = self.few(edge_index.shape[1])
+        ends = [ends + size * graph for graph, ends in enumerate(several.each("edge_index"))]
+        # padding edges are spread over many rows: a GPU adds up rows of one index sequentially
+        spare = padding.flatten().nonzero()[:, 0]
+        real = sum(several.sizes("edge_attr"))
+        edges = self.few(real)
+        ends.append(spare[torch.arange(edges - real) % len(spare)].expand(2, -1))
         return GPSBatch(
             x=several.pad("x", size),
             padding=padding,
-            edge_index=graphs.filled(edge_index, edges, padding.flatten().nonzero()[:, 0]),
+            edge_index=torch.cat(ends, 1),
             edge_attr=several.rows("edge_attr", edges),
             encoding=several.pad("encoding", size),
             y=several.labels(),

@@ -193,30 +193,12 @@ def path_edges(edge_index: Tensor, distance: Tensor, max_hops: int) -> Tensor:
     return paths.masked_fill_(paths == num_edges, -1)
 
 
-def random_walk_encoding(adjacency: Tensor, steps: int) -> Tensor:
-    r"""``(..., N, steps)``: the probability of being back after 1, 2, … steps of a random walk.
-
-    .. math:: p_{i,t} = (P^t)_{ii}, \qquad P = D^{-1} A
-
-    Args:
-        adjacency: ``(..., N, N)``.
-    """
-    total = adjacency.sum(-1, keepdim=True)
-    # a row of zeros stays one
-    walk = power = adjacency / total.masked_fill(total == 0, 1.0)
-    returns = adjacency.new_zeros(*walk.shape[:-1], steps)
-    for step in range(steps):
-        returns[..., step] = power.diagonal(dim1=-2, dim2=-1)
-        power = power @ walk
-    return returns
-
-
-def dense_adjacency(edge_index: Tensor, num_nodes: int, both_ways: bool = False) -> Tensor:
+def dense_adjacency(edge_index: Tensor, num_nodes: int) -> Tensor:
     """``(N, N)`` of zeros and ones; parallel edges count once."""
     check_edges(edge_index, num_nodes)
     adjacency = torch.zeros(num_nodes, num_nodes)
     adjacency[edge_index[0], edge_index[1]] = 1.0
-    return torch.maximum(adjacency, adjacency.T) if both_ways else adjacency
+    return adjacency
 
 
 def check_edges(edge_index: Tensor, num_nodes: int) -> None:

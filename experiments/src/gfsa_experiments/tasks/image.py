@@ -495,8 +495,6 @@ def make_model(config: ImageConfig, num_classes: int) -> nn.Module:
 
 def _own_size(name: str) -> int:
     """Side of the images that one of timm's models is designed for."""
-    if find_spec("timm") is None:
-        return 224
     from timm.models import get_pretrained_cfg
 
     found = get_pretrained_cfg(name)

@@ -105,7 +105,7 @@ import gfsa
 assert "torch" not in sys.modules
 assert gfsa.functional.which_backend and gfsa.plugs.sites and gfsa.filters and gfsa.operators
 assert gfsa.plug is gfsa.plugs.plug and gfsa.lens.diagnose is gfsa.diagnose
-assert gfsa.baselines.apply and gfsa.models.Encoder
+assert gfsa.baselines.apply and gfsa.models.Graphormer
 from gfsa import models
 import gfsa_experiments.models
 assert models is gfsa_experiments.models

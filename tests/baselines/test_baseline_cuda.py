@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gfsa_experiments import baselines
-from gfsa_experiments.models import Encoder
+from support.encoder import Encoder
 from support.families import METHODS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @pytest.fixture(params=METHODS)
 def model(request: pytest.FixtureRequest) -> nn.Module:
     method = METHODS[request.param]
-    encoder = Encoder(9, 5, 64, dim=32, depth=2, num_heads=4, ffn_dim=64, dropout=0.0).cuda()
+    encoder = Encoder(9, dim=32, num_heads=4, ffn_dim=64).cuda()
     baselines.apply(encoder, method.name, **method.options)
     with torch.no_grad():
         for parameter in baselines.parameters_of(encoder):

@@ -51,7 +51,6 @@ TINY: dict[str, dict[str, str]] = {
     "image": {"depth": "1", "image_size": "32", "patch_size": "16", "workers": "0", "ema": "0"},
     "graph": {"depth": "1", "width": "16", "heads": "2"},
     "speech": {"width": "16", "heads": "2", "hidden": "32", "depth": "1", "decode": "greedy"},
-    "lra": {"dim": "8", "depth": "1", "num_heads": "2", "ffn_dim": "8", "length": "32"},
     "pretrain": {
         "vocab_size": "300",
         "block": "16",

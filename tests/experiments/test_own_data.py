@@ -61,7 +61,6 @@ class TestNames:
             ("graph", {"data": "./zinc"}, "data=zinc graphormer-slim"),
             ("graph", {"data": "pyg:TUDataset:MUTAG"}, "data=TUDataset-MUTAG graphormer-slim"),
             ("speech", {"data": "./an4"}, "data=an4 transformer-d12"),
-            ("lra", {"data": "image.csv"}, "data=image softmax"),
             ("image", {"data": "a/cifar10", **SMALL_IMAGES}, "folder=cifar10 deit_tiny-d1"),
             ("pretrain", {"data": "hub:someone/wiki:en"}, "wiki-en qwen3-15m"),
             ("pretrain", {"data": "techdocs.txt"}, "data=techdocs qwen3-15m"),

@@ -15,11 +15,9 @@ from gfsa_experiments.data.own import PARTS
 from gfsa_experiments.data.tables import read_labelled
 from gfsa_experiments.tasks.graph.data import read_graphs
 from gfsa_experiments.tasks.image import list_images
-from gfsa_experiments.tasks.lra import LraConfig, LraTask
 from gfsa_experiments.tasks.speech.data import letters_of, read_speech
 from gfsa_experiments.tasks.texts import TextConfig, TextTask
 from support.own_data import (
-    reviews,
     ring,
     rings,
     write_npz,
@@ -99,20 +97,6 @@ class TestText:
         assert task.model.config.num_labels == 3
         assert batch["token_type_ids"].max() == 1
         assert task.score([(torch.tensor([0, 1]), torch.tensor([0.0, 2.0]))])["accuracy"] == 50.0
-
-
-class TestBytes:
-    def test_long_texts_are_cut_and_counted(self, tmp_path: Path) -> None:
-        path = write_table(tmp_path / "my.csv", reviews(40))
-        columns = {"data": str(path), "text": ("review",), "label_column": "stars"}
-        sizes = {"dim": 8, "depth": 1, "num_heads": 2, "ffn_dim": 8}
-        task = LraTask(LraConfig(**columns, **sizes, length=31), tmp_path)
-        long = sum(len(row["review"]) > 30 for row in reviews(40))
-        assert 0 < long < 40
-        assert task.own_data is not None
-        assert task.own_data.split_by.endswith(f"; {long} texts of more than 30 bytes are cut")
-        batch = task.first_examples(4)["tokens"]
-        assert batch.shape == (4, 30)
 
 
 class TestImages:

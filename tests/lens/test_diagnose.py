@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa.lens import diagnose, measure
+from support.encoder import EfficientAttention, Encoder
 from support.lens import SMALL, only
 from support.tiny import TinyEncoder, padded_batch
 
@@ -264,9 +265,7 @@ def test_transformers(kind: str, implementation: str, plugged: bool) -> None:
 
 
 def test_linear_attention() -> None:
-    from gfsa_experiments.models import Encoder
-
-    model = Encoder(17, 2, 10, "efficient", dim=16, depth=2, num_heads=4, ffn_dim=16)
+    model = Encoder(17, EfficientAttention, dim=16, num_heads=4)
     reading = only(diagnose(model, (IDS, ~MASK)))
     # a class token for each of three samples
     assert (reading.samples, reading.tokens) == (3, int(MASK.sum()) + 3)

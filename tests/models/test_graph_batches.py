@@ -1,4 +1,4 @@
-"""Graphs as the models take them: batches, distances, paths, walks and patches."""
+"""Graphs as the models take them: batches, distances, paths and walks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from gfsa_experiments.models import GraphormerCollator, GraphViTCollator
-from gfsa_experiments.models.graph_vit import bisection
+from gfsa_experiments.models import GraphormerCollator
 from gfsa_experiments.models.graphs import (
     Prepared,
     Several,
     dense_adjacency,
     distances,
     path_edges,
-    random_walk_encoding,
 )
+from gfsa_experiments.tasks.graph.gps import GPSCollator
 from support.graphs import molecule
 
-COLLATORS = [GraphormerCollator(), GraphViTCollator(num_patches=4)]
+COLLATORS = [GraphormerCollator(), GPSCollator("walk", 4)]
 
 
 def same(first: object, second: object) -> bool:
@@ -61,7 +60,7 @@ def test_graphs_of_torch_geometric_are_taken_as_they_are(collate: GraphormerColl
 def test_a_batch_moves_as_one(collate: GraphormerCollator) -> None:
     moved = collate([molecule(6, 1)]).to("meta")
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) >= 8
+    assert len(tensors) >= 6
     assert all(tensor.device.type == "meta" for tensor in tensors)
     operations = pytest.importorskip("accelerate.utils.operations")
     assert operations.send_to_device(collate([molecule(6, 1)]), "meta").x.device.type == "meta"
@@ -99,10 +98,6 @@ def test_what_makes_no_sense_is_refused(collate: GraphormerCollator) -> None:
 def test_arguments_of_the_collators_are_checked() -> None:
     with pytest.raises(ValueError, match="max_hops"):
         GraphormerCollator(0)
-    with pytest.raises(ValueError, match="num_patches"):
-        GraphViTCollator(0)
-    with pytest.raises(ValueError, match="each of 5 nodes a part"):
-        GraphViTCollator(partition=lambda *_: torch.zeros(3, dtype=torch.long))([molecule(5)])
 
 
 def test_padding_fills_every_dimension() -> None:
@@ -187,15 +182,16 @@ def test_degrees_count_edges_both_ways() -> None:
 
 def test_random_walks_return_with_the_probability_of_their_matrix() -> None:
     graph = molecule(8, extra=3)
-    adjacency = dense_adjacency(graph.edge_index, 9).double()
-    walk = random_walk_encoding(adjacency, 5)
     # the ninth node is alone and never moves, so it never comes back
+    graph.x = torch.zeros(9, 1)
+    walk = GPSCollator("walk", 5).prepare(graph).encoding
+    adjacency = dense_adjacency(graph.edge_index, 9)
     step = adjacency / adjacency.sum(1, keepdim=True).clamp(min=1)
     for steps in range(1, 6):
         expected = torch.linalg.matrix_power(step, steps).diagonal()
-        torch.testing.assert_close(walk[:, steps - 1], expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(walk[:, steps - 1], expected, rtol=0, atol=1e-6)
     assert walk[8].abs().max() == 0
-    assert random_walk_encoding(adjacency, 0).shape == (9, 0)
+    assert GPSCollator().prepare(graph).encoding.shape == (9, 0)
 
 
 def test_edges_to_nowhere_are_refused() -> None:
@@ -205,47 +201,3 @@ def test_edges_to_nowhere_are_refused() -> None:
         distances(torch.zeros(3, 2, dtype=torch.long), 3)
     with pytest.raises(ValueError, match="int64"):
         distances(torch.zeros(2, 3), 3)
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3, 7, 8, 32])
-@pytest.mark.parametrize("nodes", [8, 9, 33, 60])
-def test_bisection_gives_parts_of_about_one_size(nodes: int, parts: int) -> None:
-    graph = molecule(nodes, extra=nodes // 5, seed=nodes)
-    part = bisection(graph.edge_index, nodes, parts)
-    sizes = torch.bincount(part)
-    mean = nodes / min(parts, nodes)
-    assert len(sizes) == min(parts, nodes)
-    assert sizes.min() >= 1
-    # half a part to either side at each of five halvings: 33/32 · 17/16 · 9/8 · 5/4 · 3/2
-    assert sizes.max() <= 2.31 * mean + 1
-
-
-def test_bisection_cuts_few_edges() -> None:
-    for seed in range(10):
-        graph = molecule(60, extra=6, seed=seed)
-        part = bisection(graph.edge_index, 60, 8)
-        # a tree of 60 nodes falls into 8 parts by cutting 7 of its 59 bonds, if it is lucky
-        cut = int((part[graph.edge_index[0]] != part[graph.edge_index[1]]).sum()) / 2
-        assert cut <= 15
-
-
-def test_bisection_cuts_a_chain_where_it_should() -> None:
-    order = torch.randperm(12)
-    chain = torch.stack([order[:-1], order[1:]])
-    part = bisection(chain, 12, 4)
-    # twelve nodes in a row, four parts of three: three bonds are cut
-    assert torch.bincount(part).tolist() == [3, 3, 3, 3]
-    assert int((part[chain[0]] != part[chain[1]]).sum()) == 3
-
-
-def test_bisection_of_two_components_does_not_mix_them() -> None:
-    triangle = torch.tensor([[0, 1, 2], [1, 2, 0]])
-    two = torch.cat([triangle, triangle + 3], dim=1)
-    assert len(set(bisection(two, 6, 2)[:3].tolist())) == 1
-
-
-def test_bisection_is_deterministic_and_needs_no_edges() -> None:
-    graph = molecule(30, extra=4)
-    first, second = (bisection(graph.edge_index, 30, 8) for _ in range(2))
-    assert torch.equal(first, second)
-    assert bisection(torch.zeros(2, 0, dtype=torch.long), 5, 2).bincount().tolist() == [2, 3]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gfsa_experiments.models.attention import SelfAttention, SoftmaxAttention
+from support.encoder import EfficientAttention, Encoder
 from support.graphs import ATOMS, BONDS, molecule, randomise
 
 LENGTHS = (7, 4)
@@ -151,19 +153,15 @@ def _torch_encoder(norm_first: bool, batch_first: bool) -> Family:
     return Family(build, run)
 
 
-def _encoder(attention: str, **about: Any) -> Family:
+def _encoder(kind: type[SelfAttention]) -> Family:
     def build() -> nn.Module:
-        from gfsa_experiments.models import Encoder
-
-        return Encoder(
-            30, 5, 9, attention, dim=DIM, depth=DEPTH, num_heads=HEADS, ffn_dim=20, dropout=0.0
-        )
+        return Encoder(30, kind, dim=DIM, depth=DEPTH, num_heads=HEADS)
 
     def run(model: nn.Module, samples: list[int]) -> list[Tensor]:
         ids, taken = _padded(_ids, samples, 0)
         return list(model(ids, None if bool(taken.all()) else ~taken))
 
-    return Family(build, run, **about)
+    return Family(build, run)
 
 
 def _graphormer() -> Family:
@@ -178,25 +176,6 @@ def _graphormer() -> Family:
         from gfsa_experiments.models import GraphormerCollator
 
         collate = GraphormerCollator(max_hops=2)
-        return list(model(collate([molecule(LENGTHS[s], seed=s) for s in samples])))
-
-    return Family(build, run)
-
-
-def _graph_vit() -> Family:
-    walks = {"walk_steps": 5, "patch_walk_steps": 3}
-
-    def build() -> nn.Module:
-        from gfsa_experiments.models import GraphViT
-
-        sizes = {"dim": DIM, "depth": DEPTH, "num_heads": HEADS, "gnn_depth": 1}
-        return GraphViT((ATOMS,), (BONDS,), 5, **sizes, **walks)
-
-    def run(model: nn.Module, samples: list[int]) -> list[Tensor]:
-        from gfsa_experiments.models import GraphViTCollator
-
-        # as many patches as nodes: the smaller graph has fewer, and the rest is padding
-        collate = GraphViTCollator(max(LENGTHS), **walks)
         return list(model(collate([molecule(LENGTHS[s], seed=s) for s in samples])))
 
     return Family(build, run)
@@ -278,10 +257,9 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     # its attention is traced, its blocks are not known
     "torch, norms last": lambda: _torch_encoder(norm_first=False, batch_first=True),
     "torch, norms first": lambda: _torch_encoder(norm_first=True, batch_first=False),
-    "Encoder": lambda: _encoder("softmax"),
-    "Encoder, efficient": lambda: _encoder("efficient"),
+    "our blocks": lambda: _encoder(SoftmaxAttention),
+    "our blocks, own map": lambda: _encoder(EfficientAttention),
     "Graphormer": _graphormer,
-    "Graph-ViT": _graph_vit,
     "GPSConv": _gps,
     "SpeechBrain": lambda: _speech("transformer", "regularMHA"),
     "SpeechBrain, relative": lambda: _speech("transformer", "RelPosMHAXL", dtype=torch.float32),

@@ -105,12 +105,9 @@ def reference_blocks(
         filtered = None if coefficients is None else coefficients[number]
         normed = layer_norm(block.attention_norm, x)
         x = x + reference_attention(block.attention, normed, map_of, filtered)
-        inner, activation, _, outer = block.mlp
+        inner, _, _, outer = block.mlp
         hidden = layer_norm(block.mlp_norm, x) @ inner.weight.T + inner.bias
-        if isinstance(activation, nn.GELU):
-            hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
-        else:
-            hidden = hidden.clamp(min=0)
+        hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
         x = x + hidden @ outer.weight.T + outer.bias
     return x
 

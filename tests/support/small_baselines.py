@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from gfsa_experiments import baselines
+from support.encoder import Encoder
 from support.families import METHODS
 
 
 def encoder(depth: int = 2) -> nn.Module:
-    from gfsa_experiments.models import Encoder
-
-    return Encoder(9, 5, 8, dim=12, depth=depth, num_heads=3, ffn_dim=20, dropout=0.0)
+    return Encoder(9, depth=depth)
 
 
 def apply(model: nn.Module, method: str, **more: Any) -> baselines.BaselineReport:

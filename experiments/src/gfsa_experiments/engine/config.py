@@ -33,7 +33,6 @@ Positive = Annotated[float, Interval(0, math.inf, "neither")]
 NotNegative = Annotated[float, Interval(0, math.inf, "left")]
 Share = Annotated[float, Interval(0, 1, "both")]
 ShareBelowOne = Annotated[float, Interval(0, 1, "left")]
-InnerShare = Annotated[float, Interval(0, 1, "neither")]
 Fraction = Annotated[float, Interval(0, 1, "right")]
 # above the upper bound the steps of a run cannot be counted
 Epochs = Annotated[float, Interval(0, 1e9, "right")]

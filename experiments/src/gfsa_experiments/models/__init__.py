@@ -3,16 +3,6 @@
 They take filters like any other model: ``gfsa.plug(gfsa.models.Graphormer.slim())``.
 """
 
-from gfsa_experiments.models.attention import Encoder
-from gfsa_experiments.models.graph_vit import GraphViT, GraphViTBatch, GraphViTCollator
 from gfsa_experiments.models.graphormer import Graphormer, GraphormerBatch, GraphormerCollator
 
-__all__ = [
-    "Encoder",
-    "GraphViT",
-    "GraphViTBatch",
-    "GraphViTCollator",
-    "Graphormer",
-    "GraphormerBatch",
-    "GraphormerCollator",
-]
+__all__ = ["Graphormer", "GraphormerBatch", "GraphormerCollator"]

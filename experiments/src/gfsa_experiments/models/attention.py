@@ -1,4 +1,4 @@
-"""The attention of these models, their block, and a plain encoder of sequences.
+"""The attention of these models, and their block.
 
 Each class of attention defines its map A, one common forward applies it. A filter that
 :func:`gfsa.plug` adds becomes the child ``gfsa``, and the forward calls it. Without a filter,
@@ -8,18 +8,13 @@ attention is ``A·v``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from gfsa.filters import GraphFilter
-from gfsa.operators import AttentionOperator, DenseOperator, LinearOperator, Operator
-from gfsa.operators.call import DropoutPlace, autocast, no_autocast
+from gfsa.operators import AttentionOperator, Operator
+from gfsa.operators.call import autocast, no_autocast
 from gfsa.plugs import Adapter, register_adapter
-
-Attention = Literal["softmax", "efficient"]
 
 
 class SelfAttention(nn.Module, ABC):
@@ -80,11 +75,6 @@ class SelfAttention(nn.Module, ABC):
         """Heads ``(B, H, N, d)`` back to tokens ``(B, N, dim)``."""
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def drop(self) -> tuple[float, DropoutPlace]:
-        """The current probability of attention dropout, and where it acts."""
-        place = "attention" if self.plugged is None else self.plugged.dropout_after
-        return (self.dropout if self.training else 0.0), place
-
 
 class SoftmaxAttention(SelfAttention):
     r""":math:`A = \mathrm{softmax}(q k^\top / \sqrt d + \mathrm{mask})`.
@@ -99,62 +89,17 @@ class SoftmaxAttention(SelfAttention):
 
     def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
         (mask,) = graph or (None,)
-        dropout, place = self.drop()
-        return AttentionOperator(
-            q,
-            k,
-            mask,
-            dropout,
-            # without a filter this is exactly torch's own attention
-            backend="sdpa" if self.plugged is None else "auto",
-            dropout_after=place,
-        )
-
-
-class HadamardAttention(SelfAttention):
-    r"""Graph-ViT's attention, :math:`A = \mathrm{softmax}(q k^\top / \sqrt d) ∘ \tilde A`.
-
-    The adjacency :math:`\tilde A` of the patches, ``(B, N, N)``, is multiplied after the softmax,
-    so the rows of A do not sum to one. ``padding``, ``(B, N)``, is True where there is no patch.
-    """
-
-    def operator(self, q: Tensor, k: Tensor, *graph: Any) -> Operator:
-        padding, adjacency = graph
-        dropout, place = self.drop()
-        return DenseOperator.from_qk(
-            q,
-            k,
-            attn_mask=~padding[:, None, None, :],
-            multiplier=adjacency[:, None],
-            dropout_p=dropout,
-            dropout_after=place,
-        )
-
-
-class EfficientAttention(SelfAttention):
-    r"""Efficient Attention, :math:`A = ρ_{row}(q)\,ρ_{col}(k)^\top`: linear in N.
-
-    ``padding``, ``(B, N)`` or None, is True where a token is padding.
-    """
-
-    def __init__(self, dim: int, num_heads: int, dropout: float = 0.0) -> None:
-        if dropout:
-            raise ValueError(
-                "efficient attention never builds the map whose entries attention dropout would "
-                f"drop: leave it at 0, got {dropout}"
-            )
-        super().__init__(dim, num_heads)
-
-    def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
-        (padding,) = graph or (None,)
-        return LinearOperator(q, k, padding)
+        dropout = self.dropout if self.training else 0.0
+        if self.plugged is None:
+            # exactly torch's own attention
+            return AttentionOperator(q, k, mask, dropout, backend="sdpa")
+        return AttentionOperator(q, k, mask, dropout, dropout_after=self.plugged.dropout_after)
 
 
 class Block(nn.Module):
     r"""A pre-norm Transformer block: :math:`x ← x + f(\mathrm{LN}\,x)`, f attention, then MLP.
 
-    ``dropout`` acts on the output of both branches; ``mlp_dropout``, inside the MLP, is the same by
-    default.
+    ``dropout`` acts on the output of both branches, ``mlp_dropout`` inside the MLP.
     """
 
     def __init__(
@@ -163,8 +108,7 @@ class Block(nn.Module):
         dim: int,
         ffn_dim: int,
         dropout: float = 0.0,
-        mlp_dropout: float | None = None,
-        activation: type[nn.Module] = nn.GELU,
+        mlp_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(dim)
@@ -172,8 +116,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(dim)
         self.mlp = nn.Sequential(
             nn.Linear(dim, ffn_dim),
-            activation(),
-            nn.Dropout(dropout if mlp_dropout is None else mlp_dropout),
+            nn.GELU(),
+            nn.Dropout(mlp_dropout),
             nn.Linear(ffn_dim, dim),
         )
         self.dropout = nn.Dropout(dropout)
@@ -181,88 +125,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor, *graph: Tensor | None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), *graph))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
-
-
-class Encoder(nn.Module):
-    r"""Classifies a sequence of tokens by the vector of a CLS token, as the Long Range Arena does.
-
-    .. math:: x_0 = \mathrm{cls} + p_0, \quad x_i = \mathrm{table}[t_i] + p_i, \qquad
-              y = W_2\,\mathrm{ReLU}(W_1\,\mathrm{LN}(x_0^{(L)}))
-
-    with L pre-norm blocks and learned positions p.
-
-    Args:
-        vocabulary, num_classes: numbers of different tokens and of outputs.
-        max_length: the longest sequence, CLS not counted.
-        attention: ``"softmax"``, or ``"efficient"``, which is linear in the length.
-        dim, depth, num_heads, ffn_dim: sizes; the defaults are the benchmark's.
-        dropout: on embeddings and branches.
-        attention_dropout: on entries of the attention map (none with ``"efficient"``).
-    """
-
-    def __init__(
-        self,
-        vocabulary: int,
-        num_classes: int,
-        max_length: int,
-        attention: Attention = "softmax",
-        *,
-        dim: int = 512,
-        depth: int = 4,
-        num_heads: int = 8,
-        ffn_dim: int = 1024,
-        dropout: float = 0.1,
-        attention_dropout: float = 0.0,
-    ) -> None:
-        super().__init__()
-        if attention not in get_args(Attention):
-            raise ValueError(f"attention must be one of {get_args(Attention)}, got {attention!r}")
-        kind = SoftmaxAttention if attention == "softmax" else EfficientAttention
-        sizes = dim, num_heads, attention_dropout
-        self.attention = attention
-        self.max_length = max_length
-        self.tokens = nn.Embedding(vocabulary, dim)
-        self.positions = nn.Parameter(torch.empty(max_length + 1, dim))
-        self.cls = nn.Parameter(torch.empty(dim))
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
-            Block(kind(*sizes), dim, ffn_dim, dropout) for _ in range(depth)
-        )
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Sequential(
-            nn.Linear(dim, ffn_dim), nn.ReLU(), nn.Linear(ffn_dim, num_classes)
-        )
-        for weight in (self.tokens.weight, self.positions, self.cls):
-            nn.init.normal_(weight, std=0.02)
-
-    def forward(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
-        """``(B, num_classes)``.
-
-        Args:
-            tokens: ``(B, N)`` integers.
-            padding: ``(B, N)`` bool, True where a token is padding; None if there is none, which
-                lets attention run its fastest kernels.
-        """
-        batch, length = tokens.shape
-        if length > self.max_length:
-            raise ValueError(
-                f"a row of {length} tokens is longer than max_length={self.max_length}"
-            )
-        if padding is not None and (padding.dtype != torch.bool or padding.shape != tokens.shape):
-            raise ValueError(
-                f"expected a bool padding of shape {tuple(tokens.shape)}, True for padding, "
-                f"got {padding.dtype} of shape {tuple(padding.shape)}"
-            )
-        x = self.tokens(tokens)
-        x = torch.cat([self.cls.to(x.dtype).expand(batch, 1, -1), x], dim=1)
-        x = self.dropout(x + self.positions[: length + 1].to(x.dtype))
-        if padding is not None:
-            padding = F.pad(padding, (1, 0), value=False)
-            if self.attention == "softmax":
-                padding = ~padding[:, None, None, :]
-        for block in self.blocks:
-            x = block(x, padding)
-        return self.head(self.norm(x[:, 0]))
 
 
 class OwnAttention(Adapter):

@@ -67,7 +67,8 @@ class GraphormerCollator(graphs.Collator):
         size = graphs.above(max(several.sizes("x")), self.pad_to_multiple) - 1
         paths = several.pad("paths", size, -1, axes=2).int()
         # edges are concatenated: those of a graph are numbered after those before it
-        first = graphs.starts(edges).int()[:, None, None, None]
+        counts = torch.tensor(edges)
+        first = (counts.cumsum(0) - counts).int()[:, None, None, None]
         return GraphormerBatch(
             x=several.pad("x", size),
             padding=several.padding("x", size),

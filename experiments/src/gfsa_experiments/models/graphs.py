@@ -103,12 +103,6 @@ def above(count: int, multiple: int) -> int:
     return (count // multiple + 1) * multiple
 
 
-def starts(sizes: Sequence[int]) -> Tensor:
-    """Where each of several consecutive runs begins."""
-    counts = torch.tensor(sizes)
-    return counts.cumsum(0) - counts
-
-
 class Several:
     """Graphs that become one batch: an attribute of all of them, joined to one tensor."""
 
@@ -141,33 +135,12 @@ class Several:
         joined = torch.cat(self.each(name))
         return torch.cat([joined, joined.new_zeros(count - len(joined), *joined.shape[1:])])
 
-    def shifted(self, name: str, sizes: Sequence[int]) -> Tensor:
-        """``(..., n)``: numbers of a graph's own things as numbers of the things of all graphs.
-
-        ``sizes`` are how many things each graph has.
-        """
-        parts = self.each(name)
-        by = starts(sizes).repeat_interleave(torch.tensor([part.shape[-1] for part in parts]))
-        return torch.cat(parts, -1) + by
-
     def labels(self) -> Tensor | None:
         """``(B, T)``, or None if no graph has a label."""
         sizes = [None if y is None else len(y) for y in self.each("y")]
         if len(set(sizes)) > 1:
             raise ValueError(f"expected the same number of labels for every graph, got {sizes}")
         return None if sizes[0] is None else torch.stack(self.each("y"))
-
-
-def filled(values: Tensor, count: int, fillers: Tensor) -> Tensor:
-    """``(..., count)``: ``values``, then ``fillers``, repeated in turn.
-
-    Padding is spread over many rows: a GPU adds up rows of one index sequentially.
-    """
-    missing = torch.arange(count - values.shape[-1])
-    if not len(missing):
-        return values
-    filling = fillers[missing % len(fillers)]
-    return torch.cat([values, filling.expand(*values.shape[:-1], -1)], -1)
 
 
 def _columns(features: Any) -> Tensor:
@@ -220,30 +193,12 @@ def path_edges(edge_index: Tensor, distance: Tensor, max_hops: int) -> Tensor:
     return paths.masked_fill_(paths == num_edges, -1)
 
 
-def random_walk_encoding(adjacency: Tensor, steps: int) -> Tensor:
-    r"""``(..., N, steps)``: the probability of being back after 1, 2, … steps of a random walk.
-
-    .. math:: p_{i,t} = (P^t)_{ii}, \qquad P = D^{-1} A
-
-    Args:
-        adjacency: ``(..., N, N)``.
-    """
-    total = adjacency.sum(-1, keepdim=True)
-    # a row of zeros stays one
-    walk = power = adjacency / total.masked_fill(total == 0, 1.0)
-    returns = adjacency.new_zeros(*walk.shape[:-1], steps)
-    for step in range(steps):
-        returns[..., step] = power.diagonal(dim1=-2, dim2=-1)
-        power = power @ walk
-    return returns
-
-
-def dense_adjacency(edge_index: Tensor, num_nodes: int, both_ways: bool = False) -> Tensor:
+def dense_adjacency(edge_index: Tensor, num_nodes: int) -> Tensor:
     """``(N, N)`` of zeros and ones; parallel edges count once."""
     check_edges(edge_index, num_nodes)
     adjacency = torch.zeros(num_nodes, num_nodes)
     adjacency[edge_index[0], edge_index[1]] = 1.0
-    return torch.maximum(adjacency, adjacency.T) if both_ways else adjacency
+    return adjacency
 
 
 def check_edges(edge_index: Tensor, num_nodes: int) -> None:
@@ -295,17 +250,6 @@ class FeatureEncoder(nn.Module):
         return torch.stack(vectors).sum(0) if len(vectors) > 1 else vectors[0]
 
 
-def mean_by(index: Tensor, x: Tensor, size: int) -> Tensor:
-    """``(size, ...)``: the mean of the rows of ``x`` that share an index; zeros without rows."""
-    # sums of many half-precision rows are accumulated in float32
-    dtype = at_least_float32(x.dtype)
-    total = torch.zeros(size, *x.shape[1:], dtype=dtype, device=x.device)
-    total = total.index_add(0, index, x.to(dtype))
-    count = torch.zeros(size, dtype=dtype, device=x.device)
-    count = count.index_add(0, index, torch.ones_like(index, dtype=dtype)).clamp(min=1.0)
-    return (total / count.view(-1, *[1] * (x.dim() - 1))).to(x.dtype)
-
-
 class MaskedBatchNorm(nn.BatchNorm1d):
     r"""``nn.BatchNorm1d`` over the real rows; padding rows become zero.
 
@@ -338,12 +282,3 @@ class MaskedBatchNorm(nn.BatchNorm1d):
             norm.running_var.lerp_(unbiased, norm.momentum)
             norm.num_batches_tracked.add_(1)
         return y.to(x.dtype)
-
-
-class MaskedSequential(nn.Sequential):
-    """``nn.Sequential`` that tells its batch norms which rows are real."""
-
-    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
-        for module in self:
-            x = module(x, real) if isinstance(module, MaskedBatchNorm) else module(x)
-        return x

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch_geometric.data import Data
 from torch_geometric.nn import GINEConv, GPSConv, ResGatedGraphConv
+from torch_geometric.transforms import AddRandomWalkPE
+from torch_geometric.utils import to_undirected
 
 from gfsa_experiments.models import graphs
 
@@ -43,34 +46,43 @@ class GPSCollator(graphs.Collator):
 
     def features(self, edge_index: Tensor, num_nodes: int) -> dict[str, Tensor]:
         """The graph's edges, and the encoding of its nodes."""
-        adjacency = graphs.dense_adjacency(edge_index, num_nodes, both_ways=True)
-        walks, of_laplacian = graphs.random_walk_encoding, lowest_eigenvectors
-        encode = of_laplacian if self.encoding == "laplacian" else walks
-        return {"edge_index": edge_index, "encoding": encode(adjacency, self.encoding_size)}
+        graph = Data(edge_index=to_undirected(edge_index, num_nodes=num_nodes), num_nodes=num_nodes)
+        if self.encoding == "walk":
+            # how likely a random walk is back after 1, 2, … steps
+            encoding = AddRandomWalkPE(self.encoding_size)(graph).random_walk_pe
+        elif self.encoding == "laplacian":
+            encoding = lowest_eigenvectors(graph.edge_index, num_nodes, self.encoding_size)
+        else:
+            encoding = torch.zeros(num_nodes, 0)
+        return {"edge_index": edge_index, "encoding": encoding}
 
     def join(self, several: graphs.Several) -> GPSBatch:
         nodes = several.sizes("x")
         size = graphs.above(max(nodes), self.pad_to_multiple)
         padding = several.padding("x", size)
-        edge_index = several.shifted("edge_index", [size] * len(nodes))
-        edges = self.few(edge_index.shape[1])
+        ends = [ends + size * graph for graph, ends in enumerate(several.each("edge_index"))]
+        # padding edges are spread over many rows: a GPU adds up rows of one index sequentially
+        spare = padding.flatten().nonzero()[:, 0]
+        real = sum(several.sizes("edge_attr"))
+        edges = self.few(real)
+        ends.append(spare[torch.arange(edges - real) % len(spare)].expand(2, -1))
         return GPSBatch(
             x=several.pad("x", size),
             padding=padding,
-            edge_index=graphs.filled(edge_index, edges, padding.flatten().nonzero()[:, 0]),
+            edge_index=torch.cat(ends, 1),
             edge_attr=several.rows("edge_attr", edges),
             encoding=several.pad("encoding", size),
             y=several.labels(),
         )
 
 
-def lowest_eigenvectors(adjacency: Tensor, count: int) -> Tensor:
+def lowest_eigenvectors(edge_index: Tensor, num_nodes: int, count: int) -> Tensor:
     """The eigenvectors of the ``count`` lowest frequencies of a graph's Laplacian D − A.
 
     ``(N, 2·count)``: vectors of unit length and arbitrary sign, then the frequencies, the same for
     all nodes, -1 where the graph has fewer.
     """
-    links = adjacency.double().fill_diagonal_(0.0)
+    links = graphs.dense_adjacency(edge_index, num_nodes).double().fill_diagonal_(0.0)
     values, vectors = torch.linalg.eigh(torch.diag(links.sum(1)) - links)
     missing = max(0, count - len(values))
     vectors = F.pad(vectors[:, :count], (0, missing))

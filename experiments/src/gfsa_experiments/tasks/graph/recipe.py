@@ -1,4 +1,4 @@
-"""Properties of whole graphs with Graphormer, GPS and Graph-ViT."""
+"""Properties of whole graphs with Graphormer and GPS."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gfsa_experiments.engine.config import (
     check_multiple,
 )
 from gfsa_experiments.engine.task import Split, Task
-from gfsa_experiments.models import Graphormer, GraphormerCollator, GraphViT, GraphViTCollator
+from gfsa_experiments.models import Graphormer, GraphormerCollator
 from gfsa_experiments.models.graphs import Collator, Prepared
 from gfsa_experiments.tasks.graph.data import (
     DATA_NAMES,
@@ -63,9 +63,9 @@ def paper_settings(model: str, data: str) -> dict[str, Any]:
     return _SETTINGS[model, ""] | _SETTINGS.get((model, data), {})
 
 
-ModelName = Literal["graphormer-slim", "graphormer", "gps", "graph-vit"]
+ModelName = Literal["graphormer-slim", "graphormer", "gps"]
 
-# a pair takes 12 bytes: beyond this, GPS and Graph-ViT are the right models
+# a pair takes 12 bytes: beyond this, GPS is the right model
 _MOST_PAIRS = 1 << 30
 
 
@@ -80,10 +80,8 @@ class GraphConfig(TrainConfig):
     in_label = ("data", "model")
     used_if = (
         ("model=graphormer-slim,graphormer", "ffn_width mlp_dropout"),
-        ("model=gps", "local pooling encoding_width"),
-        ("model=gps,graph-vit", "encoding encoding_size"),
+        ("model=gps", "local pooling encoding encoding_size encoding_width"),
         ("encoding=walk,laplacian", "encoding_size encoding_width"),
-        ("model=graph-vit", "gnn_depth patches patch_hops patch_walk_steps"),
     )
 
     data: str = "zinc"
@@ -108,31 +106,23 @@ class GraphConfig(TrainConfig):
     width: Count = NOT_GIVEN
     heads: Count = NOT_GIVEN
     ffn_width: int = NOT_GIVEN
-    """Width inside Graphormer's MLPs; those of GPS and Graph-ViT have twice the model's width."""
-    gnn_depth: CountOrZero = NOT_GIVEN
-    """Graph-ViT: GINE layers within patches."""
+    """Width inside Graphormer's MLPs; those of GPS have twice the model's width."""
     dropout: ShareBelowOne = NOT_GIVEN
-    """On the branches of the layers; in Graph-ViT, within patches."""
+    """On the branches of the layers."""
     mlp_dropout: ShareBelowOne = NOT_GIVEN
-    """Graphormer: inside the MLPs; GPS and Graph-ViT use ``dropout`` there."""
+    """Graphormer: inside the MLPs; GPS uses ``dropout`` there."""
     attention_dropout: ShareBelowOne = NOT_GIVEN
-    """On entries of A; in Graph-ViT, in the whole Transformer over patches."""
+    """On entries of A."""
     local: Literal["gine", "gated"] = NOT_GIVEN
     """GPS: its message passing."""
     encoding: Literal["walk", "laplacian", "none"] = NOT_GIVEN
-    """GPS and Graph-ViT (walk only): the encoding of a node's position in its graph."""
+    """GPS: the encoding of a node's position in its graph."""
     encoding_size: CountOrZero = NOT_GIVEN
     """Random-walk steps or eigenvectors."""
     encoding_width: CountOrZero = NOT_GIVEN
     """GPS: the part of the width that the encoding takes."""
     pooling: Literal["sum", "mean"] = NOT_GIVEN
     """GPS: pooling of nodes."""
-    patches: Count = 32
-    """Graph-ViT: the largest number of patches per graph."""
-    patch_hops: CountOrZero = 1
-    """Graph-ViT: each patch contains the neighbours of its nodes up to this distance."""
-    patch_walk_steps: CountOrZero = NOT_GIVEN
-    """Graph-ViT: random-walk steps of the patches' encoding."""
     pad_to_multiple: Count = NOT_GIVEN
     """Graphs are padded to a multiple of this many nodes, so that few shapes occur."""
 
@@ -168,10 +158,6 @@ class GraphConfig(TrainConfig):
                 raise ValueError(
                     f"encoding_width must lie between 0 and width {self.width}, got {part}"
                 )
-        if self.model == "graph-vit" and self.encoding == "laplacian":
-            raise ValueError("graph-vit takes encoding=walk or none; laplacian is GPS's")
-        if self.model == "graph-vit" and not self.gnn_depth:
-            raise ValueError("graph-vit needs a gnn_depth above 0")
         if self.model.startswith("graphormer") and self.encoding != "none":
             raise ValueError("graphormer has encodings of its own; leave encoding=none")
 
@@ -193,7 +179,7 @@ class GraphTask(Task):
         if config.model in _GRAPHORMERS and pairs > _MOST_PAIRS:
             raise ValueError(
                 f"{graphs.name} has {pairs:,} pairs of nodes, whose paths would take "
-                f"{12 * pairs >> 30} GiB. Use model=gps or model=graph-vit"
+                f"{12 * pairs >> 30} GiB. Use model=gps"
             )
         self.model, collate = _model_and_collator(config, graphs)
         prepared = _prepared(*given, collate)
@@ -269,12 +255,6 @@ def _model_and_collator(config: GraphConfig, graphs: GraphSet) -> tuple[nn.Modul
         from gfsa_experiments.tasks.graph.gps import GPS, GPSCollator
 
         return GPS(config, *ends), GPSCollator(config.encoding, encoding_size, padded)
-    if config.model == "graph-vit":
-        walks: Any = {"walk_steps": encoding_size, "patch_walk_steps": config.patch_walk_steps}
-        dropout = {"gnn_dropout": config.dropout, "dropout": config.attention_dropout}
-        vit = GraphViT(*ends, gnn_depth=config.gnn_depth, **sizes | walks | dropout)
-        cut = config.patches, config.patch_hops
-        return vit, GraphViTCollator(*cut, **walks, pad_to_multiple=padded)
     make = Graphormer.slim if config.model == "graphormer-slim" else Graphormer.base
     names = "dropout", "mlp_dropout", "attention_dropout"
     options = sizes | {name: getattr(config, name) for name in names}

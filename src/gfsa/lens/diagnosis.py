@@ -33,7 +33,6 @@ from gfsa.lens.watch import (
     AxesInDoubtError,
     Layer,
     Watch,
-    axes_in_doubt,
     checked_mask,
     tokens_of,
 )
@@ -42,7 +41,15 @@ from gfsa.operators.base import own_share, repeat_heads
 from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import Unknown
 from gfsa.plugs.running import call
-from gfsa.plugs.sites import Layers, Site, accepting_sites, plugged_sites, select_layers, sites
+from gfsa.plugs.sites import (
+    Layers,
+    Site,
+    accepting_sites,
+    grouped_reasons,
+    plugged_sites,
+    select_layers,
+    sites,
+)
 from gfsa.plugs.transaction import unchanged
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -165,7 +172,7 @@ def _measure(
 
     The added filters are ordinary attention, bit for bit, so the model computes what it did.
     """
-    # a compiled model would be compiled again for every hook; the module inside is not compiled
+    # the module inside of a compiled one has the names of layers
     model = getattr(model, "_orig_mod", model)
     parameters = sum(p.numel() for p in model.parameters())
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
@@ -174,8 +181,8 @@ def _measure(
     skipped = {name: site.refusal for name, site in found.items() if site.refusal is not None}
     accepting = accepting_sites(model, found).items()
     bare = {name: site for name, site in accepting if not site.is_plugged}
-    # also if Ctrl-C comes while the filters are removed
-    with torch.no_grad(), unchanged(model):
+    # eager: hooks that read numbers cannot be compiled; unchanged, also if Ctrl-C comes
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), unchanged(model):
         model.eval()
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoder):
@@ -192,8 +199,9 @@ def _measure(
         uninstall(model, [plugged[name] for name in bare])
     if len(recorder.records) == 1:
         raise ValueError("no attention layer ran: expected at least one batch in inputs")
-    if recorder.in_doubt:
-        warnings.warn(axes_in_doubt(recorder.in_doubt), stacklevel=3)
+    in_doubt = dict.fromkeys(recorder.in_doubt, AXES_IN_DOUBT)
+    if in_doubt:
+        warnings.warn("; ".join(grouped_reasons(in_doubt)), stacklevel=3)
     return ModelReading(
         name=name,
         kind=type(model).__name__,
@@ -205,7 +213,7 @@ def _measure(
         seconds=time.perf_counter() - start,
         features=recorder.features(),
         attention=layers,
-        skipped=skipped | recorder.without_maps | dict.fromkeys(recorder.in_doubt, AXES_IN_DOUBT),
+        skipped=skipped | recorder.without_maps | in_doubt,
     )
 
 
@@ -257,6 +265,7 @@ class _Recorder:
     """Measures the layers of a model whose attention modules are all plugged (``sites``)."""
 
     def __init__(self, model: nn.Module, sites: dict[str, Site], options: _Options) -> None:
+        self.model = model
         self.sites = sites
         self.options = options
         attention = {name: site.module for name, site in sites.items()}
@@ -280,10 +289,7 @@ class _Recorder:
         # the layer whose filter ran last, and its record
         self._last: tuple[Layer, _Record] | None = None
         self.watch.start(self._valid, batch)
-        try:
-            self.options.forward(self.watch.model, batch)
-        finally:
-            self.watch.stop()
+        self.options.forward(self.model, batch)
 
     def features(self) -> list[FeatureReading]:
         records = (record for record in self.records.values() if record.features)
@@ -317,8 +323,8 @@ class _Recorder:
         self._turns[name] += 1
         record = self.records.setdefault(key, _Record(name, len(self.records), options))
         is_first, self._last = self._last is None, (layer, record)
-        if is_first and layer.entered is not None:
-            self._begin(layer, layer.entered)
+        if is_first and layer.entered is not None and layer.block is not None:
+            self._begin(layer, layer.entered, layer.block)
         if name not in self.selected:
             return
         if not filter.is_polynomial:
@@ -338,15 +344,13 @@ class _Recorder:
         valid = layer.mask((*v.shape[:-3], length), v.device)
         record.add_attention(filter, operator, v, y, _unless_all(valid))
 
-    def _begin(self, layer: Layer, entered: Tensor) -> None:
+    def _begin(self, layer: Layer, entered: Tensor, block: nn.Module) -> None:
         """Count samples and tokens, and measure the input of the first block."""
         attended, tokens = layer.attended, None
         assert attended is not None
         sizes = (attended.batch, attended.length)
-        block = self.watch.model.get_submodule(layer.outermost)
         try:
-            valid = layer.mask(sizes, entered.device)
-            tokens = tokens_of(entered, attended, block, valid=valid)
+            tokens = tokens_of(entered, layer, block)
             if tokens is None:
                 return
             sizes = (tokens.shape[0], tokens.shape[1])
@@ -424,9 +428,14 @@ class _Record:
         """Measure tokens ``(B, N, D)`` with their mask ``(B, N)``."""
         most = measure.token_count(x, valid).clamp(max=x.shape[-1])
         values = measure.singular_values(x, valid)
-        found = {name: function(x, valid) for name, function in measure.CHEAP.items()}
-        found |= {"effective_rank": measure.effective_rank(values), "most_rank": most}
-        found["singular_values"] = _profile(self.features.get("singular_values"), values, most)
+        found = {
+            "cosine": measure.cosine_similarity(x, valid),
+            "residual": measure.rank_one_residual(x, valid),
+            "norm": measure.token_norm(x, valid),
+            "effective_rank": measure.effective_rank(values),
+            "most_rank": most,
+            "singular_values": _profile(self.features.get("singular_values"), values, most),
+        }
         for name, value in found.items():
             _add(self.features, name, value)
 

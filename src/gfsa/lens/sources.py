@@ -234,8 +234,7 @@ def _transformers(where: str) -> Source:
     if Path(where, "environment.json").is_file():
         raise ValueError(
             f"{where} is a run of gfsa train, whose model transformers cannot build. Train with "
-            "--set lens=true for a lens page, or show its filters over training: gfsa diagnose "
-            f"--coefficients {Path(where, 'coefficients.csv')} --html page.html"
+            "--set lens=true for a lens page"
         )
     config = read_config(where)
     named = next(iter(config.architectures or ()), None)

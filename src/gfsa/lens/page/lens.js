@@ -272,26 +272,20 @@ function chooseModel(index) {
 }
 
 function drawAll() {
-  if (models.length) {
-    drawFeatures();
-    drawSingular();
-    drawResponse();
-    drawPanels();
-    drawHeat();
-    drawHead();
-    drawAttention();
-  }
-  drawTrajectories();
+  drawFeatures();
+  drawSingular();
+  drawResponse();
+  drawPanels();
+  drawHeat();
+  drawHead();
+  drawAttention();
 }
 
 function start() {
-  const there = { models: models.length, trajectories: trajectories.length };
-  for (const part of document.querySelectorAll("[data-needs]")) if (!there[part.dataset.needs]) part.remove();
   if (models.length > 1) {
     document.getElementById("legend").append(...models.map((model, i) => element("span", paint(colours[i]), model.name)));
   }
-  if (models.length) startModels();
-  if (trajectories.length) startTrajectories();
+  startModels();
   addTools();
   drawAll();
   let width = window.innerWidth;

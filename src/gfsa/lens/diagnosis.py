@@ -10,6 +10,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from operator import length_hint
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from gfsa.lens.watch import (
 )
 from gfsa.operators import Operator
 from gfsa.operators.base import own_share, repeat_heads
+from gfsa.plugs.checks.called import compiled_parts
 from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import Unknown
 from gfsa.plugs.running import call
@@ -181,8 +183,11 @@ def _measure(
     skipped = {name: site.refusal for name, site in found.items() if site.refusal is not None}
     accepting = accepting_sites(model, found).items()
     bare = {name: site for name, site in accepting if not site.is_plugged}
-    # eager: hooks that read numbers cannot be compiled; unchanged, also if Ctrl-C comes
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"), unchanged(model):
+    # hooks that read numbers cannot be compiled; only then torch's compiler is imported
+    is_compiled = bool(compiled_parts(model))
+    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    # also if Ctrl-C comes while the filters are removed
+    with torch.no_grad(), eager, unchanged(model):
         model.eval()
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoder):
@@ -199,7 +204,7 @@ def _measure(
         uninstall(model, [plugged[name] for name in bare])
     if len(recorder.records) == 1:
         raise ValueError("no attention layer ran: expected at least one batch in inputs")
-    in_doubt = dict.fromkeys(recorder.in_doubt, AXES_IN_DOUBT)
+    in_doubt = {name: why for name, why in recorder.skipped.items() if why == AXES_IN_DOUBT}
     if in_doubt:
         warnings.warn("; ".join(grouped_reasons(in_doubt)), stacklevel=3)
     return ModelReading(
@@ -213,7 +218,7 @@ def _measure(
         seconds=time.perf_counter() - start,
         features=recorder.features(),
         attention=layers,
-        skipped=skipped | recorder.without_maps | in_doubt,
+        skipped=skipped | recorder.skipped,
     )
 
 
@@ -271,10 +276,8 @@ class _Recorder:
         attention = {name: site.module for name, site in sites.items()}
         self.selected = select_layers(attention, options.layers)
         self.watch = Watch(model, attention, self._on_layer, self._on_filter)
-        self.in_doubt: list[str] = []
-        """Layers (or the input) whose tokens were left out: axes could not be told apart."""
-        self.without_maps: dict[str, str] = {}
-        """Layers whose response or singular values were left out, with the reason."""
+        self.skipped: dict[str, str] = {}
+        """Layers (or the input) of which something was left out, with the reason."""
         self.entry = _Record("input", 0, options)
         self.records = {("input", -1): self.entry}
         """By name and run in a forward: models such as ALBERT run one module at every depth."""
@@ -323,34 +326,36 @@ class _Recorder:
         self._turns[name] += 1
         record = self.records.setdefault(key, _Record(name, len(self.records), options))
         is_first, self._last = self._last is None, (layer, record)
-        if is_first and layer.entered is not None and layer.block is not None:
-            self._begin(layer, layer.entered, layer.block)
+        if is_first and layer.entered is not None:
+            self._begin(layer, layer.entered)
         if name not in self.selected:
             return
         if not filter.is_polynomial:
-            self.without_maps[name] = (
+            why = (
                 f"{type(filter).__name__} is not a polynomial of its map: its tokens are shown, "
                 "its response is not"
             )
+            self.skipped.setdefault(name, why)
             return
         if length > options.most_tokens and (options.attention or options.spectral):
-            self.without_maps[name] = (
+            why = (
                 f"no entropy and no singular values: maps of more than {options.most_tokens} "
                 f"tokens are not built, and these have {length} (most_tokens=)"
             )
+            self.skipped.setdefault(name, why)
         # (..., heads, tokens, features)
         if y.dim() == 4:
-            self._mask(layer, y.transpose(1, 2).flatten(2), f"that leave the attention of {name}")
+            self._mask(layer, y.transpose(1, 2).flatten(2), f"leave the attention of {name}")
         valid = layer.mask((*v.shape[:-3], length), v.device)
-        record.add_attention(filter, operator, v, y, _unless_all(valid))
+        record.add_attention(filter, operator, v, y, valid)
 
-    def _begin(self, layer: Layer, entered: Tensor, block: nn.Module) -> None:
+    def _begin(self, layer: Layer, entered: Tensor) -> None:
         """Count samples and tokens, and measure the input of the first block."""
         attended, tokens = layer.attended, None
         assert attended is not None
         sizes = (attended.batch, attended.length)
         try:
-            tokens = tokens_of(entered, layer, block)
+            tokens = tokens_of(entered, layer, layer.block)
             if tokens is None:
                 return
             sizes = (tokens.shape[0], tokens.shape[1])
@@ -365,44 +370,36 @@ class _Recorder:
         valid = layer.mask(sizes, entered.device)
         self.samples += sizes[0]
         self.tokens += sizes[0] * sizes[1] if valid is None else int(valid.sum())
-        what = "the input of the first block"
-        self._add_features(self.entry, layer, tokens, what, "that enter the first block")
+        self._add_features(self.entry, layer, tokens)
 
     def _on_layer(self, layer: Layer) -> None:
         """Measure the output of the last block."""
         if self._last is not None and layer is self._last[0]:
-            which = f"the block of {layer.name}"
-            self._add_features(
-                self._last[1], layer, layer.tokens, layer.name, f"that leave {which}"
-            )
+            self._add_features(self._last[1], layer, layer.tokens)
 
-    def _add_features(
-        self, record: _Record, layer: Layer, tokens: Tensor | None, what: str, which: str
-    ) -> None:
+    def _add_features(self, record: _Record, layer: Layer, tokens: Tensor | None) -> None:
         """Measure tokens of a layer, or note what was left out, unless nobody asked for them."""
         if not self.options.features or layer.name not in self.selected:
             return
+        is_input = record is self.entry
         if tokens is not None:
-            record.add_features(tokens, self._mask(layer, tokens, which))
-        elif what not in self.in_doubt:
-            self.in_doubt.append(what)
+            leave = f"leave the block of {layer.name}"
+            mask = self._mask(layer, tokens, "enter the first block" if is_input else leave)
+            record.add_features(tokens, mask)
+        else:
+            self.skipped["the input of the first block" if is_input else layer.name] = AXES_IN_DOUBT
 
     def _mask(self, layer: Layer, tokens: Tensor, which: str) -> Tensor | None:
         """The mask of tokens ``(B, N, D)``; raises if one that counts is NaN or infinite."""
-        valid = _unless_all(layer.mask(tokens.shape[:2], tokens.device))
+        valid = layer.mask(tokens.shape[:2], tokens.device)
         counted = tokens if valid is None else tokens[valid]
         if not bool(counted.isfinite().all()):
             raise ValueError(
-                f"tokens {which} have features that are NaN or infinite, so there is nothing to "
-                "measure: the weights diverged, the inputs are not finite, or "
+                f"tokens that {which} have features that are NaN or infinite, so there is nothing "
+                "to measure: the weights diverged, the inputs are not finite, or "
                 f"{tokens.dtype} overflows"
             )
         return valid
-
-
-def _unless_all(valid: Tensor | None) -> Tensor | None:
-    """A mask that hides something, else None: without a mask less is computed."""
-    return None if valid is None or bool(valid.all()) else valid
 
 
 # name → sums over samples, and how many of them were known

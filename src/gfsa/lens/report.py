@@ -39,6 +39,10 @@ class LensReport:
     data: str = ""
     """The name of the inputs, shown on the page."""
 
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ValueError("a report has the readings of at least one model, got none")
+
     @property
     def headline(self) -> Headline:
         """How the models compare, and what to do next."""
@@ -125,15 +129,13 @@ class LensReport:
                 f"{path} has coefficients over training ('trajectories'), which are not shown",
                 stacklevel=2,
             )
-        kinds = {"models": list[ModelReading], "created": str, "gfsa": str, "data": str}
         try:
-            read = {key: from_plain(kind, plain.get(key), key) for key, kind in kinds.items()}
-            models = {model.name: model for model in read["models"]}
-            if len(models) < len(read["models"]):
+            readings = from_plain(list[ModelReading], plain.get("models"), "models")
+            models = {reading.name: reading for reading in readings}
+            if len(models) < len(readings):
                 raise ValueError("two models have the same name")
-            if not models:
-                raise ValueError("expected the readings of a model, got none")
-            return cls(models, read["created"], read["gfsa"], read["data"])
+            texts = (from_plain(str, plain.get(key), key) for key in ("created", "gfsa", "data"))
+            return cls(models, *texts)
         except ValueError as error:
             raise ValueError(f"{path} is damaged, or was changed by hand: {error}") from error
 

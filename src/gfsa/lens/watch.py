@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import Operator
@@ -35,11 +36,13 @@ class Layer:
     """What leaves this block, ``(B, N, D)``; None if its axes are in doubt."""
 
     def mask(self, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
-        """The mask of tokens of this shape, True where one counts; None if no mask is known."""
+        """The mask of tokens of this shape, True where one counts; None if all do, as known."""
         for masks in self.masks:
             fitting = [m.to(device) for m in masks if m is not None and m.shape == shape]
             if fitting:
-                return torch.stack(fitting).all(0)
+                found = torch.stack(fitting).all(0)
+                # without a mask less is computed
+                return None if bool(found.all()) else found
         return None
 
 
@@ -118,10 +121,9 @@ class Watch:
         if layer.attended is not None and x is not None:
             try:
                 tokens = tokens_of(x, layer, module, first_tensor((args, kwargs)))
+                layer.tokens = layer.tokens if tokens is None else tokens
             except AxesInDoubtError:
                 layer.tokens = None
-            else:
-                layer.tokens = layer.tokens if tokens is None else tokens
         if module is layer.block:
             self._layer = None
             self.on_layer(layer)
@@ -282,16 +284,11 @@ def _is_in(container: str, name: str) -> bool:
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first floating-point tensor in a block's input or output: nested tuples, lists, dicts."""
-    if isinstance(value, Tensor):
-        # a nested tensor has no axis of tokens
-        has_tokens = value.is_floating_point() and value.dim() >= 2 and not value.is_nested
-        return value if has_tokens else None
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if not isinstance(value, (tuple, list)):
-        return None
-    return next((found for part in value if (found := first_tensor(part)) is not None), None)
+    """The first floating-point tensor in a block's input or output, which may be nested tuples."""
+    tensors = (part for part in tree_leaves(value) if isinstance(part, Tensor))
+    # a nested tensor has no axis of tokens
+    found = (x for x in tensors if x.is_floating_point() and not x.is_nested and x.dim() >= 2)
+    return next(found, None)
 
 
 AXES_IN_DOUBT = (
@@ -338,7 +335,7 @@ class Attended(NamedTuple):
 
 
 def tokens_of(
-    x: Tensor, layer: Layer, block: nn.Module, entered: Tensor | None = None
+    x: Tensor, layer: Layer, block: nn.Module | None, entered: Tensor | None = None
 ) -> Tensor | None:
     """What enters or leaves a block, as ``(B, N, D)``, or None if it is not features of tokens.
 

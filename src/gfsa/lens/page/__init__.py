@@ -6,7 +6,7 @@ import html
 import json
 import re
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gfsa.lens.colours import series_of
 from gfsa.lens.readings import ModelReading
@@ -21,12 +21,15 @@ _SCRIPTS = ("plots.js", "lens.js", "tools.js")
 
 def render(report: LensReport) -> str:
     """The page as text. It loads nothing, and its content security policy forbids it to."""
-    # a "<" could end the script element that the data is in, or begin another
-    data = json.dumps(_data(report), allow_nan=False).replace("<", "\\u003c")
+    data = report.to_plain() | {
+        "usual": {"similarity": USUAL_SIMILARITY},
+        "series": series_of(list(report.models)),
+    }
     parts = {
         "style": _part("lens.css"),
         "script": "\n".join(_part(name) for name in _SCRIPTS),
-        "data": data,
+        # a "<" could end the script element that the data is in, or begin another
+        "data": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
         "title": html.escape(" and ".join(report.models)),
         "headline": _headline(report),
         "data_name": html.escape(
@@ -38,12 +41,6 @@ def render(report: LensReport) -> str:
     }
     # in one pass: a part may have another part's mark in it, as the name of a model
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _part("lens.html"))
-
-
-def _data(report: LensReport) -> dict[str, Any]:
-    """The report, and the colour of each model."""
-    series = series_of(list(report.models))
-    return report.to_plain() | {"usual": {"similarity": USUAL_SIMILARITY}, "series": series}
 
 
 def _headline(report: LensReport) -> str:

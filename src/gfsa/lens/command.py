@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from gfsa.lens.report import LensReport
     from gfsa.lens.sources import Data
 
-# options that say how models are measured
+# options that say what is measured, and how
 _MEASURING = (
-    *("data", "column", "layers", "samples", "batch_size", "tokens"),
+    *("model", "data", "column", "layers", "samples", "batch_size", "tokens"),
     *("spectral", "trace", "untrained"),
 )
 
@@ -68,7 +68,7 @@ def diagnose(
     chosen = _layers(layers)
     try:
         if report is not None:
-            _refuse_given(context, "--report shows what was measured before", "model", *_MEASURING)
+            _refuse_beside_report(context)
         elif not model or not data:
             raise ValueError("expected a model and data: --model NAME --data texts.txt")
         _make_places(html, json, figures)
@@ -100,14 +100,14 @@ def diagnose(
         typer.echo(f"written: {', '.join(written)}")
 
 
-def _refuse_given(context: typer.Context, why: str, *names: str) -> None:
+def _refuse_beside_report(context: typer.Context) -> None:
     """Raise for options that were given and would have no effect."""
-    sources = {name: context.get_parameter_source(name) for name in names}
+    sources = {name: context.get_parameter_source(name) for name in _MEASURING}
     # by name: newer versions of typer have a copy of click's enumeration
     given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
     if given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"{why}; leave out {options}")
+        raise ValueError(f"--report shows what was measured before; leave out {options}")
 
 
 def _make_places(html: Path | None, json: Path | None, figures: Path | None) -> None:

@@ -262,8 +262,7 @@ def _with_progress(batches: Iterable[Any], name: str, total: int | None) -> Iter
         from rich.progress import track
     except ImportError:
         raise ImportError("a progress bar needs rich: pip install rich") from None
-    console = Console(stderr=True)
-    return track(batches, f"measuring {name}", total, console=console, transient=True)
+    return track(batches, f"measuring {name}", total, console=Console(stderr=True), transient=True)
 
 
 class _Recorder:

@@ -131,14 +131,13 @@ class Watch:
     @torch.no_grad()
     def _filtered(self, name: str, filter: GraphFilter, args: Any, output: Any) -> None:
         """The hook on a filter, whose arguments show the tokens and the masks of the layer."""
-        layer = self._layer
         # what is checkpointed runs again in a backward
         is_forward = torch._C._current_graph_task_id() == -1
         if self._is_measuring or args[1].is_nested or not is_forward:
             return
-        # an attention whose forward is called by itself has no hooks, and may be in no block
-        is_alone = layer is None or layer.name != name
-        if layer is None or is_alone:
+        layer = self._layer
+        if layer is None or layer.name != name:
+            # an attention whose forward is called by itself has no hooks, and may be in no block
             layer = Layer(name)
         operator, v = args[0].whole(), args[1].detach()
         samples, length = v.shape[:-3], v.shape[-2]
@@ -158,7 +157,7 @@ class Watch:
         self._is_measuring = True
         self.on_filter(layer, filter, operator, v, output)
         self._is_measuring = False
-        if is_alone:
+        if layer is not self._layer:
             self.on_layer(layer)
 
     def _mask_of(self, layer: str) -> Tensor | None:
@@ -209,16 +208,14 @@ _OF_TARGET = {"decoder_attention_mask", "tgt_key_padding_mask"}
 
 
 def _counted(mask: Any, true_counts: bool) -> Tensor | None:
-    """A mask ``(B, N)`` as True where a token counts, without reading from the device."""
+    """A mask ``(B, N)`` as True where a token counts."""
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return None
     if not true_counts:
         # of torch: True or -inf hides
         return ~mask.bool()
-    if not mask.is_floating_point():
-        return mask.bool()
     # zeros and ones, or zeros and large negative numbers to add to scores
-    return torch.where((mask < 0).any(), mask == 0, mask != 0)
+    return mask == 0 if bool((mask < 0).any()) else mask != 0
 
 
 class _Call(NamedTuple):
@@ -315,7 +312,7 @@ class Attended(NamedTuple):
     """Tokens of a sample."""
     width: int
     """Features of a token."""
-    sequence_first: bool = False
+    sequence_first: bool
     """Whether the attention has them as ``(N, B, D)``; blocks around it need not."""
 
     def order_of(self, x: Tensor) -> bool | None:
@@ -327,11 +324,6 @@ class Attended(NamedTuple):
             # M samples, of which each is several windows of M tokens, have these sizes as well
             raise AxesInDoubtError
         return sizes != batch_first
-
-    def features_first_in(self, x: Tensor) -> bool | None:
-        """Whether a grid is ``(B, D, H, W)``, as its sizes show; None if they do not."""
-        total = self.batch * self.length
-        return _if_one(x[:, 0].numel() == total, x[..., 0].numel() == total)
 
 
 def tokens_of(
@@ -348,15 +340,18 @@ def tokens_of(
     assert attended is not None
     shown = [like for like in (x, entered) if like is not None and like.dim() == x.dim()]
     if x.dim() == 4:
-        found = [attended.features_first_in(like) for like in shown]
+        total, width = attended.batch * attended.length, attended.width
+        # whether the features can be the second axis, and whether the last
+        can_be = [(like[:, 0].numel() == total, like[..., 0].numel() == total) for like in shown]
         # windows that reach beyond the grid have more tokens than it
-        by_width = _if_one(x.shape[1] == attended.width, x.shape[3] == attended.width)
-        features_first = _first([*found, by_width])
-        if features_first is None:
+        can_be.append((x.shape[1] == width, x.shape[3] == width))
+        features_first = [second for second, last in can_be if second != last]
+        if not features_first:
             raise AxesInDoubtError
-        return x.flatten(2).mT if features_first else x.flatten(1, 2)
+        return x.flatten(2).mT if features_first[0] else x.flatten(1, 2)
     if x.dim() == 3:
-        is_sequence_first = _first(attended.order_of(like) for like in shown)
+        orders = (attended.order_of(like) for like in shown)
+        is_sequence_first = next((order for order in orders if order is not None), None)
         if is_sequence_first is None:
             is_sequence_first = attended.sequence_first
             if is_sequence_first and not isinstance(block, _LIE_AS_DECLARED):
@@ -375,15 +370,6 @@ def tokens_of(
     dense = x.new_zeros(*sizes, x.shape[-1])
     dense[valid] = x
     return dense
-
-
-def _first(answers: Iterable[bool | None]) -> bool | None:
-    return next((answer for answer in answers if answer is not None), None)
-
-
-def _if_one(first: bool, last: bool) -> bool | None:
-    """Whether it is the first, if it is one of the two; else None."""
-    return None if first == last else first
 
 
 def shown_by_map(operator: Operator, v: Tensor) -> Tensor | None:

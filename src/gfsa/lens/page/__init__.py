@@ -25,6 +25,7 @@ def render(report: LensReport) -> str:
         "usual": {"similarity": USUAL_SIMILARITY},
         "series": series_of(list(report.models)),
     }
+    inputs = report.data or "inputs without a name (report.data gives them one)"
     parts = {
         "style": _part("lens.css"),
         "script": "\n".join(_part(name) for name in _SCRIPTS),
@@ -32,9 +33,7 @@ def render(report: LensReport) -> str:
         "data": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
         "title": html.escape(" and ".join(report.models)),
         "headline": _headline(report),
-        "data_name": html.escape(
-            report.data or "inputs without a name (report.data gives them one)"
-        ),
+        "inputs": html.escape(inputs),
         "summary": _summary(report),
         "tables": "\n".join(_table(model) for model in report.models.values()),
         "made": html.escape(", ".join(filter(None, (f"gfsa {report.version}", report.created)))),

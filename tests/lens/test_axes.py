@@ -61,12 +61,9 @@ class TurnsAround(nn.Module):
         return x + self.attention(y, y, y, need_weights=False)[0].transpose(0, 1)
 
 
-@pytest.mark.parametrize("plugged", [False, True])
 @pytest.mark.parametrize("features_first", [False, True])
-def test_grids(features_first: bool, plugged: bool) -> None:
+def test_grids(features_first: bool) -> None:
     model = Blocks(OnGrid(features_first)).eval()
-    if plugged:
-        gfsa.plug(model)
     x = torch.randn(2, 16, 3, 4) if features_first else torch.randn(2, 3, 4, 16)
     with torch.no_grad():
         y = model(x)
@@ -96,11 +93,8 @@ def test_a_grid_with_as_many_columns_as_features_is_left_out() -> None:
     assert len(reading.attention) == 1
 
 
-@pytest.mark.parametrize("plugged", [False, True])
-def test_an_attention_whose_axes_are_turned(plugged: bool) -> None:
+def test_an_attention_whose_axes_are_turned() -> None:
     model = Blocks(TurnsAround(), TinyBlock(16, 4, causal=False)).eval()
-    if plugged:
-        gfsa.plug(model)
     oblong, square = torch.randn(3, 7, 16), torch.randn(7, 7, 16)
     expected = []
     for x in (oblong, square):
@@ -116,15 +110,12 @@ def test_an_attention_whose_axes_are_turned(plugged: bool) -> None:
         assert diagnosed(model, oblong) == {0: similar(oblong), **expected[0]}
 
 
-@pytest.mark.parametrize("plugged", [False, True])
-def test_as_many_samples_as_a_window_has_tokens(plugged: bool) -> None:
+def test_as_many_samples_as_a_window_has_tokens() -> None:
     class Windows(TinyBlock):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             return super().forward(x.reshape(-1, 4, 16)).reshape(x.shape)
 
     model = Blocks(Windows(16, 4, causal=False)).eval()
-    if plugged:
-        gfsa.plug(model)
     x = torch.randn(3, 12, 16)
     with torch.no_grad():
         y = model(x)
@@ -193,7 +184,7 @@ def test_a_model_that_is_sequence_first_inside() -> None:
         assert diagnosed(model, torch.arange(25).reshape(5, 5), unknown="trace") == {}
 
 
-def test_ids_show_the_axes_of_a_model_without_filters() -> None:
+def test_an_encoder_and_a_decoder_that_are_sequence_first_inside() -> None:
     import transformers as hf
 
     sizes = {"src_vocab_size": 31, "tgt_vocab_size": 31, **SMALL_PAIR}
@@ -206,15 +197,12 @@ def test_ids_show_the_axes_of_a_model_without_filters() -> None:
     assert got[2] == similar(out.decoder_hidden_states[1])
 
 
-@pytest.mark.parametrize("plugged", [False, True])
-def test_tokens_of_all_samples_in_one_list(plugged: bool) -> None:
+def test_tokens_of_all_samples_in_one_list() -> None:
     class Flat(TinyBlock):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             return super().forward(x.unflatten(0, (3, 5))).flatten(0, 1)
 
     model, x = Blocks(Flat(16, 4, causal=False)).eval(), torch.randn(15, 16)
-    if plugged:
-        gfsa.plug(model)
     with torch.no_grad():
         y = model(x).unflatten(0, (3, 5))
     assert diagnosed(model, x) == {0: similar(x.unflatten(0, (3, 5))), 1: similar(y)}
@@ -235,6 +223,4 @@ def test_samples_of_several_lengths_in_one_list() -> None:
     with torch.no_grad():
         parts = [measure.cosine_similarity(part) for part in model(x).split(lengths)]
     expected = pytest.approx(torch.stack(parts).mean().item(), abs=1e-5)
-    assert diagnosed(model, x)[1] == expected
-    gfsa.plug(model)
     assert diagnosed(model, x)[1] == expected

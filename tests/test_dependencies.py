@@ -61,7 +61,6 @@ FRAMEWORK_MODULES = {
     "gfsa.lens.command": {"typer"},
     "gfsa.tune": {"typer"},
     "gfsa.lens.figures": {"matplotlib"},
-    "gfsa.lens.callbacks.transformers": {"transformers"},
     "gfsa.adapters.diffusers": {"diffusers"},
     "gfsa.adapters.litgpt": {"litgpt"},
     "gfsa.adapters.timm": {"timm"},

@@ -89,7 +89,6 @@ WRONG = {
     "diagnose --model bert --report report_none.json": (
         "--report shows what was measured before; leave out --model"
     ),
-    "diagnose --coefficients bytes": "bytes has no coefficients over training",
     f"diagnose --model bert {RANDOM} --html text.txt/page.html": (
         "text.txt cannot be a folder to write into"
     ),

@@ -21,7 +21,6 @@ from accelerate import Accelerator
 from filelock import FileLock
 
 import gfsa
-from gfsa.lens.trajectory import Trajectory
 from gfsa_experiments.engine.checkpoints import checkpoints
 from gfsa_experiments.engine.trainer import evaluate
 from gfsa_experiments.runs import run_many
@@ -56,9 +55,6 @@ def test_a_run_leaves_its_folder_and_learns(tmp_path: Path) -> None:
     assert {"filters", "lens.html", "lens.json", "model.pt", "tensorboard"} <= names
     assert "checkpoints" not in names
     assert metrics(one)[-1]["test/accuracy"] == row.test
-    # the start, and every evaluation: one at the end of each epoch of 6 steps
-    recorded = Trajectory.from_csv(one.folder / "coefficients.csv")
-    assert recorded.steps == [6 * epoch for epoch in range(21)]
     # the model comes back as it was trained, and the filters are its filters
     task = trained_task(one.folder, tmp_path)
     score = evaluate(task, task.model, "test", one.config, Accelerator(cpu=True))
@@ -68,9 +64,6 @@ def test_a_run_leaves_its_folder_and_learns(tmp_path: Path) -> None:
     for name, filtered in gfsa.filters_of(fresh).items():
         trained = gfsa.filters_of(task.model)[name]
         assert torch.equal(filtered.coefficients(), trained.coefficients())
-        (path,) = [layer.coefficients for layer in recorded.layers if layer.name == name]
-        torch.testing.assert_close(torch.tensor(path[0]), torch.tensor([[0.0, 1.0, 0.0]] * 2))
-        torch.testing.assert_close(torch.tensor(path[-1]), trained.coefficients().detach())
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_does_not(tmp_path: Path) -> None:
@@ -135,8 +128,6 @@ def test_interrupted_anywhere_it_ends_with_the_same_numbers(
     row = carry_out(dataclasses.replace(broken, resume=True))
     assert same(row, expected)
     assert metrics(broken) == metrics(whole)
-    written = [one.folder / "coefficients.csv" for one in (broken, whole)]
-    assert written[0].read_text() == written[1].read_text()
 
 
 _WORKER = """

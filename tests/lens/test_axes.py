@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import gfsa
 from gfsa.lens import diagnose, measure
-from support.lens import SMALL_PAIR, diagnosed, monitored, only
+from support.lens import SMALL_PAIR, diagnosed, only
 from support.tiny import TinyAttention, TinyBlock
 
 IN_DOUBT = "do not show which axis"
@@ -61,17 +61,14 @@ class TurnsAround(nn.Module):
         return x + self.attention(y, y, y, need_weights=False)[0].transpose(0, 1)
 
 
-@pytest.mark.parametrize("plugged", [False, True])
 @pytest.mark.parametrize("features_first", [False, True])
-def test_grids_while_training(features_first: bool, plugged: bool) -> None:
+def test_grids(features_first: bool) -> None:
     model = Blocks(OnGrid(features_first)).eval()
-    if plugged:
-        gfsa.plug(model)
     x = torch.randn(2, 16, 3, 4) if features_first else torch.randn(2, 3, 4, 16)
     with torch.no_grad():
         y = model(x)
-    expected = similar(y.flatten(2).mT if features_first else y.flatten(1, 2))
-    assert monitored(model, lambda: model(x)) == [{1: expected}]
+    tokens = [grid.flatten(2).mT if features_first else grid.flatten(1, 2) for grid in (x, y)]
+    assert diagnosed(model, x) == {0: similar(tokens[0]), 1: similar(tokens[1])}
 
 
 def test_a_block_that_leaves_another_grid_than_it_attends_to() -> None:
@@ -84,7 +81,6 @@ def test_a_block_that_leaves_another_grid_than_it_attends_to() -> None:
     got = diagnosed(model, x)
     del got[0]
     assert got == expected
-    assert monitored(model, lambda: model(x)) == [expected]
 
 
 def test_a_grid_with_as_many_columns_as_features_is_left_out() -> None:
@@ -97,11 +93,8 @@ def test_a_grid_with_as_many_columns_as_features_is_left_out() -> None:
     assert len(reading.attention) == 1
 
 
-@pytest.mark.parametrize("plugged", [False, True])
-def test_an_attention_whose_axes_are_turned(plugged: bool) -> None:
+def test_an_attention_whose_axes_are_turned() -> None:
     model = Blocks(TurnsAround(), TinyBlock(16, 4, causal=False)).eval()
-    if plugged:
-        gfsa.plug(model)
     oblong, square = torch.randn(3, 7, 16), torch.randn(7, 7, 16)
     expected = []
     for x in (oblong, square):
@@ -112,54 +105,46 @@ def test_an_attention_whose_axes_are_turned(plugged: bool) -> None:
     with pytest.warns(UserWarning, match=rf"blocks\.0\.attention: .* {IN_DOUBT}"):
         got = diagnosed(model, square)
     assert got == {2: expected[1][2]}
-    # the monitor warns once
-    with pytest.warns(UserWarning, match=r"blocks\.0\.attention: ") as said:
-        assert monitored(model, *[lambda: model(square)] * 2) == [{2: expected[1][2]}] * 2
-    assert len(said) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert diagnosed(model, oblong) == {0: similar(oblong), **expected[0]}
-        assert monitored(model, lambda: model(oblong)) == [expected[0]]
 
 
-@pytest.mark.parametrize("plugged", [False, True])
-def test_as_many_samples_as_a_window_has_tokens(plugged: bool) -> None:
+def test_as_many_samples_as_a_window_has_tokens() -> None:
     class Windows(TinyBlock):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             return super().forward(x.reshape(-1, 4, 16)).reshape(x.shape)
 
     model = Blocks(Windows(16, 4, causal=False)).eval()
-    if plugged:
-        gfsa.plug(model)
     x = torch.randn(3, 12, 16)
     with torch.no_grad():
         y = model(x)
     assert diagnosed(model, x) == {0: similar(x), 1: similar(y)}
-    assert monitored(model, lambda: model(x)) == [{1: similar(y)}]
     # the attention has 12 windows of 4 tokens: the block 4 samples of 12, or 12 samples of 4
     x = torch.randn(4, 12, 16)
-    for measured in (lambda: diagnosed(model, x), lambda: monitored(model, lambda: model(x))[0]):
-        with pytest.warns(UserWarning, match=IN_DOUBT):
-            assert measured() == {}
+    with pytest.warns(UserWarning, match=IN_DOUBT):
+        assert diagnosed(model, x) == {}
 
 
-@pytest.mark.parametrize("way", ["in place", "wrapped"])
-def test_compiled_blocks_while_training(way: str) -> None:
+@pytest.mark.parametrize("way", ["in place", "wrapped", "whole"])
+def test_compiled_models_and_blocks(way: str) -> None:
     torch.compiler.reset()
     model = Blocks(*(TinyBlock(16, 4, causal=True) for _ in range(2))).eval()
     x = torch.randn(3, 10, 16)
     with torch.no_grad():
-        expected = {1: similar(model.blocks[0](x)), 2: similar(model(x))}
+        expected = {0: similar(x), 1: similar(model.blocks[0](x)), 2: similar(model(x))}
     gfsa.plug(model)
     options = {"backend": "eager", "fullgraph": True}
-    if way == "in place":
+    if way == "whole":
+        model.compile(**options)
+    elif way == "in place":
         for block in model.blocks:
             block.compile(**options)
     else:
         model.blocks = nn.ModuleList(torch.compile(block, **options) for block in model.blocks)
     with torch.no_grad():
         model(x)
-    assert monitored(model, lambda: model(x)) == [expected]
+    assert diagnosed(model, x) == expected
 
 
 def test_the_input_alone_is_in_doubt() -> None:
@@ -192,14 +177,14 @@ def test_a_model_that_is_sequence_first_inside() -> None:
     gfsa.plug(model, unknown="trace")
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states
-    expected = {depth: similar(states[depth]) for depth in (1, 2)}
-    assert monitored(model, lambda: model(ids)) == [expected]
+    expected = {depth: similar(states[depth]) for depth in (0, 1, 2)}
+    assert diagnosed(model, ids, unknown="trace") == expected
     # as many samples as tokens
     with pytest.warns(UserWarning, match=IN_DOUBT):
         assert diagnosed(model, torch.arange(25).reshape(5, 5), unknown="trace") == {}
 
 
-def test_ids_show_the_axes_of_a_model_without_filters() -> None:
+def test_an_encoder_and_a_decoder_that_are_sequence_first_inside() -> None:
     import transformers as hf
 
     sizes = {"src_vocab_size": 31, "tgt_vocab_size": 31, **SMALL_PAIR}
@@ -207,28 +192,24 @@ def test_ids_show_the_axes_of_a_model_without_filters() -> None:
     ids = torch.arange(27).reshape(3, 9) + 3
     with torch.no_grad():
         out = model(ids, output_hidden_states=True)
-    (got,) = monitored(model, lambda: model(ids))
+    got = diagnosed(model, ids)
     assert got[1] == similar(out.encoder_hidden_states[1])
     assert got[2] == similar(out.decoder_hidden_states[1])
 
 
-@pytest.mark.parametrize("plugged", [False, True])
-def test_tokens_of_all_samples_in_one_list(plugged: bool) -> None:
+def test_tokens_of_all_samples_in_one_list() -> None:
     class Flat(TinyBlock):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             return super().forward(x.unflatten(0, (3, 5))).flatten(0, 1)
 
     model, x = Blocks(Flat(16, 4, causal=False)).eval(), torch.randn(15, 16)
-    if plugged:
-        gfsa.plug(model)
     with torch.no_grad():
         y = model(x).unflatten(0, (3, 5))
     assert diagnosed(model, x) == {0: similar(x.unflatten(0, (3, 5))), 1: similar(y)}
-    assert monitored(model, lambda: model(x)) == [{1: similar(y)}]
 
 
 def test_samples_of_several_lengths_in_one_list() -> None:
-    """As in graph libraries; the monitor would have to wait for their lengths."""
+    """As in graph libraries."""
     lengths = [5, 3, 4]
     valid = torch.arange(5) < torch.tensor(lengths)[:, None]
 
@@ -243,7 +224,3 @@ def test_samples_of_several_lengths_in_one_list() -> None:
         parts = [measure.cosine_similarity(part) for part in model(x).split(lengths)]
     expected = pytest.approx(torch.stack(parts).mean().item(), abs=1e-5)
     assert diagnosed(model, x)[1] == expected
-    gfsa.plug(model)
-    assert diagnosed(model, x)[1] == expected
-    with pytest.warns(UserWarning, match=r"blocks\.0\.attention: .* samples of several lengths"):
-        assert monitored(model, lambda: model(x)) == [{}]

@@ -18,7 +18,7 @@ import gfsa
 from gfsa.lens import LensReport
 from gfsa.lens.command import diagnose
 from gfsa.lens.sources import read_data
-from support.lens import SMALL, example_trajectory, only
+from support.lens import SMALL, only
 from support.tiny import UnknownAttention
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "dogs"]
@@ -211,10 +211,6 @@ def test_timm_on_a_folder_of_images(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         ([], "expected a model and data"),
-        (
-            ["--coefficients", "a.csv", "--data", "random", "--batch-size", "2"],
-            "without --model measures nothing; leave out --data, --batch-size",
-        ),
         (["--model", "no_such_module:build", "--data", "random"], "No module named"),
         (["--model", "timm:no_such_model", "--data", "random"], "no model 'no_such_model'"),
         # data is read before a model is loaded
@@ -281,22 +277,3 @@ def test_a_model_with_another_tokenizer_is_said(bert: Path, texts: Path, tmp_pat
     assert "other inputs" not in done.output
     # then it makes no inputs either: every word would be unknown
     assert "has no tokenizer" in refused("--model", same, *options)
-
-
-def test_coefficients_over_training_need_no_model(tmp_path: Path) -> None:
-    folder = tmp_path / "gfsa_filter_lr=0.1"
-    folder.mkdir()
-    example_trajectory().to_csv(folder / "coefficients.csv")
-    html, json = tmp_path / "page.html", tmp_path / "r.json"
-    done = run("--coefficients", folder / "coefficients.csv", "--html", html, "--json", json)
-    assert done.exit_code == 0, done.output
-    assert "over 300 steps" in done.output
-    assert list(LensReport.from_json(json).trajectories) == ["gfsa_filter_lr=0.1"]
-    named = ("--coefficients", f"tuned={folder / 'coefficients.csv'}")
-    both = reported(tmp_path, "--report", json, *named).trajectories
-    assert list(both) == ["gfsa_filter_lr=0.1", "tuned"]
-    assert "use LABEL=FILE" in refused(*named, *named)
-    assert "--figures needs a model" in refused(*named, "--figures", tmp_path)
-    (folder / "curve.csv").write_text("step,loss\n1,2\n")
-    said = refused("--coefficients", folder / "curve.csv")
-    assert "no coefficients over training" in said

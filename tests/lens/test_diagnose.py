@@ -57,6 +57,18 @@ def test_a_block_that_runs_at_every_depth_has_a_reading_for_each(batch: dict[str
     ]
 
 
+def test_parts_that_are_called_apart_are_measured_in_the_order_in_which_they_run() -> None:
+    model = nn.ModuleDict({"first": TinyEncoder(), "second": TinyEncoder()})
+    batch, parts = padded_batch([6, 4]), ("second", "first", "first")
+    reading = only(diagnose(model, batch, forward=lambda m, b: [m[part](**b) for part in parts]))
+    with torch.no_grad():
+        states = [model[part].states(**batch) for part in parts]
+    expected = expected_cosines(
+        [states[0][0], *(state for part in states for state in part[1:])], batch["attention_mask"]
+    )
+    assert [feature.cosine for feature in reading.features] == pytest.approx(expected)
+
+
 def test_padding_takes_no_part(batch: dict[str, Tensor]) -> None:
     model = TinyEncoder()
     gfsa.plug(model, w0=0.3, wK=-0.2)

@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gfsa
 from gfsa.lens import diagnose, measure
-from gfsa.lens.monitor import Monitor
 from gfsa.lens.watch import shown_by_map
 from gfsa.operators import DenseOperator
-from gfsa.plugs.running import call
-from support.lens import SMALL, SMALL_PAIR, diagnosed, monitored, only
+from support.lens import SMALL, SMALL_PAIR, diagnosed, only
 from support.tiny import TinyBlock, TinyEncoder, padded_batch
 
 IDS = torch.arange(30).reshape(3, 10) % 17 + 3
@@ -24,11 +21,8 @@ MASK = torch.arange(10) < torch.tensor([[10], [6], [8]])
 
 
 def check(model: nn.Module, inputs: Any, expected: list[float], first: int = 1) -> None:
-    """Similarity after each block from ``first`` on, by ``diagnose`` and by the monitor."""
+    """Similarity after each block from ``first`` on."""
     found = [cosine for depth, cosine in diagnosed(model, inputs).items() if depth >= first]
-    assert found == pytest.approx(expected, abs=1e-5)
-    (step,) = monitored(model, lambda: call(model, inputs))
-    found = [cosine for depth, cosine in step.items() if depth >= first]
     assert found == pytest.approx(expected, abs=1e-5)
 
 
@@ -236,39 +230,6 @@ def test_encoders_that_pack_their_batches(plugged: bool) -> None:
     batch = {"src": torch.randn(3, 10, 16), "src_key_padding_mask": ~MASK}
     got = list(diagnosed(model, batch).values())[1:]
     assert model.use_nested_tensor
-    # the monitor changes nothing of how a model computes
-    both = r"layers\.0\.self_attn, layers\.1\.self_attn: .* nested tensors"
-    with pytest.warns(UserWarning, match=both) as said:
-        assert monitored(model, lambda: model(**batch)) == [{}]
-    assert not [w for w in said if "no block of the model ran" in str(w.message)]
     model.use_nested_tensor = False
     expected = similar(outputs_of(model.layers, lambda: model(**batch)), MASK)
     assert got == pytest.approx(expected, abs=1e-5)
-
-
-class Reads(TorchDispatchMode):
-    """Counts what reads a tensor's values, which would wait for a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        waiting = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
-        self.count += func in waiting
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("plugged", [False, True])
-def test_the_monitor_reads_nothing_before_the_step_is_over(plugged: bool) -> None:
-    model = TinyEncoder()
-    if plugged:
-        gfsa.plug(model)
-    batch = padded_batch([9, 5, 12])
-    model(**batch)
-    monitor = Monitor(model, lambda values, step: None, every=1)
-    monitor.before_step(0)
-    with Reads() as reads:
-        model(**batch)
-    assert reads.count == 0
-    monitor.after_step(0)

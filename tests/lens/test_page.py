@@ -14,15 +14,13 @@ import timm
 import torch
 
 import gfsa
-from gfsa.lens import LensReport
 from support.browser import SIZES, Window, chromium
-from support.lens import example_report, example_trajectory
+from support.lens import example_report
 
 PLOTS = {
     *("cosine", "rank", "residual", "norm", "singular", "response", "layers"),
     *("heat", "head-response", "head-sigma", "entropy", "energy"),
 }
-PATHS = {"path", "path-heads"}
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +32,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("lens") / "report with a space.html"
-    report = example_report()
-    report.trajectories = {"GFSA <all>": example_trajectory()}
-    report.to_html(path)
+    example_report().to_html(path)
     return path
 
 
@@ -68,7 +64,7 @@ def test_opens_and_draws_everything(browser: Any, page: Path, size: str, scheme:
     drawn = set(
         window.run("[...document.querySelectorAll('[data-plot]')].map(e => e.dataset.plot)")
     )
-    assert drawn == PLOTS | PATHS
+    assert drawn == PLOTS
     for plot in drawn:
         assert marks(window, plot) > 0, plot
     assert "NaN" not in window.run("document.querySelector('main').innerHTML")
@@ -171,7 +167,7 @@ def test_pictures_and_numbers_can_be_downloaded(browser: Any, page: Path) -> Non
     cells = list(csv.reader(window.run(f"csvText({figure.format('heat')})").splitlines()))
     assert cells[0][:2] == ["layer", "head"]
     assert len(cells) == 1 + 16
-    for plot in PLOTS | PATHS:
+    for plot in PLOTS:
         svg = ElementTree.fromstring(window.run(f"svgText({figure.format(plot)})"))
         assert svg.tag == "{http://www.w3.org/2000/svg}svg", plot
         # it needs no style sheet of the page
@@ -190,25 +186,6 @@ def test_pictures_and_numbers_can_be_downloaded(browser: Any, page: Path) -> Non
     # no spreadsheet takes a name for a formula
     row = window.run("csvOf([['=cmd|a', '+cmd|a', '@a', '-0.5', -0.5, 'plain']])")
     assert row == "'=cmd|a,'+cmd|a,'@a,-0.5,-0.5,plain\n"
-    assert window.complaints == []
-
-
-def test_coefficients_over_training_need_no_model(browser: Any, tmp_path: Path) -> None:
-    path = tmp_path / "coefficients.html"
-    LensReport({}, trajectories={"GFSA": example_trajectory()}).to_html(path)
-    window = opened(browser, path, "phone")
-    drawn = window.run("[...document.querySelectorAll('[data-plot]')].map(e => e.dataset.plot)")
-    assert set(drawn) == PATHS
-    # three coefficients of four layers; then four layers of four heads
-    assert len(paths(window, "path")) == 3 * 4
-    assert len(paths(window, "path-heads")) == 4 * 4
-    before = paths(window, "path-heads")
-    window.run(
-        "(() => { const s = document.getElementById('path-power'); s.value = '2';"
-        "s.dispatchEvent(new Event('change')); })()"
-    )
-    assert paths(window, "path-heads") != before
-    assert "over 300 steps" in text(window, ".headline")
     assert window.complaints == []
 
 

@@ -16,8 +16,7 @@ from gfsa.lens import LensReport
 from gfsa.lens.page import render
 from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading, to_plain
 from gfsa.lens.sentences import findings, headline, passed
-from gfsa.lens.trajectory import LayerTrajectory, Trajectory
-from support.lens import example_report, example_trajectory
+from support.lens import example_report
 from support.tiny import TinyEncoder, padded_batch
 
 
@@ -48,7 +47,6 @@ def model(
 
 def test_json_and_back(report: LensReport, tmp_path: Path) -> None:
     path, copy = tmp_path / "report.json", tmp_path / "copy.json"
-    report = LensReport(report.models, trajectories={"GFSA": example_trajectory()})
     report.to_json(path)
     again = LensReport.from_json(path)
     again.to_json(copy)
@@ -72,6 +70,20 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     assert "response" not in again.figures
 
 
+def test_a_report_with_coefficients_over_training_is_read_without_them(
+    report: LensReport, tmp_path: Path
+) -> None:
+    """Reports had them once, mostly none."""
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report.to_plain() | {"trajectories": {}}))
+    assert to_plain(LensReport.from_json(path)) == to_plain(report)
+    layer = {"depth": 1, "name": "a", "coefficients": [[[0.0, 1.0]]]}
+    recorded = {"GFSA": {"steps": [0], "layers": [layer]}}
+    path.write_text(json.dumps(report.to_plain() | {"trajectories": recorded}))
+    with pytest.warns(UserWarning, match="coefficients over training"):
+        assert to_plain(LensReport.from_json(path)) == to_plain(report)
+
+
 DEEP = b'{"format": "gfsa-lens/1", "models": ' + b"[" * 100_000
 
 
@@ -89,9 +101,8 @@ def test_a_file_that_is_no_report_is_named(content: bytes, tmp_path: Path) -> No
     [
         (("models",), None),
         (("models",), {"a": 1}),
+        (("models",), []),
         (("created",), 5),
-        (("trajectories",), [1]),
-        (("trajectories",), {"a": {"steps": [1], "layers": [{"depth": 1, "name": "a"}]}}),
         (("models", 0), 3),
         (("models", 0, "name"), ["a"]),
         (("models", 0, "name"), "GFSA <all>"),
@@ -252,16 +263,6 @@ def test_filters_that_hardly_moved_want_a_larger_rate() -> None:
     assert "too high" in advice(plain, reading("GFSA", 0.3, [0.4, 11.0, 0.0]))
     assert "as alike as without" in advice(plain, reading("GFSA", 0.6, [0.4, 1.0, 0.0]))
     assert "fixed" in advice(plain, reading("twicing", 0.3, [0.0, 2.0, -1.0], learned=0))
-
-
-def test_a_gain_alone_is_not_counted_by_its_c0() -> None:
-    layer = LayerTrajectory(1, "a", [[[0.0, 1.0]], [[0.0, 1.5]]])
-    gain = {"gain only": Trajectory([0, 100], [layer])}
-    (found,) = headline([], gain).compares
-    assert found.endswith("to (0.00, 1.50); c0 is 0 in every head.")
-    # a report without a date
-    report = LensReport({}, trajectories=gain)
-    assert f"Made by gfsa {report.version}. Only valid" in render(report)
 
 
 def test_modules_with_the_same_reason_share_a_line() -> None:

@@ -1,8 +1,7 @@
-"""What the lens measures of a model, as numbers by depth; reports and a training's filters."""
+"""What the lens measures of a model, as numbers by depth; a report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +9,7 @@ from torch import nn
 
 import gfsa
 from gfsa.lens import LensReport, diagnose
-from gfsa.lens.monitor import Monitor
 from gfsa.lens.readings import ModelReading
-from gfsa.lens.trajectory import Trajectory
 from support.tiny import TinyEncoder, padded_batch
 
 # sizes of a model of transformers, and of one with an encoder and a decoder of a layer each
@@ -42,19 +39,6 @@ def diagnosed(model: nn.Module, inputs: Any, **options: Any) -> dict[int, float]
     return {feature.depth: feature.cosine for feature in reading.features}
 
 
-def monitored(model: nn.Module, *calls: Callable[[], object]) -> list[dict[int, float]]:
-    """Similarity by depth in each of several steps, by the monitor."""
-    logged: list[dict[str, float]] = []
-    monitor = Monitor(model, lambda values, step: logged.append(values), every=1)
-    for step, call in enumerate(calls):
-        monitor.before_step(step)
-        with torch.no_grad():
-            call()
-        monitor.after_step(step)
-    start = "lens/cosine/"
-    return [{int(n[len(start) :]): v for n, v in s.items() if n.startswith(start)} for s in logged]
-
-
 def example_report(**options: bool) -> LensReport:
     """Three models: plain, with a filter in every layer, with one in some."""
     torch.manual_seed(0)
@@ -65,19 +49,3 @@ def example_report(**options: bool) -> LensReport:
     gfsa.plug(models["GFSA <all>"], w0=[0.1, 0.2, 0.3, 0.4], wK=[-0.3, 0.0, 0.1, 0.5])
     gfsa.plug(models["twicing & some"], filter=gfsa.Twicing, layers="even")
     return diagnose(models, padded_batch([12, 9, 16]), **options)
-
-
-def example_trajectory() -> Trajectory:
-    """Filters in every layer, whose numbers move at random at six steps."""
-    model = TinyEncoder(depth=4)
-    gfsa.plug(model)
-    generator = torch.Generator().manual_seed(0)
-    trajectory = Trajectory()
-    for step in range(0, 301, 60):
-        trajectory.record(model, step)
-        with torch.no_grad():
-            for graph_filter in gfsa.filters_of(model).values():
-                graph_filter.theta += 0.1 * torch.randn(
-                    graph_filter.theta.shape, generator=generator
-                )
-    return trajectory

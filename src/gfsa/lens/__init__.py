@@ -4,17 +4,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gfsa.lens.diagnosis import diagnose
-    from gfsa.lens.monitor import Monitor
     from gfsa.lens.report import LensReport
-    from gfsa.lens.trajectory import Trajectory
 
-__all__ = ["LensReport", "Monitor", "Trajectory", "diagnose"]
+__all__ = ["LensReport", "diagnose"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # the command `gfsa diagnose` is in this package, and `gfsa --help` imports it without torch
-    from gfsa.lens import diagnosis, monitor, report, trajectory
+    from gfsa.lens import diagnosis
 
-    return next(vars(m)[name] for m in (diagnosis, monitor, report, trajectory) if name in vars(m))
+    return getattr(diagnosis, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,9 +11,9 @@ if TYPE_CHECKING:
     from gfsa.lens.report import LensReport
     from gfsa.lens.sources import Data
 
-# options that say how models are measured
+# options that say what is measured, and how
 _MEASURING = (
-    *("data", "column", "layers", "samples", "batch_size", "tokens"),
+    *("model", "data", "column", "layers", "samples", "batch_size", "tokens"),
     *("spectral", "trace", "untrained"),
 )
 
@@ -39,13 +38,6 @@ def diagnose(
     column: Annotated[str, typer.Option(help="The column of a .csv or .tsv with the texts.")] = "",
     report: Annotated[
         Path | None, typer.Option(help="Show a report written with --json; runs no model.")
-    ] = None,
-    coefficients: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Coefficients over training to show: coefficients.csv of a run folder; repeat to "
-            "show several. LABEL=FILE gives them a name. Needs no model."
-        ),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write the page here.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write every number here.")] = None,
@@ -76,27 +68,18 @@ def diagnose(
     chosen = _layers(layers)
     try:
         if report is not None:
-            _refuse_given(context, "--report shows what was measured before", "model", *_MEASURING)
-        elif coefficients and not model:
-            _refuse_given(context, "--coefficients without --model measures nothing", *_MEASURING)
+            _refuse_beside_report(context)
         elif not model or not data:
             raise ValueError("expected a model and data: --model NAME --data texts.txt")
         _make_places(html, json, figures)
-        # files first: a model may take minutes to load
-        trajectories = _trajectories(coefficients or [])
         if report is not None:
             found = LensReport.from_json(report)
-        elif model:
+        else:
+            # data first: a model may take minutes to load
             inputs = read_data(data, samples, column)
             options = {"layers": chosen, "spectral": spectral}
             options["unknown"] = "trace" if trace else "refuse"
-            found = _diagnose(model, untrained, inputs, batch_size, tokens, **options)
-        else:
-            now = datetime.now(timezone.utc)
-            found = LensReport({}, created=now.isoformat(timespec="seconds"))
-        found.trajectories |= trajectories
-        if figures is not None and not found.models:
-            raise ValueError("--figures needs a model; coefficients over training need --html")
+            found = _diagnose(model or [], untrained, inputs, batch_size, tokens, **options)
         found.table()
         if html is not None:
             found.to_html(html)
@@ -117,14 +100,14 @@ def diagnose(
         typer.echo(f"written: {', '.join(written)}")
 
 
-def _refuse_given(context: typer.Context, why: str, *names: str) -> None:
+def _refuse_beside_report(context: typer.Context) -> None:
     """Raise for options that were given and would have no effect."""
-    sources = {name: context.get_parameter_source(name) for name in names}
+    sources = {name: context.get_parameter_source(name) for name in _MEASURING}
     # by name: newer versions of typer have a copy of click's enumeration
     given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
     if given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"{why}; leave out {options}")
+        raise ValueError(f"--report shows what was measured before; leave out {options}")
 
 
 def _make_places(html: Path | None, json: Path | None, figures: Path | None) -> None:
@@ -177,22 +160,6 @@ def _diagnose(
     found = diagnose_models(models, batches, **options)
     is_random = data.kind == "random"
     found.data = "random inputs without meaning" if is_random else printable(short)
-    return found
-
-
-def _trajectories(names: list[str]) -> dict[str, Any]:
-    """``[LABEL=]FILE``, by label; without one, the folder of the file is its name."""
-    from gfsa.lens.readings import printable
-    from gfsa.lens.sources import label_of
-    from gfsa.lens.trajectory import Trajectory
-
-    found: dict[str, Any] = {}
-    for text in names:
-        label, path = label_of(text)
-        label = printable(label or Path(path).absolute().parent.name)
-        if label in found:
-            raise ValueError(f"two files have the same name ({label}): use LABEL=FILE")
-        found[label] = Trajectory.from_csv(path)
     return found
 
 

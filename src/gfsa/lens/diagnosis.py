@@ -10,6 +10,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from operator import length_hint
 from typing import Any, NamedTuple
@@ -33,16 +34,24 @@ from gfsa.lens.watch import (
     AxesInDoubtError,
     Layer,
     Watch,
-    axes_in_doubt,
     checked_mask,
     tokens_of,
 )
 from gfsa.operators import Operator
 from gfsa.operators.base import own_share, repeat_heads
+from gfsa.plugs.checks.called import compiled_parts
 from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import Unknown
 from gfsa.plugs.running import call
-from gfsa.plugs.sites import Layers, Site, accepting_sites, plugged_sites, select_layers, sites
+from gfsa.plugs.sites import (
+    Layers,
+    Site,
+    accepting_sites,
+    grouped_reasons,
+    plugged_sites,
+    select_layers,
+    sites,
+)
 from gfsa.plugs.transaction import unchanged
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -165,7 +174,7 @@ def _measure(
 
     The added filters are ordinary attention, bit for bit, so the model computes what it did.
     """
-    # a compiled model would be compiled again for every hook; the module inside is not compiled
+    # the module inside of a compiled one has the names of layers
     model = getattr(model, "_orig_mod", model)
     parameters = sum(p.numel() for p in model.parameters())
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
@@ -174,8 +183,11 @@ def _measure(
     skipped = {name: site.refusal for name, site in found.items() if site.refusal is not None}
     accepting = accepting_sites(model, found).items()
     bare = {name: site for name, site in accepting if not site.is_plugged}
+    # hooks that read numbers cannot be compiled; only then torch's compiler is imported
+    is_compiled = bool(compiled_parts(model))
+    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
     # also if Ctrl-C comes while the filters are removed
-    with torch.no_grad(), unchanged(model):
+    with torch.no_grad(), eager, unchanged(model):
         model.eval()
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoder):
@@ -192,8 +204,9 @@ def _measure(
         uninstall(model, [plugged[name] for name in bare])
     if len(recorder.records) == 1:
         raise ValueError("no attention layer ran: expected at least one batch in inputs")
-    if recorder.in_doubt:
-        warnings.warn(axes_in_doubt(recorder.in_doubt), stacklevel=3)
+    in_doubt = {name: why for name, why in recorder.skipped.items() if why == AXES_IN_DOUBT}
+    if in_doubt:
+        warnings.warn("; ".join(grouped_reasons(in_doubt)), stacklevel=3)
     return ModelReading(
         name=name,
         kind=type(model).__name__,
@@ -205,7 +218,7 @@ def _measure(
         seconds=time.perf_counter() - start,
         features=recorder.features(),
         attention=layers,
-        skipped=skipped | recorder.without_maps | dict.fromkeys(recorder.in_doubt, AXES_IN_DOUBT),
+        skipped=skipped | recorder.skipped,
     )
 
 
@@ -249,23 +262,21 @@ def _with_progress(batches: Iterable[Any], name: str, total: int | None) -> Iter
         from rich.progress import track
     except ImportError:
         raise ImportError("a progress bar needs rich: pip install rich") from None
-    console = Console(stderr=True)
-    return track(batches, f"measuring {name}", total, console=console, transient=True)
+    return track(batches, f"measuring {name}", total, console=Console(stderr=True), transient=True)
 
 
 class _Recorder:
     """Measures the layers of a model whose attention modules are all plugged (``sites``)."""
 
     def __init__(self, model: nn.Module, sites: dict[str, Site], options: _Options) -> None:
+        self.model = model
         self.sites = sites
         self.options = options
         attention = {name: site.module for name, site in sites.items()}
         self.selected = select_layers(attention, options.layers)
         self.watch = Watch(model, attention, self._on_layer, self._on_filter)
-        self.in_doubt: list[str] = []
-        """Layers (or the input) whose tokens were left out: axes could not be told apart."""
-        self.without_maps: dict[str, str] = {}
-        """Layers whose response or singular values were left out, with the reason."""
+        self.skipped: dict[str, str] = {}
+        """Layers (or the input) of which something was left out, with the reason."""
         self.entry = _Record("input", 0, options)
         self.records = {("input", -1): self.entry}
         """By name and run in a forward: models such as ALBERT run one module at every depth."""
@@ -280,10 +291,7 @@ class _Recorder:
         # the layer whose filter ran last, and its record
         self._last: tuple[Layer, _Record] | None = None
         self.watch.start(self._valid, batch)
-        try:
-            self.options.forward(self.watch.model, batch)
-        finally:
-            self.watch.stop()
+        self.options.forward(self.model, batch)
 
     def features(self) -> list[FeatureReading]:
         records = (record for record in self.records.values() if record.features)
@@ -322,31 +330,31 @@ class _Recorder:
         if name not in self.selected:
             return
         if not filter.is_polynomial:
-            self.without_maps[name] = (
+            why = (
                 f"{type(filter).__name__} is not a polynomial of its map: its tokens are shown, "
                 "its response is not"
             )
+            self.skipped.setdefault(name, why)
             return
         if length > options.most_tokens and (options.attention or options.spectral):
-            self.without_maps[name] = (
+            why = (
                 f"no entropy and no singular values: maps of more than {options.most_tokens} "
                 f"tokens are not built, and these have {length} (most_tokens=)"
             )
+            self.skipped.setdefault(name, why)
         # (..., heads, tokens, features)
         if y.dim() == 4:
-            self._mask(layer, y.transpose(1, 2).flatten(2), f"that leave the attention of {name}")
+            self._mask(layer, y.transpose(1, 2).flatten(2), f"leave the attention of {name}")
         valid = layer.mask((*v.shape[:-3], length), v.device)
-        record.add_attention(filter, operator, v, y, _unless_all(valid))
+        record.add_attention(filter, operator, v, y, valid)
 
     def _begin(self, layer: Layer, entered: Tensor) -> None:
         """Count samples and tokens, and measure the input of the first block."""
         attended, tokens = layer.attended, None
         assert attended is not None
         sizes = (attended.batch, attended.length)
-        block = self.watch.model.get_submodule(layer.outermost)
         try:
-            valid = layer.mask(sizes, entered.device)
-            tokens = tokens_of(entered, attended, block, valid=valid)
+            tokens = tokens_of(entered, layer, layer.block)
             if tokens is None:
                 return
             sizes = (tokens.shape[0], tokens.shape[1])
@@ -361,44 +369,36 @@ class _Recorder:
         valid = layer.mask(sizes, entered.device)
         self.samples += sizes[0]
         self.tokens += sizes[0] * sizes[1] if valid is None else int(valid.sum())
-        what = "the input of the first block"
-        self._add_features(self.entry, layer, tokens, what, "that enter the first block")
+        self._add_features(self.entry, layer, tokens)
 
     def _on_layer(self, layer: Layer) -> None:
         """Measure the output of the last block."""
         if self._last is not None and layer is self._last[0]:
-            which = f"the block of {layer.name}"
-            self._add_features(
-                self._last[1], layer, layer.tokens, layer.name, f"that leave {which}"
-            )
+            self._add_features(self._last[1], layer, layer.tokens)
 
-    def _add_features(
-        self, record: _Record, layer: Layer, tokens: Tensor | None, what: str, which: str
-    ) -> None:
+    def _add_features(self, record: _Record, layer: Layer, tokens: Tensor | None) -> None:
         """Measure tokens of a layer, or note what was left out, unless nobody asked for them."""
         if not self.options.features or layer.name not in self.selected:
             return
+        is_input = record is self.entry
         if tokens is not None:
-            record.add_features(tokens, self._mask(layer, tokens, which))
-        elif what not in self.in_doubt:
-            self.in_doubt.append(what)
+            leave = f"leave the block of {layer.name}"
+            mask = self._mask(layer, tokens, "enter the first block" if is_input else leave)
+            record.add_features(tokens, mask)
+        else:
+            self.skipped["the input of the first block" if is_input else layer.name] = AXES_IN_DOUBT
 
     def _mask(self, layer: Layer, tokens: Tensor, which: str) -> Tensor | None:
         """The mask of tokens ``(B, N, D)``; raises if one that counts is NaN or infinite."""
-        valid = _unless_all(layer.mask(tokens.shape[:2], tokens.device))
+        valid = layer.mask(tokens.shape[:2], tokens.device)
         counted = tokens if valid is None else tokens[valid]
         if not bool(counted.isfinite().all()):
             raise ValueError(
-                f"tokens {which} have features that are NaN or infinite, so there is nothing to "
-                "measure: the weights diverged, the inputs are not finite, or "
+                f"tokens that {which} have features that are NaN or infinite, so there is nothing "
+                "to measure: the weights diverged, the inputs are not finite, or "
                 f"{tokens.dtype} overflows"
             )
         return valid
-
-
-def _unless_all(valid: Tensor | None) -> Tensor | None:
-    """A mask that hides something, else None: without a mask less is computed."""
-    return None if valid is None or bool(valid.all()) else valid
 
 
 # name → sums over samples, and how many of them were known
@@ -424,9 +424,14 @@ class _Record:
         """Measure tokens ``(B, N, D)`` with their mask ``(B, N)``."""
         most = measure.token_count(x, valid).clamp(max=x.shape[-1])
         values = measure.singular_values(x, valid)
-        found = {name: function(x, valid) for name, function in measure.CHEAP.items()}
-        found |= {"effective_rank": measure.effective_rank(values), "most_rank": most}
-        found["singular_values"] = _profile(self.features.get("singular_values"), values, most)
+        found = {
+            "cosine": measure.cosine_similarity(x, valid),
+            "residual": measure.rank_one_residual(x, valid),
+            "norm": measure.token_norm(x, valid),
+            "effective_rank": measure.effective_rank(values),
+            "most_rank": most,
+            "singular_values": _profile(self.features.get("singular_values"), values, most),
+        }
         for name, value in found.items():
             _add(self.features, name, value)
 

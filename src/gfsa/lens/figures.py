@@ -70,10 +70,9 @@ def draw(models: list[ModelReading]) -> dict[str, Figure]:
         for model in models:
             if any(layer.filter is not None for layer in model.attention):
                 figures[f"coefficients ({model.name})"] = _coefficients(model)
-        if models:
-            share, energy = "entropy, share of maximum", "Dirichlet energy after"
-            figures["entropy"] = _lines(models, _heads("entropy_share"), "layer", share, 1.05)
-            figures["energy"] = _lines(models, _heads("energy_after"), "layer", energy, 1.05)
+        share, energy = "entropy, share of maximum", "Dirichlet energy after"
+        figures["entropy"] = _lines(models, _heads("entropy_share"), "layer", share, 1.05)
+        figures["energy"] = _lines(models, _heads("energy_after"), "layer", energy, 1.05)
     return figures
 
 

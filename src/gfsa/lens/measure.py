@@ -62,10 +62,6 @@ def token_norm(x: Tensor, valid: Tensor | None = None) -> Tensor:
     return norms.sum(-1) / token_count(x, valid)
 
 
-CHEAP = {"cosine": cosine_similarity, "residual": rank_one_residual, "norm": token_norm}
-"""What can be measured of tokens while a model trains, by its name in readings."""
-
-
 def singular_values(x: Tensor, valid: Tensor | None = None) -> Tensor:
     r"""Singular values of the ``n×D`` matrix of tokens, largest first: ``(..., min(N, D))``.
 

@@ -169,8 +169,3 @@ def printable(text: str) -> str:
     """
     controls = r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]"
     return re.sub(controls, lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
-def csv_cell(text: str) -> str:
-    """``text`` with a quote before it if a spreadsheet would take it for a formula."""
-    return f"'{text}" if re.match(r"[=@\t\r]|[+-](?![\d.])", text) else text

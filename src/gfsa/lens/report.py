@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gfsa._version import __version__
 from gfsa.lens.readings import ModelReading, from_plain, to_plain
 from gfsa.lens.sentences import Headline, caption, findings, headline, rows
-from gfsa.lens.trajectory import Trajectory
 from gfsa.plugs.sites import grouped_reasons
 
 if TYPE_CHECKING:
@@ -38,13 +38,15 @@ class LensReport:
     version: str = __version__
     data: str = ""
     """The name of the inputs, shown on the page."""
-    trajectories: dict[str, Trajectory] = field(default_factory=dict)
-    """Coefficients over training by model, if they were recorded; the page draws them."""
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ValueError("a report has the readings of at least one model, got none")
 
     @property
     def headline(self) -> Headline:
         """How the models compare, and what to do next."""
-        return headline(list(self.models.values()), self.trajectories)
+        return headline(list(self.models.values()))
 
     @property
     def findings(self) -> dict[str, list[str]]:
@@ -101,7 +103,6 @@ class LensReport:
             "created": self.created,
             "data": self.data,
             "models": to_plain(list(self.models.values())),
-            "trajectories": to_plain(self.trajectories),
         }
 
     def to_json(self, path: str | Path) -> None:
@@ -123,14 +124,18 @@ class LensReport:
             raise ValueError(
                 f"{path} is not a lens report: expected format {FORMAT!r}, got {found!r:.40}"
             )
-        kinds: dict[str, Any] = {"models": list[ModelReading], "created": str, "gfsa": str}
-        kinds |= {"data": str, "trajectories": dict[str, Trajectory]}
+        if plain.get("trajectories"):
+            warnings.warn(
+                f"{path} has coefficients over training ('trajectories'), which are not shown",
+                stacklevel=2,
+            )
         try:
-            read = {key: from_plain(kind, plain.get(key), key) for key, kind in kinds.items()}
-            models = {model.name: model for model in read["models"]}
-            if len(models) < len(read["models"]):
+            readings = from_plain(list[ModelReading], plain.get("models"), "models")
+            models = {reading.name: reading for reading in readings}
+            if len(models) < len(readings):
                 raise ValueError("two models have the same name")
-            return cls(models, *(read[key] for key in ("created", "gfsa", "data", "trajectories")))
+            texts = (from_plain(str, plain.get(key), key) for key in ("created", "gfsa", "data"))
+            return cls(models, *texts)
         except ValueError as error:
             raise ValueError(f"{path} is damaged, or was changed by hand: {error}") from error
 

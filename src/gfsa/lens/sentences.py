@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
 from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading, Numbers
-from gfsa.lens.trajectory import Trajectory
 
 # five plain models that we trained (two ViTs on CIFAR-10, a language model on WikiText-2, encoders
 # on STS-B and BigCloneBench): their least and largest similarity by depth, as a share of all layers
@@ -215,39 +214,27 @@ class Headline(NamedTuple):
         return self.compares + self.advises
 
 
-def headline(
-    models: Sequence[ModelReading], trajectories: Mapping[str, Trajectory] | None = None
-) -> Headline:
-    """The headline of a report.
-
-    Args:
-        models: the readings; the others are compared with the plain model, or the first one.
-        trajectories: coefficients over training, by name.
-    """
-    compares: list[str] = []
+def headline(models: Sequence[ModelReading]) -> Headline:
+    """The headline of a report: models are compared with the plain one, or with the first."""
+    named = [model for model in models if model.name.lower().startswith("plain")]
+    unfiltered = [model for model in models if not _filtered(model)]
+    reference = (named or unfiltered or models)[0]
+    start = _last(reference)
+    text = (
+        f"After the last layer the tokens of {reference.name} have a mean cosine similarity of "
+        f"{start:.2f}"
+    )
     advises: list[str] = []
-    if models:
-        named = [model for model in models if model.name.lower().startswith("plain")]
-        unfiltered = [model for model in models if not _filtered(model)]
-        reference = (named or unfiltered or models)[0]
-        start = _last(reference)
-        text = (
-            f"After the last layer the tokens of {reference.name} have a mean cosine similarity of "
-            f"{start:.2f}"
-        )
-        for model in (reference, *(model for model in models if model is not reference)):
-            change, as_alike = _last(model) - start, False
-            if model is not reference and not math.isnan(change):
-                as_alike = abs(change) < DIFFERENCE
-                word = "less alike" if change < 0 else "more alike"
-                word = "about as alike" if as_alike else word
-                text += f"; those of {model.name} ({_last(model):.2f}) are {word}"
-            advice = _advice_on(model, as_alike)
-            advises += [f"{model.name}: {advice}"] if advice else []
-        compares += [] if math.isnan(start) else [f"{text}."]
-    for name, trajectory in (trajectories or {}).items():
-        compares += _path(name, trajectory)
-    return Headline(compares, advises)
+    for model in (reference, *(model for model in models if model is not reference)):
+        change, as_alike = _last(model) - start, False
+        if model is not reference and not math.isnan(change):
+            as_alike = abs(change) < DIFFERENCE
+            word = "less alike" if change < 0 else "more alike"
+            word = "about as alike" if as_alike else word
+            text += f"; those of {model.name} ({_last(model):.2f}) are {word}"
+        advice = _advice_on(model, as_alike)
+        advises += [f"{model.name}: {advice}"] if advice else []
+    return Headline([] if math.isnan(start) else [f"{text}."], advises)
 
 
 def _last(model: ModelReading) -> float:
@@ -286,21 +273,3 @@ def _advice_on(model: ModelReading, as_alike: bool) -> str:
             "task's own metric."
         )
     return "the filters moved; the task's own metric shows whether that helps."
-
-
-def _path(name: str, trajectory: Trajectory) -> list[str]:
-    """Where training moved the mean coefficients, and how many heads subtract the token itself."""
-    if len(trajectory.steps) < 2 or not trajectory.layers:
-        return []
-    first, last = ([row for x in trajectory.layers for row in x.coefficients[at]] for at in (0, -1))
-    below = f"below 0 in {sum(row[0] < 0 for row in last)} of {len(last)} heads"
-    sign = below if any(row[0] for row in last) else "0 in every head"
-    return [
-        f"{name}: over {trajectory.steps[-1]:,} steps the mean coefficients went from "
-        f"({_mean_row(first)}) to ({_mean_row(last)}); c0 is {sign}."
-    ]
-
-
-def _mean_row(rows: Sequence[Numbers]) -> str:
-    means = [fmean(row[k] for row in rows if k < len(row)) for k in range(max(map(len, rows)))]
-    return ", ".join(f"{mean:.2f}".replace("-", "−") for mean in means)

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from gfsa.plugs.running import call
 from gfsa.plugs.saving.checkpoint import load
@@ -153,15 +154,12 @@ def other_inputs(batches: list[Any], other: Source, data: Data, batch: int, toke
     if data.kind in ("random", "tensors"):
         return False
     try:
-        own_batches = load_batches(other, data, batch, tokens)
+        own, own_names = tree_flatten(load_batches(other, data, batch, tokens))
     # whatever a library raises for a tokenizer or settings of images that are not there
     except Exception:
         return False
-    for pair in zip(own_batches, batches, strict=True):
-        own, given = (x if isinstance(x, dict) else {"": x} for x in pair)
-        if own.keys() != given.keys() or not all(torch.equal(own[k], given[k]) for k in own):
-            return True
-    return False
+    given, names = tree_flatten(batches)
+    return own_names != names or not all(map(torch.equal, own, given))
 
 
 def refuse_unfit(source: Source, batch: Any, data: str) -> None:
@@ -234,8 +232,7 @@ def _transformers(where: str) -> Source:
     if Path(where, "environment.json").is_file():
         raise ValueError(
             f"{where} is a run of gfsa train, whose model transformers cannot build. Train with "
-            "--set lens=true for a lens page, or show its filters over training: gfsa diagnose "
-            f"--coefficients {Path(where, 'coefficients.csv')} --html page.html"
+            "--set lens=true for a lens page"
         )
     config = read_config(where)
     named = next(iter(config.architectures or ()), None)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils._pytree import tree_leaves
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import Operator
-from gfsa.plugs.sites import accepting_sites, filters_of, grouped_reasons, sites
-
-
-def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every self-attention module of the model that has a filter or can have one, by name."""
-    return {name: site.module for name, site in accepting_sites(model, sites(model)).items()}
+from gfsa.plugs.sites import filters_of
 
 
 @dataclass
@@ -27,43 +22,41 @@ class Layer:
     """One run of an attention module: models such as ALBERT run one module at every depth."""
 
     name: str
-    depth: int
-    """Its number among the layers of the model, from 1."""
-    outermost: str
-    """The name of the outermost block around it that runs."""
-    entered: Tensor | None
-    """What this block was called with."""
+    block: nn.Module | None = None
+    """The outermost block around it; None if it runs outside of all blocks."""
+    entered: Tensor | None = None
+    """The tensor that this block was called with."""
     attended: Attended | None = None
-    """None if it cannot be told what the attention attends to."""
-    masks: list[list[Tensor | None]] | None = None
+    """None until the filter runs."""
+    masks: Sequence[list[Tensor | None]] = ()
     """Masks in three groups: the user's own, those of the model's call and of the attention, and
     what an attention map shows. The first group that has masks of the tokens' shape decides; a
-    token counts if all of these say so. None until the filter runs, or the attention ends."""
+    token counts if all of these say so."""
     tokens: Tensor | None = None
     """What leaves this block, ``(B, N, D)``; None if its axes are in doubt."""
 
     def mask(self, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
-        """The mask of tokens of this shape, True where one counts; None if no mask is known."""
-        for masks in self.masks or ():
+        """The mask of tokens of this shape, True where one counts; None if all do, as known."""
+        for masks in self.masks:
             fitting = [m.to(device) for m in masks if m is not None and m.shape == shape]
             if fitting:
-                return torch.stack(fitting).all(0)
+                found = torch.stack(fitting).all(0)
+                # without a mask less is computed
+                return None if bool(found.all()) else found
         return None
 
 
 class Watch:
-    """Hooks on a model that follow its layers, between :meth:`start` and :meth:`stop`.
+    """Hooks that follow the layers of a model, in which every attention module has a filter.
 
-    The outermost part of the model that runs counts as the model: a ``LightningModule`` is not
-    called itself where its ``training_step`` calls ``self.net(x)``.
+    The hooks stay on the model, for the caller to remove.
 
     Args:
         model: the model.
         attention: its attention modules, by name.
         on_layer: called with a layer when it is over.
         on_filter: called after a layer's filter with the layer, the filter, its operator and
-            values (with the depth term), and its output. Without it no number is read from the
-            device, which would wait for it.
+            values (with the depth term), and its output.
     """
 
     def __init__(
@@ -71,152 +64,86 @@ class Watch:
         model: nn.Module,
         attention: Mapping[str, nn.Module],
         on_layer: Callable[[Layer], None],
-        on_filter: Callable[[Layer, GraphFilter, Operator, Tensor, Tensor], None] | None = None,
+        on_filter: Callable[[Layer, GraphFilter, Operator, Tensor, Tensor], None],
     ) -> None:
-        self.model = model
         self.attention = attention
         self.on_layer = on_layer
         self.on_filter = on_filter
         blocks = _blocks_around(model, attention)
         self._layer_of = {block: name for name, around in blocks.items() for block in around}
         # the model, "", and all modules in it that contain blocks
-        self._containers = {""} | {
+        containers = {""} | {
             part
             for name, own in blocks.items()
             for part in _parts_around(name)
             if len(part) < len(own[-1])
         }
         # encoders, decoders and towers: the model has attention outside of them, on other tokens
-        self._parts = {
-            part for part in self._containers if not all(_is_in(part, name) for name in blocks)
-        }
-        self._handles: list[RemovableHandle] = []
+        self._parts = {part for part in containers if not all(_is_in(part, n) for n in blocks)}
+        modules = dict(model.named_modules())
+        for name in dict.fromkeys((*containers, *self._layer_of)):
+            enter, leave = partial(self._enter, name), partial(self._leave, name)
+            modules[name].register_forward_pre_hook(enter, with_kwargs=True)
+            modules[name].register_forward_hook(leave, with_kwargs=True)
+        for name, filter in filters_of(model).items():
+            filter.register_forward_pre_hook(_mix_first)
+            filter.register_forward_hook(partial(self._filtered, name))
 
-    def start(self, valid: Tensor | None = None, batch: Any = None) -> None:
-        """Add the hooks.
+    def start(self, valid: Tensor | None, batch: Any) -> None:
+        """Call before a forward of the model.
 
         The mask ``valid (B, N)`` overrides all others. A padding mask in ``batch`` counts as one
         that the model was given.
         """
-        self.stop()
         self._valid = valid
         self._batch = _Call(_with_batches({"batch": batch}))
         # what the modules that run now were called with
         self._calls: dict[str, _Call] = {}
-        # the outermost container that runs now, and the layer whose blocks do
-        self._outer: str | None = None
+        # the layer whose blocks run now
         self._layer: Layer | None = None
-        self._depth = 0
-        modules = dict(self.model.named_modules())
-        for name in dict.fromkeys((*self._containers, *self._layer_of)):
-            enter, leave = partial(self._enter, name), partial(self._leave, name)
-            self._handles += [
-                modules[name].register_forward_pre_hook(enter, with_kwargs=True),
-                modules[name].register_forward_hook(leave, with_kwargs=True),
-            ]
-        for name, filter in filters_of(self.model).items():
-            if self.on_filter is not None:
-                self._handles.append(filter.register_forward_pre_hook(_mix_first))
-            self._handles.append(filter.register_forward_hook(partial(self._filtered, name)))
-
-    def stop(self) -> bool:
-        """Remove the hooks; says whether there were any."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
-        return bool(handles)
+        self._is_measuring = False
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        # the compiler traces hooks inside a compiled block, whose own call has the masks
-        if not torch.compiler.is_compiling():
-            # what is checkpointed runs again in the backward
-            is_forward = torch._C._current_graph_task_id() == -1
-            if name in self._containers and self._outer in (None, name) and is_forward:
-                self._outer, self._layer = name, None
-                # the layers of the model before the first one inside of this part
-                inside = [_is_in(name, layer) for layer in self.attention]
-                self._depth = inside.index(True) if True in inside else 0
-            self._calls[name] = _Call.of(module, args, kwargs)
+        self._calls[name] = _Call.of(module, args, kwargs)
         # the first block to begin is the outermost one around its attention
-        if self._outer is not None and self._layer is None and name in self._layer_of:
-            self._depth += 1
-            entered = first_tensor((args, kwargs))
-            self._layer = Layer(self._layer_of[name], self._depth, name, entered)
+        if self._layer is None and name in self._layer_of and not self._is_measuring:
+            self._layer = Layer(self._layer_of[name], module, first_tensor((args, kwargs)))
 
     @torch.no_grad()
     def _leave(
         self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        layer = self._layer
-        if self._outer is not None and layer is not None and name in self._layer_of:
-            self._end_block(layer, name, module, first_tensor((args, kwargs)), first_tensor(output))
-            if name == layer.outermost:
-                self._layer = None
-                self.on_layer(layer)
-        if torch.compiler.is_compiling():
-            return
         self._calls.pop(name, None)
-        if name == self._outer:
-            self._outer = None
-
-    def _end_block(
-        self, layer: Layer, name: str, module: nn.Module, entered: Tensor | None, x: Tensor | None
-    ) -> None:
-        """Keep what leaves a block: blocks end from the inside out, so the outermost is kept."""
-        if layer.masks is None:
-            self._unfiltered(layer, name, entered)
-        attended, valid = layer.attended, None
-        if attended is None or x is None:
+        layer, x = self._layer, first_tensor(output)
+        if layer is None or name not in self._layer_of or self._is_measuring:
             return
-        if self.on_filter is not None and x.dim() == 2:
-            valid = layer.mask((attended.batch, attended.length), x.device)
-        try:
-            tokens = tokens_of(x.detach(), attended, module, entered, valid)
-        except AxesInDoubtError:
-            layer.tokens = None
-        else:
-            layer.tokens = layer.tokens if tokens is None else tokens
-
-    def _unfiltered(self, layer: Layer, block: str, entered: Tensor | None) -> None:
-        """What is known of a layer whose innermost block ends, and whose filter did not run."""
-        layer.masks = [[self._mask_of(layer.name)]]
-        # keyword arguments need not come in the order of the parameters
-        x = first_tensor(self._calls[block].given) if block in self._calls else None
-        x = entered if x is None else x
-        attention = self.attention[layer.name]
-        width = _width(attention)
-        if x is None or x.dim() > 4 or (x.dim() == 4 and _by_width(x, width) is None):
-            return
-        if x.dim() == 4:
-            samples, tokens = _tokens_of_grid(x, _by_width(x, width)).shape[:2]
-            layer.attended = Attended(samples, tokens, width)
-            return
-        one, other = x.shape[:2] if x.dim() == 3 else (1, len(x))
-        # ids and masks among the arguments of the modules around it are (B, N)
-        given = [value for call in self._calls.values() for value in call.given.values()]
-        shapes = {tuple(v.shape) for v in given if isinstance(v, Tensor) and v.dim() == 2}
-        is_turned = x.dim() == 3 and (other, one) in shapes and (one, other) not in shapes
-        sequence_first = _is_sequence_first(attention, is_turned)
-        if sequence_first and x.dim() == 3:
-            one, other = other, one
-        layer.attended = Attended(one, other, width, sequence_first)
+        # blocks end from the inside out, so what leaves the outermost one is kept
+        if layer.attended is not None and x is not None:
+            try:
+                tokens = tokens_of(x, layer, module, first_tensor((args, kwargs)))
+                layer.tokens = layer.tokens if tokens is None else tokens
+            except AxesInDoubtError:
+                layer.tokens = None
+        if module is layer.block:
+            self._layer = None
+            self.on_layer(layer)
 
     @torch.no_grad()
     def _filtered(self, name: str, filter: GraphFilter, args: Any, output: Any) -> None:
         """The hook on a filter, whose arguments show the tokens and the masks of the layer."""
-        outer, layer = self._outer, self._layer
-        if outer is None or args[1].is_nested:
+        # what is checkpointed runs again in a backward
+        is_forward = torch._C._current_graph_task_id() == -1
+        if self._is_measuring or args[1].is_nested or not is_forward:
             return
-        # an attention whose forward is called by itself has no hooks, and may be in no block
-        is_alone = layer is None or layer.name != name
-        if layer is None or is_alone:
-            self._depth += 1
-            layer = Layer(name, self._depth, name, None)
+        layer = self._layer
+        if layer is None or layer.name != name:
+            # an attention whose forward is called by itself has no hooks, and may be in no block
+            layer = Layer(name)
         operator, v = args[0].whole(), args[1].detach()
         samples, length = v.shape[:-3], v.shape[-2]
         # tokens further apart in memory than samples were projected from (N, B, D)
         is_turned = len(samples) == 1 and v.stride(-2) > v.stride(0)
-        sequence_first = _is_sequence_first(self.attention[name], is_turned)
+        sequence_first = getattr(self.attention[name], "batch_first", not is_turned) is False
         width = v.shape[-3:-2].numel() * v.shape[-1]
         layer.attended = Attended(samples.numel(), length, width, sequence_first)
         visible = operator.visibility()
@@ -226,12 +153,11 @@ class Watch:
         if layer.mask((*samples, length), v.device) is None:
             # this one reads all entries of a map
             layer.masks.append([shown_by_map(operator, v)])
-        if self.on_filter is not None:
-            # what runs for a measurement is not followed itself
-            self._outer = None
-            self.on_filter(layer, filter, operator, v, output)
-            self._outer = outer
-        if is_alone:
+        # what runs for a measurement is not followed itself
+        self._is_measuring = True
+        self.on_filter(layer, filter, operator, v, output)
+        self._is_measuring = False
+        if layer is not self._layer:
             self.on_layer(layer)
 
     def _mask_of(self, layer: str) -> Tensor | None:
@@ -282,16 +208,14 @@ _OF_TARGET = {"decoder_attention_mask", "tgt_key_padding_mask"}
 
 
 def _counted(mask: Any, true_counts: bool) -> Tensor | None:
-    """A mask ``(B, N)`` as True where a token counts, without reading from the device."""
+    """A mask ``(B, N)`` as True where a token counts."""
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return None
     if not true_counts:
         # of torch: True or -inf hides
         return ~mask.bool()
-    if not mask.is_floating_point():
-        return mask.bool()
     # zeros and ones, or zeros and large negative numbers to add to scores
-    return torch.where((mask < 0).any(), mask == 0, mask != 0)
+    return mask == 0 if bool((mask < 0).any()) else mask != 0
 
 
 class _Call(NamedTuple):
@@ -357,19 +281,11 @@ def _is_in(container: str, name: str) -> bool:
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first floating-point tensor in a block's input or output: nested tuples, lists, dicts."""
-    if isinstance(value, Tensor):
-        # a nested tensor has no axis of tokens
-        has_tokens = value.is_floating_point() and value.dim() >= 2 and not value.is_nested
-        return value if has_tokens else None
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    # a loop: compilers that follow the hooks know no generators
-    for part in value if isinstance(value, (tuple, list)) else ():
-        found = first_tensor(part)
-        if found is not None:
-            return found
-    return None
+    """The first floating-point tensor in a block's input or output, which may be nested tuples."""
+    tensors = (part for part in tree_leaves(value) if isinstance(part, Tensor))
+    # a nested tensor has no axis of tokens
+    found = (x for x in tensors if x.is_floating_point() and not x.is_nested and x.dim() >= 2)
+    return next(found, None)
 
 
 AXES_IN_DOUBT = (
@@ -377,11 +293,6 @@ AXES_IN_DOUBT = (
     "features, or they are nested tensors or samples of several lengths in one list. If there are "
     "as many samples as tokens, take another batch size"
 )
-
-
-def axes_in_doubt(names: Iterable[str]) -> str:
-    """The warning about layers, or the input, whose tokens were not measured."""
-    return "; ".join(grouped_reasons(dict.fromkeys(names, AXES_IN_DOUBT)))
 
 
 # blocks with the layout that their attention's batch_first says; others may transpose around it
@@ -401,7 +312,7 @@ class Attended(NamedTuple):
     """Tokens of a sample."""
     width: int
     """Features of a token."""
-    sequence_first: bool = False
+    sequence_first: bool
     """Whether the attention has them as ``(N, B, D)``; blocks around it need not."""
 
     def order_of(self, x: Tensor) -> bool | None:
@@ -414,39 +325,33 @@ class Attended(NamedTuple):
             raise AxesInDoubtError
         return sizes != batch_first
 
-    def features_first_in(self, x: Tensor) -> bool | None:
-        """Whether a grid is ``(B, D, H, W)``, as its sizes show; None if they do not."""
-        total = self.batch * self.length
-        first, last = x[:, 0].numel() == total, x[..., 0].numel() == total
-        return None if first == last else first
-
-
-def _is_sequence_first(attention: nn.Module, looks_so: bool) -> bool:
-    """As the attention declares, or as its arguments look."""
-    return getattr(attention, "batch_first", not looks_so) is False
-
 
 def tokens_of(
-    x: Tensor,
-    attended: Attended,
-    block: nn.Module,
-    entered: Tensor | None = None,
-    valid: Tensor | None = None,
+    x: Tensor, layer: Layer, block: nn.Module | None, entered: Tensor | None = None
 ) -> Tensor | None:
     """What enters or leaves a block, as ``(B, N, D)``, or None if it is not features of tokens.
 
     ``x`` is batch first, sequence first, a grid ``(B, H, W, D)`` or ``(B, D, H, W)``, or all
-    samples one after another ``(ΣN, D)``, as in graph libraries. The sizes of what entered the
-    block may show more than those of its output. The mask ``valid (B, N)`` separates samples of
-    several lengths, which reads from the device.
+    samples one after another ``(ΣN, D)``, as in graph libraries: then the layer's mask separates
+    samples of several lengths. The sizes of what entered the block may show more than those of its
+    output.
     """
+    attended = layer.attended
+    assert attended is not None
     shown = [like for like in (x, entered) if like is not None and like.dim() == x.dim()]
     if x.dim() == 4:
-        found = [attended.features_first_in(like) for like in shown]
+        total, width = attended.batch * attended.length, attended.width
+        # whether the features can be the second axis, and whether the last
+        can_be = [(like[:, 0].numel() == total, like[..., 0].numel() == total) for like in shown]
         # windows that reach beyond the grid have more tokens than it
-        return _tokens_of_grid(x, _first([*found, _by_width(x, attended.width)]))
+        can_be.append((x.shape[1] == width, x.shape[3] == width))
+        features_first = [second for second, last in can_be if second != last]
+        if not features_first:
+            raise AxesInDoubtError
+        return x.flatten(2).mT if features_first[0] else x.flatten(1, 2)
     if x.dim() == 3:
-        is_sequence_first = _first(attended.order_of(like) for like in shown)
+        orders = (attended.order_of(like) for like in shown)
+        is_sequence_first = next((order for order in orders if order is not None), None)
         if is_sequence_first is None:
             is_sequence_first = attended.sequence_first
             if is_sequence_first and not isinstance(block, _LIE_AS_DECLARED):
@@ -456,38 +361,15 @@ def tokens_of(
     if x.dim() != 2 or len(x) == attended.batch:
         # one vector a sample is no token
         return None
+    sizes = (attended.batch, attended.length)
     if len(x) == attended.batch * attended.length:
-        return x.unflatten(0, (attended.batch, attended.length))
+        return x.unflatten(0, sizes)
+    valid = layer.mask(sizes, x.device)
     if valid is None or int(valid.sum()) != len(x):
         raise AxesInDoubtError
-    dense = x.new_zeros(*valid.shape, x.shape[-1])
+    dense = x.new_zeros(*sizes, x.shape[-1])
     dense[valid] = x
     return dense
-
-
-def _first(answers: Iterable[bool | None]) -> bool | None:
-    return next((answer for answer in answers if answer is not None), None)
-
-
-def _by_width(x: Tensor, width: int) -> bool | None:
-    first, last = x.shape[1] == width, x.shape[3] == width
-    return None if first == last else first
-
-
-def _tokens_of_grid(x: Tensor, features_first: bool | None) -> Tensor:
-    if features_first is None:
-        raise AxesInDoubtError
-    return x.flatten(2).mT if features_first else x.flatten(1, 2)
-
-
-def _width(attention: nn.Module) -> int:
-    """The features of a token that enters an attention module; 0 if no projection shows it."""
-    for module in attention.modules():
-        for name in ("embed_dim", "in_features", "in_channels"):
-            found = getattr(module, name, None)
-            if isinstance(found, int):
-                return found
-    return 0
 
 
 def shown_by_map(operator: Operator, v: Tensor) -> Tensor | None:

@@ -23,7 +23,6 @@ from accelerate import Accelerator
 from accelerate.utils import load
 from torch import Tensor
 
-from gfsa.lens.trajectory import Trajectory
 from gfsa_experiments.engine.config import TrainConfig
 
 
@@ -75,8 +74,6 @@ def checkpoint_is_due(
 class LoopState:
     """What a resumed run continues with, beside its model, optimiser and random numbers."""
 
-    trajectory: Trajectory = field(default_factory=Trajectory)
-    """The filters' coefficients over training."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """The lines of the log."""
     step: int = 0
@@ -94,12 +91,6 @@ class LoopState:
     """The weights with the best validation, if they are kept."""
     valid: dict[str, float] | None = None
     """The metrics of the weights to report: the best if they are kept, else the last."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return vars(self) | {"trajectory": self.trajectory.to_plain()}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        vars(self).update(saved | {"trajectory": Trajectory.from_plain(saved["trajectory"])})
 
     def judge(self, score: float, higher_is_better: bool, patience: int) -> bool:
         """Note the score of a validation; returns whether it is the best so far.
@@ -136,7 +127,7 @@ class LoopCheckpoints:
         accelerator.wait_for_everyone()
         # safetensors would leave out tied weights, and say so each time
         accelerator.save_state(str(unfinished), safe_serialization=False)
-        accelerator.save(self.state.state_dict(), unfinished / "loop.pt")
+        accelerator.save(vars(self.state), unfinished / "loop.pt")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             for path in [*unfinished.rglob("*"), unfinished]:
@@ -173,7 +164,7 @@ class LoopCheckpoints:
         # load_state ignores random states that it cannot read; here a damaged file raises
         load(checkpoint / f"random_states_{self.accelerator.process_index}.pkl")
         self.accelerator.load_state(str(checkpoint))
-        self.state.load_state_dict(own)
+        vars(self.state).update(own)
         for group in self.optimiser.param_groups:
             if isinstance(group["lr"], Tensor):
                 # accelerate loads it to the CPU; a CUDA graph reads it from the device

@@ -73,9 +73,6 @@ def free_memory_of_earlier_runs(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-COEFFICIENTS = "coefficients.csv"
-
-
 class RunLog:
     """The files in a run's folder that show its history, and a log for TensorBoard.
 
@@ -98,7 +95,7 @@ class RunLog:
             tracker.finish()
 
     def write(self) -> None:
-        """Write ``metrics.jsonl``, ``curve.csv`` and the coefficients of filters that learn."""
+        """Write ``metrics.jsonl`` and ``curve.csv``."""
         if not self.accelerator.is_main_process:
             return
         lines = [json.dumps(line) + "\n" for line in self.state.history]
@@ -106,8 +103,6 @@ class RunLog:
         if self.state.curve:
             curve = pd.DataFrame(self.state.curve).to_csv(index=False, lineterminator="\n")
             write_text(self.folder / "curve.csv", curve)
-        if self.state.trajectory.layers:
-            write_text(self.folder / COEFFICIENTS, self.state.trajectory.to_text())
 
 
 class Movement:

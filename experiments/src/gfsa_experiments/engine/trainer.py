@@ -109,8 +109,6 @@ class Trainer:
         self.bare_model = task.model
         self.movement = Movement(task.model)
         self.state = LoopState()
-        # before the model is wrapped or sharded
-        self.state.trajectory.record(task.model, 0)
         optimiser = build_optimiser(task.model, added, config, filter_lr)
         self.average: WeightAverage | None = None
         if config.ema:
@@ -231,10 +229,7 @@ class Trainer:
                 self.average.update(self.bare_model, at.step)
             meter.add(loss)
             done = at.step == self.total
-            due = done or at.step % eval_steps == 0
-            if due:
-                at.trajectory.record(self.bare_model, at.step)
-            evaluates = "valid" in self.task.splits and due
+            evaluates = "valid" in self.task.splits and (done or at.step % eval_steps == 0)
             saves = checkpoint_is_due(config, at.step, self.steps_per_epoch, self.total, evaluates)
             if not (evaluates or saves or done or at.step % config.log_every == 0):
                 continue

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 import gfsa
 from gfsa._version import __version__
 from gfsa.environment import commit, device_name, version_of
-from gfsa.lens.trajectory import Trajectory
 from gfsa.plugs.saving.checkpoint import write_filters
 from gfsa_experiments.engine.checkpoints import (
     checkpoints,
@@ -44,7 +43,7 @@ from gfsa_experiments.engine.config import (
     changed_settings,
     settings_of,
 )
-from gfsa_experiments.engine.measure import COEFFICIENTS, Progress, free_memory_of_earlier_runs
+from gfsa_experiments.engine.measure import Progress, free_memory_of_earlier_runs
 from gfsa_experiments.engine.step import to_device
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.engine.trainer import Trainer, is_sharded, refuse_with_sharding
@@ -317,9 +316,6 @@ def _keep_files(run: Run, task: Task) -> None:
         warnings.warn(f"no lens page: recipe {run.recipe} has no example inputs", stacklevel=2)
         return
     report = gfsa.diagnose({run.method: model}, inputs, progress=False)
-    recorded = folder / COEFFICIENTS
-    if recorded.exists():
-        report.trajectories = {run.method: Trajectory.from_csv(recorded)}
     report.to_html(folder / "lens.html")
     report.to_json(folder / "lens.json")
 

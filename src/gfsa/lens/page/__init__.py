@@ -6,7 +6,7 @@ import html
 import json
 import re
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gfsa.lens.colours import series_of
 from gfsa.lens.readings import ModelReading
@@ -16,37 +16,24 @@ from gfsa.plugs.sites import grouped_reasons
 if TYPE_CHECKING:
     from gfsa.lens.report import LensReport
 
-# the question that the page answers, and what a reader has to know first
-_OF_MODELS = (
-    "Does it over-smooth, where, and what do the filters change?",
-    "Attention averages tokens. Stacked deep enough, averaging makes tokens alike and fine detail "
-    "is lost: that is over-smoothing. A graph filter lets a head pass what averaging removes. This "
-    "page shows both, layer by layer.",
-)
-_OF_TRAJECTORIES = (
-    "How did training move the filters?",
-    "Each head has a graph filter: a polynomial of its attention map whose coefficients are "
-    "learned. This page shows them over training, layer by layer and head by head; no model was "
-    "measured.",
-)
-
-_SCRIPTS = ("plots.js", "lens.js", "trajectory.js", "tools.js")
+_SCRIPTS = ("plots.js", "lens.js", "tools.js")
 
 
 def render(report: LensReport) -> str:
     """The page as text. It loads nothing, and its content security policy forbids it to."""
-    # a "<" could end the script element that the data is in, or begin another
-    data = json.dumps(_data(report), allow_nan=False).replace("<", "\\u003c")
-    question, lead = _OF_MODELS if report.models else _OF_TRAJECTORIES
+    data = report.to_plain() | {
+        "usual": {"similarity": USUAL_SIMILARITY},
+        "series": series_of(list(report.models)),
+    }
+    inputs = report.data or "inputs without a name (report.data gives them one)"
     parts = {
-        "question": question,
-        "lead": lead,
         "style": _part("lens.css"),
         "script": "\n".join(_part(name) for name in _SCRIPTS),
-        "data": data,
-        "title": html.escape(" and ".join(report.models or report.trajectories)),
+        # a "<" could end the script element that the data is in, or begin another
+        "data": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
+        "title": html.escape(" and ".join(report.models)),
         "headline": _headline(report),
-        "looked": html.escape(_looked_at(report)),
+        "inputs": html.escape(inputs),
         "summary": _summary(report),
         "tables": "\n".join(_table(model) for model in report.models.values()),
         "made": html.escape(", ".join(filter(None, (f"gfsa {report.version}", report.created)))),
@@ -55,35 +42,12 @@ def render(report: LensReport) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _part("lens.html"))
 
 
-def _data(report: LensReport) -> dict[str, Any]:
-    """The report, the colour of each model, and trajectories by name in a list."""
-    plain = report.to_plain()
-    names = list(dict.fromkeys([*report.models, *report.trajectories]))
-    colours = dict(zip(names, series_of(names), strict=True))
-    # a model without filters that learn has nothing to draw
-    paths = {name: path for name, path in plain["trajectories"].items() if path["layers"]}
-    return plain | {
-        "usual": {"similarity": USUAL_SIMILARITY},
-        "series": [colours[name] for name in report.models],
-        "trajectories": [{"name": n, "series": colours[n], **path} for n, path in paths.items()],
-    }
-
-
 def _headline(report: LensReport) -> str:
     """The sentences that compare, then those that advise."""
     compares, advises = report.headline
     lines = [f"<p>{html.escape(sentence)}</p>" for sentence in compares]
     lines += [f'<p class="advice">{html.escape(sentence)}</p>' for sentence in advises]
     return "\n".join(lines)
-
-
-def _looked_at(report: LensReport) -> str:
-    parts = []
-    if report.models:
-        parts.append(report.data or "inputs without a name (report.data gives them one)")
-    for name, trajectory in report.trajectories.items():
-        parts.append(f"{len(trajectory.steps)} records of {name} over training")
-    return f"Looked at: {'; '.join(parts)}."
 
 
 def _facts(model: ModelReading) -> str:

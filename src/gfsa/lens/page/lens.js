@@ -75,18 +75,14 @@ function drawResponse() {
   });
 }
 
-// the lowest and the highest value of some lines, which reach at least over `ends`
-function reach(series, ends) {
-  const values = [...ends, ...series.flatMap((one) => one.points.map(([, y]) => y).filter(known))];
-  return [Math.min(...values), Math.max(...values)];
-}
-
 function drawPanels() {
   const canvas = canvasOf("layers");
   const list = depths("attention");
   const rows = list.map((depth) => responseSeries((model) => model.attention.find((one) => one.depth === depth)));
   // all panels have the same axes, so that layers can be compared
-  const [lowest, highest] = reach(rows.flat(), zoomed.has("layers") ? [] : [0, 1]);
+  const gains = rows.flat().flatMap((one) => one.points.map(([, y]) => y).filter(known));
+  const whole = zoomed.has("layers") ? gains : [0, 1, ...gains];
+  const [lowest, highest] = [Math.min(...whole), Math.max(...whole)];
   if (!rows.some((series) => series.length)) {
     canvas.replaceChildren(element("p", { class: "nothing" }, "Not measured."));
     return;
@@ -272,26 +268,20 @@ function chooseModel(index) {
 }
 
 function drawAll() {
-  if (models.length) {
-    drawFeatures();
-    drawSingular();
-    drawResponse();
-    drawPanels();
-    drawHeat();
-    drawHead();
-    drawAttention();
-  }
-  drawTrajectories();
+  drawFeatures();
+  drawSingular();
+  drawResponse();
+  drawPanels();
+  drawHeat();
+  drawHead();
+  drawAttention();
 }
 
 function start() {
-  const there = { models: models.length, trajectories: trajectories.length };
-  for (const part of document.querySelectorAll("[data-needs]")) if (!there[part.dataset.needs]) part.remove();
   if (models.length > 1) {
     document.getElementById("legend").append(...models.map((model, i) => element("span", paint(colours[i]), model.name)));
   }
-  if (models.length) startModels();
-  if (trajectories.length) startTrajectories();
+  startModels();
   addTools();
   drawAll();
   let width = window.innerWidth;

@@ -58,8 +58,8 @@ const tip = {
   hide() { this.node.hidden = true; },
 };
 
-// the colour of a series: the number of a model's colour, or any colour of CSS
-const paint = (colour) => (typeof colour === "number" ? { "data-series": colour } : { style: `--series: ${colour}` });
+// the colour of a series is the number of a model's colour
+const paint = (colour) => ({ "data-series": colour });
 
 // plots whose axes are cut to their data, by name; all others begin and end where their options say
 const zoomed = new Set();
@@ -86,8 +86,8 @@ function linePlot(canvas, options) {
     return;
   }
   const ends = zoomed.has(options.plot) ? { low: undefined, high: undefined } : options.y;
-  // a small plot is part of a button; a compact one has its size, and answers to the pointer
-  const small = Boolean(options.small || options.compact);
+  // a small plot is part of a button
+  const small = Boolean(options.small);
   const width = Math.max(120, canvas.clientWidth || 320);
   const height = options.height || Math.round(Math.min(300, Math.max(190, width * 0.52)));
   const margin = small ? { l: 26, r: 4, t: 4, b: 16 } : { l: 46, r: 12, t: 10, b: 40 };
@@ -175,7 +175,7 @@ function linePlot(canvas, options) {
       series: one.colour, text: `${one.name}: ${show(near(one)[1])}`,
     })));
   };
-  if (!options.small) {
+  if (!small) {
     svg.addEventListener("pointermove", move);
     svg.addEventListener("pointerdown", move);
     svg.addEventListener("pointerleave", () => { cross.setAttribute("visibility", "hidden"); tip.hide(); });

@@ -14,7 +14,7 @@ const canvasesOf = (figure) => {
   const inner = [...figure.querySelectorAll(".canvas .canvas")];
   return (inner.length ? inner : [figure.querySelector(".canvas")]).filter((canvas) => canvas.drawn);
 };
-const captionOf = (canvas) => canvas.parentElement.querySelector(":scope > b, :scope > h3")?.textContent ?? "";
+const captionOf = (canvas) => canvas.parentElement.querySelector(":scope > b")?.textContent ?? "";
 
 function csvText(figure) {
   const found = canvasesOf(figure);
@@ -53,8 +53,8 @@ function svgText(figure) {
     for (const one of canvas.drawn.series ?? []) if (!one.silent) names.set(one.name, one);
   const titles = [figure.querySelector("h2, h3")?.textContent ?? ""];
   // on the page, the text above a plot says what its axis shows
-  const [only, another] = canvasesOf(figure);
-  if (only?.drawn.y && (!another || figure.dataset.plot !== "path")) titles.push(only.drawn.y.label);
+  const [first] = canvasesOf(figure);
+  if (first?.drawn.y) titles.push(first.drawn.y.label);
   const top = 30;
   const inside = make("g", { transform: `translate(12, ${top})` });
   for (const svg of figure.querySelectorAll(".canvas svg")) {
@@ -69,8 +69,7 @@ function svgText(figure) {
   let x = 12, y = around.height + top + 22;
   const legend = make("g");
   for (const one of names.values()) {
-    const colour = typeof one.colour === "number" ? `var(--series-${one.colour})` : one.colour;
-    const probe = element("i", { style: `color:${colour}` });
+    const probe = element("i", { style: `color:var(--series-${one.colour})` });
     document.body.append(probe);
     const resolved = getComputedStyle(probe).color;
     probe.remove();

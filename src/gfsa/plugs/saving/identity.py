@@ -42,18 +42,12 @@ def canonical_name(model: nn.Module, name: str) -> str:
     return name.removeprefix(f"{prefix}.") if prefix else name
 
 
-def layer_named(
-    model: nn.Module, layer: str, names: Mapping[str, str], source: str, or_else: str = ""
-) -> str:
+def layer_named(model: nn.Module, layer: str, names: Mapping[str, str], source: str) -> str:
     """The attention layer of ``model`` that a file calls ``layer``.
 
-    ``names`` are the attention layers and their canonical names. With ``or_else``, what else the
-    caller may do, it may also be a layer of which one name ends in the other.
+    ``names`` are the attention layers and their canonical names.
     """
     same = [name for name, own in names.items() if own == layer]
-    if or_else and not same:
-        pairs = ((name, f".{own}", f".{layer}") for name, own in names.items())
-        same = [name for name, own, end in pairs if own.endswith(end) or end.endswith(own)]
     if len(same) > 1:
         raise ValueError(
             f"{source} has a filter for {layer}, which {some_of(same)} can be; take the part of "
@@ -63,7 +57,7 @@ def layer_named(
         raise ValueError(
             f"{source} has a filter for the layer {layer!r:.80}, which {type(model).__name__} does "
             f"not have; its attention layers are {some_of(names)}. Build the model that "
-            f"{source} is of{or_else}"
+            f"{source} is of"
         )
     return same[0]
 

@@ -197,28 +197,26 @@ def check_number(
 def check_shapes(num_heads: int, base: Any, basis: Any, theta: Any) -> None:
     """Refuse tensors of a subclass that do not fit together, or are larger than any model needs."""
     check_heads(num_heads)
-    for name, given in {"base": base, "basis": basis, "theta": theta}.items():
-        if not isinstance(given, Tensor) and (name == "base" or given is not None):
+    given = {"base": base, "basis": basis, "theta": theta}
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor) and (name == "base" or tensor is not None):
             raise TypeError(
-                f"the {name} of a filter must be a tensor, got {type(given).__name__}; "
+                f"the {name} of a filter must be a tensor, got {type(tensor).__name__}; "
                 "torch.tensor(...) makes one of a list"
             )
-    *rows, powers = base.shape or (0,)
-    if tuple(rows) not in ((), (1,), (num_heads,)) or not powers:
+    shapes = {name: tuple(tensor.shape) for name, tensor in given.items() if tensor is not None}
+    *rows, powers = shapes["base"] or (0,)
+    learned, *_ = shapes.get("basis") or (0,)
+    if (
+        rows not in ([], [1], [num_heads])
+        or not powers
+        or shapes.get("basis", (learned, powers)) != (learned, powers)
+        or shapes.get("theta", (learned,)) not in ((learned,), (1, learned), (num_heads, learned))
+    ):
         raise ValueError(
-            "the base of a filter must be (degree+1,) or (heads, degree+1), lowest power first, "
-            f"with {num_heads} heads here; got {tuple(base.shape)}"
-        )
-    if basis is not None and (basis.dim() != 2 or basis.shape[-1] != powers):
-        raise ValueError(
-            "the basis of a filter must be (L, degree+1), a polynomial for each of its L learned "
-            f"numbers, with {powers} coefficients as its base has; got {tuple(basis.shape)}"
-        )
-    learned = 0 if basis is None else len(basis)
-    if theta is not None and theta.shape not in ((learned,), (1, learned), (num_heads, learned)):
-        raise ValueError(
-            f"the theta of a filter must be (L,) or (heads, L), here {(learned,)} or "
-            f"{(num_heads, learned)}; got {tuple(theta.shape)}"
+            f"a filter for {num_heads} heads takes a base (degree+1,) or ({num_heads}, degree+1), "
+            "lowest power first, a basis (L, degree+1), a polynomial for each of its L learned "
+            f"numbers, and a theta (L,) or ({num_heads}, L); got the shapes {shapes}"
         )
     check_size(num_heads, 1, powers)
 

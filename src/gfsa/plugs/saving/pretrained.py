@@ -109,16 +109,32 @@ def from_pretrained(
 
     try:
         with without_filters_in_load_report():
-            model = model_class.from_pretrained(path, **kwargs)
+            model: Any = model_class.from_pretrained(path, **kwargs)
     except SafetensorError as error:
         raise ValueError(
             f"the weights of {path} are damaged: {error!s:.200}; save or download them again"
         ) from error
-    if not restore_filters(model, path, _hub_arguments(kwargs), kwargs.get("variant"), max_degree):
+    checkpoint = files_of(path, _hub_arguments(kwargs), kwargs.get("variant"))
+    found = filter_tensors(checkpoint, str(path))
+    if not found:
         raise ValueError(
             f"{path} was not saved from a plugged model: it has no filters. Load it with "
             f"{name}.from_pretrained, then gfsa.plug or gfsa.load"
         )
+    layers = _layers_on_disk(model)
+
+    def name_of(layer: str) -> str:
+        return layers.get(canonical_name(model, layer), layer)
+
+    on_disk = {name_of(layer): layer for layer, _, _ in (k.rpartition(f".{CHILD}.") for k in found)}
+
+    def weights_of(layer: str) -> list[float] | None:
+        return weights_among(files.matrices_of(checkpoint, on_disk[layer]))
+
+    saved = saved_among(found, name_of, str(path))._replace(weights_of=weights_of)
+    restore(model, saved, other_versions=True, max_degree=max_degree)
+    # it is true of the files, and would be saved again after gfsa.unplug
+    vars(model.config).pop(CONFIG_ENTRY, None)
     return model
 
 
@@ -130,40 +146,6 @@ def is_of_diffusers(model_class: Any) -> bool:
     """Whether a class is one of diffusers, which has ``from_pretrained``, too."""
     parents = getattr(model_class, "__mro__", ())
     return any(parent.__module__.partition(".")[0] == "diffusers" for parent in parents)
-
-
-def restore_filters(
-    model: Any,
-    path: str | Path,
-    hub: dict[str, Any],
-    variant: str | None = None,
-    max_degree: int = MOST_DEGREE,
-) -> bool:
-    """Plug the filters of a checkpoint of transformers into a model loaded from it without them.
-
-    ``hub`` are some of :data:`~gfsa.plugs.saving.files.HUB_ARGUMENTS`; ``variant`` is that of the
-    weights, as in ``model.fp16.safetensors``. Returns whether the checkpoint has filters.
-    """
-    checkpoint = files_of(path, hub, variant)
-    found = filter_tensors(checkpoint, str(path))
-    if not found:
-        return False
-    layers = _layers_on_disk(model)
-
-    def name_of(layer: str) -> str:
-        return layers.get(canonical_name(model, layer), layer)
-
-    saved = (key.rpartition(f".{CHILD}.")[0] for key in found)
-    on_disk = {name_of(layer): layer for layer in saved}
-
-    def weights_of(layer: str) -> list[float] | None:
-        return weights_among(files.matrices_of(checkpoint, on_disk[layer]))
-
-    filters = saved_among(found, name_of, str(path))._replace(weights_of=weights_of)
-    restore(model, filters, other_versions=True, max_degree=max_degree)
-    # it is true of the files, and would be saved again after gfsa.unplug
-    vars(model.config).pop(CONFIG_ENTRY, None)
-    return True
 
 
 def has_filters(path: str | Path) -> bool:

@@ -147,22 +147,12 @@ class SwapClass(Adapter):
                 "heads; name the right one in SwapClass(heads=…), or pass a function of the module"
             )
         if not issubclass(self.filtered, type(module)):
-            return self._refusal_of_subclass(type(module))
-        return self._refuses(name, module) if self._refuses else None
-
-    def _refusal_of_subclass(self, cls: type[nn.Module]) -> str:
-        """Why this class cannot be swapped for the filtered one, which does not inherit from it."""
-        filtered = self.filtered.__name__
-        if any(getattr(base, "forward", None) is cls.forward for base in self.filtered.__mro__[1:]):
             return (
-                f"{cls.__name__} is a subclass that {filtered} does not inherit from, so what it "
-                "changes would be lost; register an adapter for it, with a class "
-                f"Filtered{cls.__name__}({filtered}, {cls.__name__})"
+                f"{type(module).__name__} is a subclass that {self.filtered.__name__} does not "
+                "inherit from, so what it changes would be lost; register an adapter for it, with "
+                "a class of both"
             )
-        return (
-            f"{cls.__name__} is a subclass with a forward of its own that {filtered} does not "
-            "know; register an adapter for it"
-        )
+        return self._refuses(name, module) if self._refuses else None
 
     def install(self, module: nn.Module) -> None:
         module.__dict__[CLASS] = type(module)

@@ -134,14 +134,12 @@ def plug(
     """
     check_model(model)
     for name in others:
-        advice = (
-            "learning rates belong to the optimizer: gfsa.parameter_groups(model, lr=…, "
-            "filter_lr=…), or gfsa.FilterRate for a Trainer; plug(lr_multiplier=…) needs neither"
-            if name in ("lr", "filter_lr", "learning_rate")
-            else "help(gfsa.plug) lists what it has; arguments of another filter go to filter=, "
-            "as in lambda heads: gfsa.Polynomial(heads, degree=4)"
+        raise TypeError(
+            f"plug has no argument {name!r}; help(gfsa.plug) lists what it has. Arguments of "
+            "another filter go to filter=, as in lambda heads: gfsa.Polynomial(heads, degree=4); "
+            "learning rates to gfsa.parameter_groups(model, lr=…, filter_lr=…), or to "
+            "gfsa.FilterRate for a Trainer"
         )
-        raise TypeError(f"plug has no argument {name!r}; {advice}")
     arguments: dict[str, Any] = {
         "K": K,
         "learn": learn,
@@ -241,23 +239,16 @@ def plan_filters(
         # on the host, and trainable, wherever plug is called; attach moves it to the layer's device
         with torch.device("cpu"), torch.inference_mode(False):
             new_filter = factory(site.num_heads)
+        expected = (
+            f"filter({site.num_heads}) must return a gfsa.GraphFilter of {site.num_heads} heads, a "
+            "new one in each call, as lambda heads: gfsa.GFSA(heads) does"
+        )
         if not isinstance(new_filter, GraphFilter):
-            raise TypeError(
-                f"filter({site.num_heads}) must return a gfsa.GraphFilter, got "
-                f"{type(new_filter).__name__}"
-            )
-        if new_filter.num_heads != site.num_heads:
-            raise ValueError(
-                f"{name} has {site.num_heads} heads, but filter({site.num_heads}) returned a "
-                f"filter for {new_filter.num_heads}; pass the number on, as lambda heads: "
-                "gfsa.GFSA(heads) does"
-            )
-        if id(new_filter) in taken:
-            raise ValueError(
-                f"filter({site.num_heads}) returned the same object for {taken[id(new_filter)]} "
-                f"and {name}: each layer has a filter of its own. Return a new one in each call, "
-                "as lambda heads: gfsa.GFSA(heads) does"
-            )
+            raise TypeError(f"{expected}; got {type(new_filter).__name__}")
+        if new_filter.num_heads != site.num_heads or id(new_filter) in taken:
+            other = taken.get(id(new_filter))
+            got = f"{new_filter.num_heads} heads" if other is None else f"the filter of {other}"
+            raise ValueError(f"{expected}; got {got} for {name}")
         taken[id(new_filter)] = name
         planned.append((site, new_filter))
     skipped = {n: site.refusal or NOT_SELECTED for n, site in found.items() if n not in selected}

@@ -60,8 +60,7 @@ def push_to_hub(
             which :func:`gfsa.from_pretrained` loads, or an adapter of peft, which
             :func:`gfsa.load_peft` loads. The commit deletes weights of an earlier upload under
             other file names, which would be loaded in place of these.
-        base_model: the backbone's name on the Hub, for the card; by default the name that the
-            model was loaded from, if it knows one.
+        base_model: the backbone's name on the Hub, for the card.
         results: metric → value, for the card.
         private: whether a new repository is private.
         revision: the branch to commit to.
@@ -79,7 +78,6 @@ def push_to_hub(
     results = {} if results is None else results
     _refuse(model, repository, weights, base_model, results)
     hub = hub_library("gfsa.push_to_hub")
-    backbone = base_model or base_model_of(model)
     place = json.dumps(repository)
     if revision is not None:
         # without it, what the main branch has would be loaded
@@ -108,7 +106,7 @@ def push_to_hub(
             text = text + section + "".join(others) if others else f"{text.rstrip()}\n\n{section}\n"
         except (hub.errors.EntryNotFoundError, hub.errors.RevisionNotFoundError):
             tags = ["gfsa", "graph-filter-self-attention"]
-            about = hub.ModelCardData(library_name="gfsa", tags=tags, base_model=backbone)
+            about = hub.ModelCardData(library_name="gfsa", tags=tags, base_model=base_model)
             title = repository.rpartition("/")[2]
             text = f"---\n{about.to_yaml()}\n---\n\n# {title}\n\n{section}\n"
         (folder / CARD).write_text(text, encoding="utf-8")
@@ -164,22 +162,11 @@ def _mark(model: nn.Module, folder: Path, place: str, is_adapter: bool) -> str:
         use = f"gfsa.load_peft(base_model, {place})"
     else:
         file, key = folder / "config.json", CONFIG_ENTRY
-        cls = type(model)
-        name = cls.__name__ if cls.__module__.startswith("transformers.") else "AutoModel"
-        use = f"gfsa.from_pretrained(transformers.{name}, {place})"
+        use = f"gfsa.from_pretrained({type(model).__name__}, {place})"
     content = json.loads(file.read_text(encoding="utf-8"))
     content[key] = {"layers": len(plugged_sites(model)), "gfsa": __version__}
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return use
-
-
-def base_model_of(model: nn.Module) -> str | None:
-    """The name on the Hub that a model was loaded from, as far as it knows."""
-    pretrained = getattr(model, "pretrained_cfg", None)
-    known = [getattr(getattr(model, "config", None), "_name_or_path", None)]
-    known += [pretrained.get("hf_hub_id")] if isinstance(pretrained, Mapping) else []
-    names = (name for name in known if isinstance(name, str) and is_hub_name(name))
-    return next((name for name in names if not Path(name).exists()), None)
 
 
 def _section(model: nn.Module, use: str, results: Mapping[str, float | str]) -> str:

@@ -99,20 +99,36 @@ def write_filters(model: nn.Module, path: str | Path) -> None:
                 "if a polynomial that has learned is enough, replace each filter by filter.fold() "
                 "(docs/reference/filters.md)"
             )
-    description = describe(model)
-    if len(description["filters"]) != len(plugged):
+    names = {name: canonical_name(model, name) for name in plugged}
+    if len(set(names.values())) != len(plugged):
         raise ValueError(
             f"{some_of(plugged)} have the same names without the prefixes of wrappers and task "
             "models; save the filters of each part on its own"
         )
     with gathered(p for site in plugged.values() for p in site.filter.parameters()):
         tensors = {
-            f"{canonical_name(model, name)}.{key}": _whole(value, f"{name}.{key}")
+            f"{names[name]}.{key}": _whole(value, f"{name}.{key}")
             for name, site in plugged.items()
             for key, value in numbers_of(site.filter).items()
         }
     if any(is_sharded(site) for site in plugged.values()) and torch.distributed.get_rank() != 0:
         return
+    description = {
+        "format": FORMAT,
+        "gfsa": __version__,
+        "model": type(model).__name__,
+        "filters": {
+            names[name]: {
+                **site.filter.describe(),
+                "backbone": fingerprint_of(site.module),
+                "weights": identity.weights_of(site.module),
+                # gfsa.load traces only layers that were traced when they were saved
+                _TRACED: isinstance(site.adapter, TracerAdapter),
+            }
+            for name, site in plugged.items()
+        },
+        "layers": identity.depths_of(model, names.values()),
+    }
     files.write(Path(path), description, tensors)
 
 
@@ -188,35 +204,13 @@ def load(
     return report_of(plugged, skipped, found)
 
 
-def describe(model: nn.Module) -> dict[str, Any]:
-    """The filters of a model and their layers, as plain data."""
-    plugged = plugged_sites(model)
-    names = {name: canonical_name(model, name) for name in plugged}
-    return {
-        "format": FORMAT,
-        "gfsa": __version__,
-        "model": type(model).__name__,
-        "filters": {
-            names[name]: {
-                **site.filter.describe(),
-                "backbone": fingerprint_of(site.module),
-                "weights": identity.weights_of(site.module),
-                # gfsa.load traces only layers that were traced when they were saved
-                _TRACED: isinstance(site.adapter, TracerAdapter),
-            }
-            for name, site in plugged.items()
-        },
-        "layers": identity.depths_of(model, names.values()),
-    }
-
-
 class Saved(NamedTuple):
     """Filters from a file, which may have any content."""
 
     source: str
     """Where they are from, for messages."""
     description: Mapping[str, Any]
-    """What :func:`describe` returns."""
+    """What :func:`write_filters` puts into the header of the file."""
     tensors: Mapping[str, Tensor]
     """The numbers, by the name of the layer and of the filter's parameter."""
     weights_of: Callable[[str], list[float] | None] = lambda layer: None

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gfsa.filters import GraphFilter
 from gfsa.filters.spec import check_number
 from gfsa.plugs.saving.identity import some_of
 from gfsa.plugs.sites import filters_of
@@ -275,22 +274,22 @@ def _listen() -> None:
     register_optimizer_step_pre_hook(_look_at)
 
 
-def _watched() -> list[nn.Module]:
-    # keyrefs is one operation: meanwhile another thread may plug a model
-    models = [reference() for reference in _WATCHED.keyrefs()]
-    return [model for model in models if model is not None]
-
-
 def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     kind = type(optimizer).__name__
-    if "Muon" in kind and optimizer not in _MUONS:
+    is_new_muon = "Muon" in kind and optimizer not in _MUONS
+    if is_new_muon:
         _MUONS.add(optimizer)
+    # keyrefs is one operation: meanwhile another thread may plug a model
+    for model in [reference() for reference in _WATCHED.keyrefs()]:
+        if model is None or (_WATCHED[model][0] == _STEPS and not is_new_muon):
+            continue
+        steps, before = _WATCHED[model]
+        learned = {p: n for n, f in filters_of(model).items() for p in f.parameters()}
         # some implementations have groups for AdamW, too
         matrices = _held_by(g for g in optimizer.param_groups if g.get("use_muon", True))
-        learned = [pair for model in _watched() for pair in _learned_by_filters(model).items()]
-        names = [name.rpartition(".")[0] for name, p in learned if id(p) in matrices]
+        names = {name for p, name in learned.items() if is_new_muon and id(p) in matrices}
         if names:
             warnings.warn(
                 f"{kind} has the filters {some_of(names)}, and orthogonalises their numbers, "
@@ -298,12 +297,10 @@ def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
                 "and the filters to AdamW (gfsa.parameter_groups(model, ...) has a group of each)",
                 stacklevel=3,
             )
-    for model in _watched():
-        steps, before = _WATCHED[model]
         if steps == _STEPS:
             continue
         held = _held_by(optimizer.param_groups)
-        own = [p for p in _learned_by_filters(model).values() if p.requires_grad]
+        own = [p for p in learned if p.requires_grad]
         # an optimizer that moves filters need not be one of torch: versions show it
         versions = sum(p._version for p in own)
         if not own or held & {id(p) for p in own} or (steps and versions != before):
@@ -325,12 +322,3 @@ def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def _held_by(groups: Iterable[dict[str, Any]]) -> set[int]:
     return {id(parameter) for group in groups for parameter in group["params"]}
-
-
-def _learned_by_filters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {
-        f"{name}.{own}": parameter
-        for name, filter in model.named_modules()
-        if isinstance(filter, GraphFilter)
-        for own, parameter in filter.named_parameters()
-    }

@@ -38,7 +38,6 @@ _TRACED = "traced"
 
 # with larger coefficients the outputs of a layer overflow in float16
 _LARGEST = 1e4
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -213,8 +212,8 @@ class Saved(NamedTuple):
     """What :func:`write_filters` puts into the header of the file."""
     tensors: Mapping[str, Tensor]
     """The numbers, by the name of the layer and of the filter's parameter."""
-    weights_of: Callable[[str], list[float] | None] = lambda layer: None
-    """Some weights of a layer in the file of a whole model, where they are not described."""
+    matrices_of: Callable[[str], Mapping[str, Tensor]] = lambda layer: {}
+    """The matrices of a layer in the file of a whole model, which does not describe them."""
 
 
 def saved_among(tensors: Mapping[str, Tensor], name_of: Callable[[str], str], source: str) -> Saved:
@@ -321,7 +320,7 @@ def _plan(model: nn.Module, saved: Saved, other_versions: bool, max_degree: int)
     taken = {site.name for _, site, _ in planned}
     free = [s for s in refusing.values() if not s.refusal and s.name not in taken]
     unknown = {layer: entries[layer] for layer in misfits if other_versions}
-    renamed = identity.renamed_layers(free, unknown, saved.weights_of)
+    renamed = identity.renamed_layers(free, unknown, saved.matrices_of)
     for layer, misfit in misfits.items():
         if layer not in renamed:
             raise misfit

@@ -23,7 +23,7 @@ from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.saving import files
 from gfsa.plugs.saving.checkpoint import load, restore, saved_among
 from gfsa.plugs.saving.files import FILE, HUB_ARGUMENTS, filter_tensors, other_loader
-from gfsa.plugs.saving.identity import canonical_name, weights_among
+from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.sites import check_model, filters_of, plugged_sites, sites
 from gfsa.plugs.transaction import all_or_nothing
 
@@ -128,10 +128,9 @@ def from_pretrained(
 
     on_disk = {name_of(layer): layer for layer, _, _ in (k.rpartition(f".{CHILD}.") for k in found)}
 
-    def weights_of(layer: str) -> list[float] | None:
-        return weights_among(files.matrices_of(checkpoint, on_disk[layer]))
-
-    saved = saved_among(found, name_of, str(path))._replace(weights_of=weights_of)
+    saved = saved_among(found, name_of, str(path))._replace(
+        matrices_of=lambda layer: files.matrices_of(checkpoint, on_disk[layer])
+    )
     restore(model, saved, other_versions=True, max_degree=max_degree)
     # it is true of the files, and would be saved again after gfsa.unplug
     vars(model.config).pop(CONFIG_ENTRY, None)

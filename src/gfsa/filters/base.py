@@ -548,7 +548,6 @@ def _warn_of_half(theta: Tensor | None) -> None:
     if theta is not None and theta.requires_grad and theta.element_size() < 4:
         warnings.warn(
             f"filters were cast to {theta.dtype}, in which small steps of their numbers are lost "
-            "unless the optimizer keeps float32 copies. Cast the model first and plug it then: "
-            "filters stay in float32",
+            "unless the optimizer keeps float32 copies: cast the model first, then plug it",
             stacklevel=2,
         )

@@ -140,9 +140,8 @@ def build(
         raise ValueError(message) from error
     if built.degree > max_degree:
         raise ValueError(
-            f"{source}: the filter of {name} has degree {built.degree}, which needs as many "
-            f"attention passes; more than {max_degree} is refused. If you trust the file, pass "
-            f"max_degree={built.degree}"
+            f"{source}: the filter of {name} has degree {built.degree}, an attention pass each; "
+            f"more than {max_degree} is refused. If you trust it, pass max_degree={built.degree}"
         )
     return built
 

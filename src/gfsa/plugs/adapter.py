@@ -185,7 +185,7 @@ def has_bound_forward(module: nn.Module) -> bool:
 def names_in_forward(cls: Any) -> str:
     """The names that the forward of a class looks up (attributes, methods, functions), sorted.
 
-    An adapter that repeats a library's forward keeps the names it was written for. If the installed
-    version looks up other names, the module is traced instead, so that nothing new is left out.
+    An adapter that repeats a library's forward keeps the names it was written for. Where the
+    installed version looks up others, the module is traced, so that nothing new is left out.
     """
     return " ".join(sorted(cls.forward.__code__.co_names))

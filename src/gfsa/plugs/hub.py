@@ -56,10 +56,9 @@ def push_to_hub(
     Args:
         model: a plugged model.
         repository: ``"user/name"``; it is created if it does not exist.
-        weights: upload what ``model.save_pretrained`` writes, too: a whole transformers model,
-            which :func:`gfsa.from_pretrained` loads, or an adapter of peft, which
-            :func:`gfsa.load_peft` loads. The commit deletes weights of an earlier upload under
-            other file names, which would be loaded in place of these.
+        weights: upload what ``model.save_pretrained`` writes, too: a whole transformers model for
+            :func:`gfsa.from_pretrained`, or an adapter of peft for :func:`gfsa.load_peft`. Weights
+            of an earlier upload under other file names are deleted.
         base_model: the backbone's name on the Hub, for the card.
         results: metric → value, for the card.
         private: whether a new repository is private.
@@ -149,8 +148,7 @@ def _refuse(
     if weights and (not hasattr(model, "save_pretrained") or is_of_diffusers(type(model))):
         raise ValueError(
             "weights=True is for models of transformers and adapters of peft, got a "
-            f"{kind}: pass weights=False, and upload the weights by their own library after "
-            "gfsa.unplug"
+            f"{kind}: pass weights=False, and upload its weights by its own library"
         )
 
 

@@ -34,9 +34,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer, in which the filters have a learning rate of their own.
 
-    A filter has a few numbers per head, which hardly change in a short run at the model's usual
-    learning rate. Frozen parameters are left out. In a comparison, tune the plain model too: its
-    gains may need a high learning rate as much as filters do. With ``gain_lr`` and without
+    At the model's usual learning rate filters hardly change in a short run. Frozen parameters are
+    left out. In a comparison, tune the plain model's gains too: with ``gain_lr`` and without
     ``filter_lr``, a model without filters is accepted.
 
     Args:
@@ -49,14 +48,10 @@ def parameter_groups(
         gain_lr: for what is not decayed, filters excepted: biases, gains of norms, temperatures;
             default: as ``lr``.
 
-    An optimizer for matrices alone (Muon) takes ``"weights"``, without embeddings, and another one
-    the rest. Do not choose parameters by ``p.ndim == 2``: the numbers of a filter have two
-    dimensions, ``(heads, learned numbers)``, and are not a matrix. The first step of a Muon that
-    has them warns.
-
     Returns:
         Up to three groups, named ``"weights"``, ``"biases"`` and ``"filters"``; empty ones are
-        left out.
+        left out. Muon takes ``"weights"``, without embeddings: the numbers of a filter have two
+        dimensions, and are not a matrix.
 
     Raises:
         ValueError: if the model has no filters (unless ``gain_lr`` alone is given), ``filter_lr``
@@ -143,11 +138,10 @@ class FilterRate:
         trainer = FilterTrainer(model, args, train_dataset=data, filter_lr=1e-2)
         trainer.train()
 
-    The trainer builds the optimizer that ``args`` ask for; then the filters are moved into a group
-    of their own, with ``filter_lr`` and no weight decay. The scheduler multiplies both rates, a
-    checkpoint resumes exactly, and ``filter_learning_rate`` is logged. This also holds where
-    ``Trainer`` accepts no ready optimizer: FSDP 2, and DeepSpeed with an optimizer from its config.
-    An optimizer that cannot have such a group is refused before the first step.
+    In the trainer's optimizer the filters get a group of their own, with no weight decay. The
+    scheduler multiplies both rates, and ``filter_learning_rate`` is logged. This also holds for
+    FSDP 2, and for DeepSpeed with an optimizer from its config. An optimizer that cannot have such
+    a group is refused before the first step.
 
     Args:
         *args, **kwargs: for the trainer.
@@ -242,10 +236,9 @@ def refuse_scheduler_from_config(scheduler: Any) -> None:
     # accelerate's stand-in for a scheduler that DeepSpeed builds from its config
     if type(scheduler).__name__ == "DummyScheduler" and scheduler.lr_scheduler_callable is None:
         raise ValueError(
-            "FilterRate: the DeepSpeed config has a `scheduler`, which takes all groups to one "
-            "rate (warmup_max_lr, cycle_max_lr), the filters too. Remove it from the config: "
-            "TrainingArguments(lr_scheduler_type=…, warmup_steps=…) schedules instead. "
-            f"Or: {_INSTEAD}"
+            "FilterRate: the `scheduler` of the DeepSpeed config takes all groups to one rate, the "
+            "filters too. Remove it from the config: TrainingArguments(lr_scheduler_type=…, "
+            f"warmup_steps=…) schedules instead. Or: {_INSTEAD}"
         )
 
 
@@ -292,9 +285,9 @@ def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
         names = {name for p, name in learned.items() if is_new_muon and id(p) in matrices}
         if names:
             warnings.warn(
-                f"{kind} has the filters {some_of(names)}, and orthogonalises their numbers, "
-                "(heads, learned numbers), as if they were a matrix: give it the other weights, "
-                "and the filters to AdamW (gfsa.parameter_groups(model, ...) has a group of each)",
+                f"{kind} has the filters {some_of(names)}, and orthogonalises their numbers "
+                "as if they were a matrix: give it the other weights, and the filters to AdamW "
+                "(gfsa.parameter_groups(model, ...) has a group of each)",
                 stacklevel=3,
             )
         if steps == _STEPS:
@@ -312,10 +305,9 @@ def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
             if steps + 1 == _STEPS:
                 warnings.warn(
                     f"in {_STEPS} training steps of {type(model).__name__} other weights have "
-                    "changed, but no filter has, although filters got gradients: the optimizer "
-                    "does not have their parameters. Build it after gfsa.plug, with "
-                    "gfsa.parameter_groups(model, ...) or model.parameters(); to keep the filters "
-                    "as they are, call requires_grad_(False) on them",
+                    "changed, but no filter has, although filters got gradients: build the "
+                    "optimizer after gfsa.plug, so that it has their parameters; to keep the "
+                    "filters as they are, call requires_grad_(False) on them",
                     stacklevel=3,
                 )
 

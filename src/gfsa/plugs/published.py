@@ -1,12 +1,7 @@
 """The published code: its checkpoints become filters, its settings are a preset of plug.
 
-The published code writes the filter into copies of each framework, as
-
-    H = w0·I + A + λ·(A + (K−1)(A² − A))
-
-with one learned λ per head, called ``lamb`` (images, code), ``w_K`` (language, graphs) or ``beta``
-(speech). K is hard-coded where the parameter is ``lamb``, and an option elsewhere. That is
-``GFSA(K, learn=("wK",), w0=w0)``.
+It learns one λ per head, called ``lamb`` (images, code), ``w_K`` (language, graphs) or ``beta``
+(speech). K is hard-coded where the parameter is ``lamb``, and an option elsewhere.
 """
 
 from __future__ import annotations
@@ -90,11 +85,10 @@ def convert(
         w0: the coefficient of I, an option of the language models; read from ``model.config.w_0``.
         weights: load the other weights into the model, too. With False, only filters are
             converted, for a model whose weights are loaded already.
-        by_order: match layers by their order instead of their names, for a backbone that names
-            its layers differently. Needs ``weights=False``.
-        strict: raise if the checkpoint has a filter, not zero, where none can be (the published
-            code filters the cross-attention of encoder-decoder models after padding its map with
-            zeros). With False such filters are left out, and the report names them.
+        by_order: match layers by their order instead of their names. Needs ``weights=False``.
+        strict: raise if the checkpoint has a filter, not zero, where none can be: the published
+            code filters cross-attention, too. With False such filters are left out, and the report
+            names them.
 
     Returns:
         A report as that of :func:`gfsa.plug`.
@@ -121,8 +115,7 @@ def convert(
             if strict and bool(numbers.any()):
                 raise ValueError(
                     f"the checkpoint has a filter for {layer}, where none can be: {site.refusal}. "
-                    "strict=False leaves it out; the model then computes something else there than "
-                    "the published code"
+                    "strict=False leaves it out, which the published code does not"
                 )
             left_out[site.name] = f"left out, although the checkpoint has one: {site.refusal}"
             continue
@@ -130,8 +123,7 @@ def convert(
         if numbers.shape != (heads,) or not bool(numbers.isfinite().all()):
             raise ValueError(
                 f"{layer}.{parameter} must have one finite number for each of the {heads} heads of "
-                f"{site.name}, got {numbers.tolist()!s:.80}; build the model that was trained, or "
-                "take an earlier checkpoint"
+                f"{site.name}, got {numbers.tolist()!s:.80}; build the model that was trained"
             )
         with torch.device("cpu"), torch.inference_mode(False):
             filter = GFSA(heads, K=K, learn=("wK",), w0=w0, wK=numbers.tolist())
@@ -254,8 +246,7 @@ def _load_weights(model: nn.Module, rest: Mapping[str, Tensor]) -> None:
     if without_memory:
         raise ValueError(
             f"{some_of(without_memory)} of {type(model).__name__} are on the device meta and "
-            "cannot hold weights: build the model on a device, or call "
-            "model.to_empty(device=...) first"
+            "cannot hold weights: build the model on a device, or call model.to_empty(device=...)"
         )
     # timm knows how the names of its weights have changed
     module = sys.modules[type(model).__module__]

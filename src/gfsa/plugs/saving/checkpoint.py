@@ -44,9 +44,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def save(model: nn.Module, path: str | Path) -> None:
     """Write the model's filters, and nothing else of the model, into the folder ``path``.
 
-    A few kB: ``filters.safetensors`` holds the learned numbers and, in its header, the kind of each
-    filter, the layer it belongs to, and the class and shapes of that layer. Until the file is
-    complete on the disk, an earlier save in the folder stays as it is.
+    ``filters.safetensors`` holds the learned numbers and, in its header, what each filter is and
+    the class and shapes of its layer. Until it is complete on the disk, an earlier save stays.
 
     A backbone that was trained with the filters is not saved: save the whole model then
     (``torch.save(model.state_dict(), file)``, or ``model.save_pretrained(folder)``). If the model
@@ -78,8 +77,7 @@ def save(model: nn.Module, path: str | Path) -> None:
     if trainable:
         warnings.warn(
             f"gfsa.save wrote the filters alone; {some_of(trainable)} of {type(model).__name__} "
-            "can be trained, and are not saved. If you trained them, save the whole model too "
-            "(model.state_dict(), model.save_pretrained); if not, freeze them to silence this",
+            "can be trained, and are not saved: save the whole model too, or freeze them",
             stacklevel=2,
         )
 
@@ -94,9 +92,8 @@ def write_filters(model: nn.Module, path: str | Path) -> None:
         if kind not in spec.KINDS:
             raise ValueError(
                 f"the filter of {name or 'the model'} is a {kind}, which gfsa.load cannot build: "
-                f"it builds {', '.join(sorted(spec.KINDS))}. Save model.state_dict() instead, or, "
-                "if a polynomial that has learned is enough, replace each filter by filter.fold() "
-                "(docs/reference/filters.md)"
+                f"it builds {', '.join(sorted(spec.KINDS))}. Save model.state_dict() instead, or "
+                "replace each filter by its polynomial, filter.fold() (docs/reference/filters.md)"
             )
     names = {name: canonical_name(model, name) for name in plugged}
     if len(set(names.values())) != len(plugged):
@@ -337,8 +334,7 @@ def _plan(model: nn.Module, saved: Saved, other_versions: bool, max_degree: int)
         warnings.warn(
             f"{source} was saved with another version of the library that {kind} "
             f"is from, in which {len(renamed)} of its layers have other names or parameters; "
-            f"their filters were loaded: {pairs}. gfsa.save writes the names of the installed "
-            "version",
+            f"their filters were loaded: {pairs}. Save them again",
             stacklevel=4,
         )
     else:
@@ -346,9 +342,8 @@ def _plan(model: nn.Module, saved: Saved, other_versions: bool, max_degree: int)
     if others:
         warnings.warn(
             f"the filters of {source} were saved with other weights than {some_of(others)} of "
-            f"{kind} {'has' if len(others) == 1 else 'have'}. Filters belong to "
-            "the weights they were trained with: if the backbone was trained with them, load that "
-            "backbone first",
+            f"{kind} {'has' if len(others) == 1 else 'have'}: if the backbone was trained with "
+            "them, load that backbone first",
             stacklevel=4,
         )
     return planned

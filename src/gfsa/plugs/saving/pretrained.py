@@ -87,8 +87,7 @@ def from_pretrained(
     if not hasattr(model_class, "from_pretrained") or is_of_diffusers(model_class):
         raise TypeError(
             f"model_class must be a class of transformers (AutoModelFor…), got {model_class!r:.80};"
-            " load a model of another library with its own from_pretrained, then the filters that "
-            "gfsa.save wrote with gfsa.load"
+            " for models of other libraries, gfsa.load loads what gfsa.save wrote"
         )
     name = getattr(model_class, "__name__", "model_class")
     # with these options the weights are of other files than the filters
@@ -230,10 +229,9 @@ def load_peft(
         model = gfsa.load_peft(base, "adapter")         # the base, plugged or not
 
     A base model without filters is plugged with those of the adapter; with the adapter disabled
-    their learned numbers are zero, which is ordinary attention unless a filter has fixed numbers
-    as well (``w0=0.3`` with ``learn=("wK",)``, ``Twicing`` …). A base that has filters must have
-    the same ones. If the adapter itself has none, those that :func:`gfsa.save` wrote beside it are
-    loaded.
+    their learned numbers are zero, which is ordinary attention unless others are fixed. A base that
+    has filters must have the same ones. If the adapter itself has none, those that
+    :func:`gfsa.save` wrote beside it are loaded.
 
     Args:
         model: the base model.
@@ -246,9 +244,7 @@ def load_peft(
 
     Raises:
         ValueError: if ``model`` is a ``PeftModel`` already, the adapter has no filters, or they do
-            not fit the model.
-
-    Whatever is raised, the modules of the model are then as they were.
+            not fit the model. The modules of the model are then as they were.
     """
     check_model(model)
     try:

@@ -73,16 +73,14 @@ def parameter_groups(
     of_filters = [] if is_plain else trained_parameters(model, filter_lr)
     known = {id(p) for p in of_filters}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
-    weights = [p for p in rest if p.dim() > 1]
-    biases = [p for p in rest if p.dim() <= 1]
-    groups: list[dict[str, Any]] = [
-        {"name": "weights", "params": weights, "lr": lr}
-        | ({} if weight_decay is None else {"weight_decay": weight_decay}),
-        {"name": "biases", "params": biases, "lr": lr if gain_lr is None else gain_lr}
-        | {"weight_decay": 0.0},
-        filter_group(of_filters, _default_rate(model, lr) if filter_lr is None else filter_lr),
-    ]
-    return [group for group in groups if group["params"]]
+    weights = _group("weights", [p for p in rest if p.dim() > 1], lr, weight_decay)
+    if weight_decay is None:
+        del weights["weight_decay"]
+    gain_lr = lr if gain_lr is None else gain_lr
+    biases = _group("biases", [p for p in rest if p.dim() <= 1], gain_lr)
+    filter_lr = _default_rate(model, lr) if filter_lr is None else filter_lr
+    filters = _group(FILTERS, of_filters, filter_lr)
+    return [group for group in (weights, biases, filters) if group["params"]]
 
 
 def _default_rate(model: nn.Module, lr: Any) -> Any:
@@ -96,9 +94,8 @@ def _default_rate(model: nn.Module, lr: Any) -> Any:
     return torch.full_like(lr, rate) if isinstance(lr, Tensor) else rate
 
 
-def filter_group(of_filters: list[nn.Parameter], lr: float) -> dict[str, Any]:
-    """The group of the filters: their own rate, no weight decay."""
-    return {"name": FILTERS, "params": of_filters, "lr": lr, "weight_decay": 0.0}
+def _group(name: str, params: list[nn.Parameter], lr: Any, decay: Any = 0.0) -> dict[str, Any]:
+    return {"name": name, "params": params, "lr": lr, "weight_decay": decay}
 
 
 def trained_parameters(model: nn.Module, filter_lr: float | None) -> list[nn.Parameter]:
@@ -226,9 +223,9 @@ def give_rate(optimizer: Any, model: nn.Module, filter_lr: float) -> None:
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in wanted]
     if stands_for_config:
-        optimizer.params = [*groups, filter_group(of_filters, filter_lr)]
+        optimizer.params = [*groups, _group(FILTERS, of_filters, filter_lr)]
     else:
-        optimizer.add_param_group(filter_group(of_filters, filter_lr))
+        optimizer.add_param_group(_group(FILTERS, of_filters, filter_lr))
 
 
 def refuse_scheduler_from_config(scheduler: Any) -> None:

@@ -276,17 +276,14 @@ def preset_for(model: nn.Module, preset: str) -> dict[str, Any]:
     if preset != "paper":
         raise ValueError(f"preset must be 'paper' or None, got {preset!r}")
     backbones = backbones_of(model)
-    if not backbones:
+    settings = {_PAPER[backbone] for backbone in backbones}
+    if len(settings) != 1:
         raise ValueError(
-            f"the paper has no settings for {type(model).__name__}; it has settings for "
-            f"{', '.join(sorted(_PAPER))}. Pass K and learn instead"
+            f"the paper has no settings for {type(model).__name__}: expected one of "
+            f"{', '.join(sorted(_PAPER))}, got {' and '.join(sorted(backbones)) or 'none'}. "
+            "Pass K and learn instead, or plug the parts of the model one by one"
         )
-    (K, place), *others = {_PAPER[backbone] for backbone in backbones}
-    if others:
-        raise ValueError(
-            f"{type(model).__name__} contains {' and '.join(sorted(backbones))}, for which the "
-            "paper has different settings; plug its parts one by one"
-        )
+    ((K, place),) = settings
     # it learns wK alone, from zero
     return {"K": K, "learn": ("wK",), "dropout_after": place}
 

@@ -420,7 +420,7 @@ NAMES = ("name", "a/b/c", "", 3, "a b/c")
         *(({"repository": name}, "repository must be 'user/name'") for name in NAMES),
         ({"base_model": "a\nlicense: mit"}, "base_model must be a name on the Hub"),
         ({"weights": True}, "weights=True is for .*, got a TransformerEncoder"),
-        ({"model": encoder()}, "has no filters to upload"),
+        ({"model": encoder()}, "has no filters to save"),
         *(
             ({"results": results}, "results must be a dict")
             for results in (["accuracy"], {"accuracy": [1]}, {1: 2})

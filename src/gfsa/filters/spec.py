@@ -51,8 +51,8 @@ def is_ours(cls: type) -> bool:
     return cls.__module__.startswith("gfsa.filters.")
 
 
-def kind_named(name: str) -> type[GraphFilter]:
-    """The filter class that a configuration names."""
+def kind_named(name: Any) -> type[GraphFilter]:
+    """The filter class that a configuration or a description names."""
     if name not in KINDS:
         raise ValueError(f"filter must be one of {', '.join(sorted(KINDS))}; got {name!r:.80}")
     return KINDS[name]
@@ -112,14 +112,8 @@ def build(
 
     ``name`` is that of the layer, which has ``heads``; ``source`` is where the description is from.
     """
-    kind, arguments = entry.get("kind"), entry.get("arguments")
-    if not isinstance(kind, str) or kind not in KINDS or not isinstance(arguments, dict):
-        raise ValueError(
-            f"{source}: the filter of {name} is a {kind!r:.80}; known are "
-            f"{', '.join(sorted(KINDS))}, with their arguments as a JSON object. If a newer gfsa "
-            "wrote it, install that version"
-        )
-    described = arguments.get("num_heads")
+    arguments = entry.get("arguments")
+    described = arguments.get("num_heads") if isinstance(arguments, dict) else None
     if type(described) is not int or described != heads:
         raise ValueError(
             f"{source} has a filter for {described!r:.40} heads, {name} has {heads}; load it into "
@@ -128,7 +122,7 @@ def build(
     try:
         # on the host and trainable, wherever load is called
         with torch.device("cpu"), torch.inference_mode(False):
-            built = KINDS[kind](**arguments)
+            built = kind_named(entry.get("kind"))(**entry["arguments"])
             if entry.get("exclusive") is not None:
                 built.exclude(**entry["exclusive"])
             if entry.get("depth"):
@@ -136,8 +130,10 @@ def build(
         # files of older versions may not contain it
         built.dropout_after = check_dropout_place(entry.get("dropout_after", "attention"))
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        message = f"{source}: the filter of {name} cannot be built: {error!s:.300}"
-        raise ValueError(message) from error
+        raise ValueError(
+            f"{source}: the filter of {name} cannot be built: {error!s:.300}. If a newer gfsa "
+            "wrote it, install that version"
+        ) from error
     if built.degree > max_degree:
         raise ValueError(
             f"{source}: the filter of {name} has degree {built.degree}, an attention pass each; "

@@ -147,10 +147,11 @@ class SwapClass(Adapter):
                 "heads; name the right one in SwapClass(heads=…), or pass a function of the module"
             )
         if not issubclass(self.filtered, type(module)):
+            own, filtered = type(module).__name__, self.filtered.__name__
             return (
-                f"{type(module).__name__} is a subclass that {self.filtered.__name__} does not "
-                "inherit from, so what it changes would be lost; register an adapter for it, with "
-                "a class of both"
+                f"{own} is a subclass that {filtered} does not inherit from, so what it changes "
+                f"would be lost; register an adapter for it, with a class "
+                f"Filtered{own}({filtered}, {own}), whose forward has to do what that of {own} does"
             )
         return self._refuses(name, module) if self._refuses else None
 

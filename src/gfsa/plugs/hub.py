@@ -89,8 +89,8 @@ def push_to_hub(
             save(model, folder)
             use = f"gfsa.load(model, {place})  # the backbone, unplugged"
         else:
-            model.save_pretrained(folder)  # type: ignore[operator]
             write_filters(model, folder)
+            model.save_pretrained(folder)  # type: ignore[operator]
             is_adapter = (folder / "adapter_config.json").is_file()
             use = _mark(model, folder, place, is_adapter)
             stale += () if is_adapter else _WEIGHTS
@@ -137,10 +137,7 @@ def _refuse(
         raise ValueError(
             f"base_model must be a name on the Hub, 'user/name' or 'name', got {base_model!r:.80}"
         )
-    kind, plugged = type(model).__name__, plugged_sites(model)
-    if not plugged:
-        raise ValueError(f"{kind} has no filters to upload; gfsa.plug(model) first")
-    if any(is_sharded(site) for site in plugged.values()):
+    if any(is_sharded(site) for site in plugged_sites(model).values()):
         raise ValueError(
             "the filters are sharded over processes: gfsa.save them on every process, gfsa.load "
             "them into a model that is not sharded, and upload from that"
@@ -148,7 +145,7 @@ def _refuse(
     if weights and (not hasattr(model, "save_pretrained") or is_of_diffusers(type(model))):
         raise ValueError(
             "weights=True is for models of transformers and adapters of peft, got a "
-            f"{kind}: pass weights=False, and upload its weights by its own library"
+            f"{type(model).__name__}: pass weights=False, and upload its weights by its own library"
         )
 
 
@@ -171,8 +168,8 @@ def _section(model: nn.Module, use: str, results: Mapping[str, float | str]) -> 
     """The part of the card that gfsa writes."""
     filters = []
     for name, filter in filters_of(model).items():
-        c = filter.coefficients().detach().mean(0) if filter.is_polynomial else ()
-        shown = ", ".join(f"c{power} = {mean:.4g}" for power, mean in enumerate(c))
+        means = filter.coefficients().detach().mean(0)
+        shown = ", ".join(f"c{power} = {mean:.4g}" for power, mean in enumerate(means))
         filters.append(f"- `{canonical_name(model, name)}`: `{filter}`, {shown}")
     # a line break in an item would end it
     items = [f"- {name}: {value}".replace("\n", " ") for name, value in results.items()]

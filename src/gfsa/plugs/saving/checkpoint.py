@@ -189,7 +189,7 @@ def load(
     """
     check_model(model)
     saved = Saved(str(path), *files.read(files.filter_folder(path, revision, token)))
-    restore(model, saved, other_versions=True, max_degree=max_degree)
+    restore(model, saved, max_degree=max_degree)
     found = sites(model)
     plugged = [(site, site.filter) for site in found.values() if site.is_plugged]
     skipped = {
@@ -231,19 +231,13 @@ def saved_among(tensors: Mapping[str, Tensor], name_of: Callable[[str], str], so
 
 
 def restore(
-    model: nn.Module,
-    saved: Saved,
-    *,
-    other_versions: bool = False,
-    max_degree: int = MOST_DEGREE,
-    check_only: bool = False,
+    model: nn.Module, saved: Saved, *, max_degree: int = MOST_DEGREE, check_only: bool = False
 ) -> None:
     """Give ``model``, plugged in the same layers or not at all, the saved filters.
 
-    They are checked first, then put into the model all or nothing, unless ``check_only``. With
-    ``other_versions`` layers may have the names of another version of the model's library.
+    They are checked first, then put into the model all or nothing, unless ``check_only``.
     """
-    planned = _plan(model, saved, other_versions, max_degree)
+    planned = _plan(model, saved, max_degree)
     plugged, source = plugged_sites(model), saved.source
     if not check_only:
         refuse_sharded(plugged, "load filters")
@@ -275,19 +269,15 @@ def restore(
         notify_adapters(model, plugged.values())
 
 
-_Plan = list[tuple[str, Site, GraphFilter]]
-"""The name of a layer in the file, its site, and the filter without its numbers."""
-
-
-def _plan(model: nn.Module, saved: Saved, other_versions: bool, max_degree: int) -> _Plan:
-    """Find the site of every described filter, and rebuild the filters."""
+def _plan(model: nn.Module, saved: Saved, max_degree: int) -> list[tuple[str, Site, GraphFilter]]:
+    """The name of each layer in the file, its site, and the filter without its numbers."""
     entries, source, kind = _entries_of(saved), saved.source, type(model).__name__
     refusing, tracing = sites(model), sites(model, unknown="trace")
     names = {name: canonical_name(model, name) for name in tracing}
     # checkpoints of whole models and adapters do not say of which
     of = saved.description.get("model")
     what = f"{source} (of a {of!s:.80})" if of else source
-    planned: _Plan = []
+    planned: list[tuple[str, Site, GraphFilter]] = []
     misfits: dict[str, ValueError] = {}
 
     def rebuilt(layer: str, site: Site) -> GraphFilter:
@@ -316,7 +306,7 @@ def _plan(model: nn.Module, saved: Saved, other_versions: bool, max_degree: int)
     ]
     taken = {site.name for _, site, _ in planned}
     free = [s for s in refusing.values() if not s.refusal and s.name not in taken]
-    unknown = {layer: entries[layer] for layer in misfits if other_versions}
+    unknown = {layer: entries[layer] for layer in misfits}
     renamed = identity.renamed_layers(free, unknown, saved.matrices_of)
     for layer, misfit in misfits.items():
         if layer not in renamed:

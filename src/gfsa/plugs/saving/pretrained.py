@@ -48,8 +48,6 @@ transformers keeps it as an attribute of the config, without a warning.
 PEFT_ENTRY = "filters_need_gfsa_load_peft"
 """An entry of ``adapter_config.json`` that peft does not know, and warns about by its name."""
 
-_ADAPTER = "adapter_model.safetensors"
-
 
 def from_pretrained(
     model_class: ModelClass[Loaded],
@@ -130,7 +128,7 @@ def from_pretrained(
     saved = saved_among(found, name_of, str(path))._replace(
         matrices_of=lambda layer: files.matrices_of(checkpoint, on_disk[layer])
     )
-    restore(model, saved, other_versions=True, max_degree=max_degree)
+    restore(model, saved, max_degree=max_degree)
     # it is true of the files, and would be saved again after gfsa.unplug
     vars(model.config).pop(CONFIG_ENTRY, None)
     return model
@@ -258,7 +256,7 @@ def load_peft(
             "already. Add another one with model.load_adapter(path, adapter_name=...)"
         )
     source = str(path)
-    found = filter_tensors([_file_of(path, _ADAPTER, kwargs)], source)
+    found = filter_tensors([_file_of(path, "adapter_model.safetensors", kwargs)], source)
     saved = saved_among(found, functools.partial(canonical_name, model), source)
     try:
         folder = None if found else _file_of(path, FILE, kwargs).parent

@@ -412,20 +412,16 @@ REFUSED = {
     "degree must be.*got True": lambda: Polynomial(2, degree=True),
     "expected 0 ≤ alpha ≤ 1, got 1.5": lambda: PageRank(2, alpha=1.5),
     "hops must be an integer of at least 1, got 0": lambda: PageRank(2, hops=0),
-    r"base.*\(heads, degree\+1\).*with 2 heads here; got \(3, 2\)": lambda: GraphFilter(
+    r"for 2 heads .* \(2, degree\+1\), .*got the shapes {'base': \(3, 2\)}": lambda: GraphFilter(
         2, torch.ones(3, 2)
     ),
-    r"base.*got \(0,\)": lambda: GraphFilter(2, torch.ones(0)),
-    r"base.*got \(\)": lambda: GraphFilter(2, torch.tensor(1.0)),
-    r"basis.*with 2 coefficients as its base has; got \(1, 3\)": lambda: GraphFilter(
-        2, torch.ones(2), torch.ones(1, 3)
-    ),
-    r"basis.*must be \(L, degree\+1\).*got \(2,\)": lambda: GraphFilter(
-        2, torch.ones(2), torch.ones(2)
-    ),
-    r"theta.*here \(1,\) or \(2, 1\); got \(3,\)": lambda: GraphFilter(
-        2, torch.ones(2), torch.ones(1, 2), torch.ones(3)
-    ),
+    r"'base': \(0,\)}": lambda: GraphFilter(2, torch.ones(0)),
+    r"'base': \(\)}": lambda: GraphFilter(2, torch.tensor(1.0)),
+    r"'basis': \(1, 3\)}": lambda: GraphFilter(2, torch.ones(2), torch.ones(1, 3)),
+    r"'basis': \(2,\)}": lambda: GraphFilter(2, torch.ones(2), torch.ones(2)),
+    r"'basis': \(\)}": lambda: GraphFilter(2, torch.ones(2), torch.tensor(1.0)),
+    r"'theta': \(3,\)}": lambda: GraphFilter(2, torch.ones(2), torch.ones(1, 2), torch.ones(3)),
+    r"'theta': \(1,\)}": lambda: GraphFilter(2, torch.ones(2), theta=torch.ones(1)),
 }
 
 

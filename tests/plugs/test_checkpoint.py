@@ -144,7 +144,10 @@ FIRST = "encoder.layer.0.attention.self"
             rename_first("encoder"),
             "'encoder', which .* does not have; its attention",
         ),
-        (change_first(kind="os.system"), "is a 'os.system'; known are"),
+        (
+            change_first(kind="os.system"),
+            "cannot be built: filter must be .*'os.system'",
+        ),
         (arguments(K=1), "cannot be built: K must be"),
         (arguments(speed=9), "cannot be built: .*speed"),
         (arguments(num_heads=8), "for 8 heads, .* has 4"),

@@ -127,11 +127,11 @@ LAYERS_MUST_BE = "layers must be 'all', 'even', 'odd', 'lower', 'upper'"
         ({"filter": 3}, TypeError, "a function of the number of heads"),
         ({"filter": gfsa.Twicing, "K": 3}, ValueError, "K are arguments of GFSA"),
         ({"filter": lambda heads: nn.Linear(1, 1)}, TypeError, "must return a gfsa.GraphFilter"),
-        ({"filter": lambda heads: gfsa.Twicing(7)}, ValueError, "has 4 heads, .* a filter for 7"),
+        ({"filter": lambda heads: gfsa.Twicing(7)}, ValueError, "of 4 heads, .*; got 7 heads for"),
         (
             {"filter": functools.cache(gfsa.GFSA)},
             ValueError,
-            r"the same object for .*\.0\..* and .*\.1\..*: each layer has a filter of its own",
+            r"a new one in each call, .*; got the filter of .*\.0\..* for .*\.1\.",
         ),
         ({"preset": "best"}, ValueError, "preset must be 'paper' or None, got 'best'"),
         ({"dropout_after": "lunch"}, ValueError, "dropout_after must be 'attention' or 'filter'"),
@@ -200,7 +200,7 @@ def test_models_that_the_paper_has_no_settings_for() -> None:
     with pytest.raises(ValueError, match="the paper has no settings for LlamaForCausalLM"):
         gfsa.plug(ZOO["llama"].model("sdpa"), preset="paper")
     towers = nn.ModuleList([build_transformers("vit"), build_transformers("gpt2")])
-    with pytest.raises(ValueError, match=r"contains gpt2 and vit.*plug its parts"):
+    with pytest.raises(ValueError, match=r"got gpt2 and vit\..*plug the parts"):
         gfsa.plug(towers, preset="paper")
 
 

@@ -270,7 +270,7 @@ def test_heads_by_name_or_by_function():
         (TinyAttention(16, 4), SwapClass(FilteredTinyAttention, "heads"), "an nn.Module class"),
         (int, SwapClass(FilteredTinyAttention, "heads"), "an nn.Module class"),
         (TinyAttention, FilteredTinyAttention, "gfsa.plugs.Adapter"),
-        (torch.nn.Linear, SwapClass(FilteredTinyAttention, "heads"), "must be a subclass of it"),
+        (torch.nn.Linear, SwapClass(FilteredTinyAttention, "heads"), "expected a subclass of it"),
     ],
 )
 def test_invalid_arguments_are_refused(cls, adapter, message):

@@ -18,23 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from gfsa.filters import spec
 from gfsa.filters.depth import FirstValues
-from gfsa.filters.spec import (
-    KINDS,
-    as_number,
-    check_finite,
-    check_multiplier,
-    check_order,
-    check_shapes,
-    check_size,
-    is_ours,
-    is_same_filter,
-    kind_of,
-    per_head,
-    read_description,
-    shown,
-    write_description,
-)
 from gfsa.operators import Coefficients, DenseOperator, Operator
 from gfsa.operators.base import columns_of, own_share, runs_of, take_heads, value_of
 from gfsa.operators.call import DropoutPlace, check_dropout_place
@@ -95,8 +80,8 @@ class GraphFilter(nn.Module):
         lr_multiplier: float = 1.0,
     ) -> None:
         super().__init__()
-        check_shapes(num_heads, base, basis, theta)
-        check_multiplier(lr_multiplier)
+        spec.check_shapes(num_heads, base, basis, theta)
+        spec.check_multiplier(lr_multiplier)
         self.num_heads = num_heads
         self.lr_multiplier = float(lr_multiplier)
         basis = base.new_zeros(0, base.shape[-1]) if basis is None else basis
@@ -110,7 +95,7 @@ class GraphFilter(nn.Module):
             self._exact_basis = basis.detach().double().cpu() * self.lr_multiplier
             self._exact_share: Tensor | None = None
             self._start = theta.detach().double().cpu().expand(num_heads, learned).clone()
-            check_finite(self._exact_base, self._exact_basis, self._start)
+            spec.check_finite(self._exact_base, self._exact_basis, self._start)
             basis = self._exact_basis
             is_square = basis.shape[0] == basis.shape[1]
             self.basis_is_diagonal = is_square and torch.equal(basis, basis.diagonal().diag())
@@ -130,8 +115,8 @@ class GraphFilter(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # an engine's subclass may go under the name of one of ours
-        if is_ours(cls):
-            KINDS.setdefault(cls.__name__, cls)
+        if spec.is_ours(cls):
+            spec.KINDS.setdefault(cls.__name__, cls)
 
     def coefficients(self) -> Tensor:
         """``(heads, degree+1)``, lowest power first, differentiable in θ.
@@ -168,7 +153,7 @@ class GraphFilter(nn.Module):
         self._refuse_term("an exclusive", self._exact_share is not None)
         if self.has_depth:
             raise ValueError("exclude comes before add_depth: this filter has a depth term already")
-        self._exact_share = per_head("share", share, self.num_heads)
+        self._exact_share = spec.per_head("share", share, self.num_heads)
         self.learns_share = bool(learn)
         self._place_constants(self.base.device, self.base.dtype)
         if learn:
@@ -329,7 +314,7 @@ class GraphFilter(nn.Module):
 
     def describe(self) -> dict[str, Any]:
         """What this filter is, as plain data."""
-        description: dict[str, Any] = {"kind": kind_of(type(self)), "arguments": self.config()}
+        description: dict[str, Any] = {"kind": spec.kind_of(type(self)), "arguments": self.config()}
         description["dropout_after"] = self.dropout_after
         if self._exact_share is not None and "share" not in description["arguments"]:
             description["exclusive"] = self._describe_share()
@@ -340,17 +325,17 @@ class GraphFilter(nn.Module):
     def _describe_share(self) -> dict[str, Any]:
         """The arguments of :meth:`exclude`."""
         assert self._exact_share is not None
-        return {"share": as_number(self._exact_share), "learn": self.learns_share}
+        return {"share": spec.as_number(self._exact_share), "learn": self.learns_share}
 
     def get_extra_state(self) -> Tensor:
-        return write_description(self.describe())
+        return spec.write_description(self.describe())
 
     def set_extra_state(self, state: Tensor) -> None:
-        saved, own = read_description(state), self.describe()
-        if not self.heads_are_sharded and not is_same_filter(saved, own):
+        saved, own = spec.read_description(state), self.describe()
+        if not self.heads_are_sharded and not spec.is_same_filter(saved, own):
             raise ValueError(
-                f"the checkpoint has a filter {shown(saved)}, this one is {shown(own)}; plug the "
-                "model as it was plugged"
+                f"the checkpoint has a filter {spec.shown(saved)}, this one is {spec.shown(own)}; "
+                "plug the model as it was plugged"
             )
         self.dropout_after = check_dropout_place(saved.get("dropout_after", "attention"))
         # torch calls this after it has loaded θ
@@ -444,7 +429,7 @@ class Polynomial(GraphFilter):
     """
 
     def __init__(self, num_heads: int, degree: int = 2, lr_multiplier: float = 1.0) -> None:
-        check_order("degree", degree, least=0)
+        spec.check_order("degree", degree, least=0)
         # without a power of A there is no ordinary attention: it starts as the identity
         base = monomial(min(1, degree), degree)
         basis = torch.eye(degree + 1, dtype=torch.float64, device="cpu")
@@ -494,7 +479,7 @@ class PartialPolynomial(Polynomial):
     ) -> None:
         super().__init__(num_heads, degree, lr_multiplier)
         # the basis of a pruned filter differs from head to head
-        check_size(num_heads, degree + 1, degree + 1)
+        spec.check_size(num_heads, degree + 1, degree + 1)
         self.high = list(high)
         if not all(type(head) is int for head in self.high):
             raise TypeError(f"high must be a list of heads, numbers from 0, got {high!r:.80}")
@@ -553,7 +538,6 @@ def _warn_of_half(theta: Tensor | None) -> None:
     if theta is not None and theta.requires_grad and theta.element_size() < 4:
         warnings.warn(
             f"filters were cast to {theta.dtype}, in which small steps of their numbers are lost "
-            "unless the optimizer keeps float32 copies. Cast the model first and plug it then: "
-            "filters stay in float32",
+            "unless the optimizer keeps float32 copies: cast the model first, then plug it",
             stacklevel=2,
         )

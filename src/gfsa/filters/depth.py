@@ -82,10 +82,9 @@ class FirstValues:
         if first is None:
             raise ValueError(
                 "the depth term needs the values of the first filtered layer, which has not run in "
-                "this forward and thread: call the model itself, not its layers; for another entry "
-                "point (forward_intermediates, encode) plug a wrapper whose forward calls it. "
-                "LayerDrop, pipeline stages and checkpointing around compiled layers need plug "
-                "without depth=True"
+                "this forward and thread: call the model itself, or plug a wrapper whose forward "
+                "calls another entry point. LayerDrop, pipeline stages and checkpointing around "
+                "compiled layers need plug without depth=True"
             )
         if first.shape != v.shape:
             raise ValueError(
@@ -132,8 +131,7 @@ class FirstValues:
             raise ValueError(
                 "the depth term cannot be recomputed by gradient checkpointing here: expected one "
                 f"forward with these values that waits for its backward pass, but {waiting}. Pass "
-                "use_reentrant=False (reentrant checkpointing would lose the gradient of the first "
-                "layer's values), and call backward after each forward"
+                "use_reentrant=False, and call backward after each forward"
             )
         return fitting[0]
 

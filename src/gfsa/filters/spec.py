@@ -51,8 +51,8 @@ def is_ours(cls: type) -> bool:
     return cls.__module__.startswith("gfsa.filters.")
 
 
-def kind_named(name: str) -> type[GraphFilter]:
-    """The filter class that a configuration names."""
+def kind_named(name: Any) -> type[GraphFilter]:
+    """The filter class that a configuration or a description names."""
     if name not in KINDS:
         raise ValueError(f"filter must be one of {', '.join(sorted(KINDS))}; got {name!r:.80}")
     return KINDS[name]
@@ -112,14 +112,8 @@ def build(
 
     ``name`` is that of the layer, which has ``heads``; ``source`` is where the description is from.
     """
-    kind, arguments = entry.get("kind"), entry.get("arguments")
-    if not isinstance(kind, str) or kind not in KINDS or not isinstance(arguments, dict):
-        raise ValueError(
-            f"{source}: the filter of {name} is a {kind!r:.80}; known are "
-            f"{', '.join(sorted(KINDS))}, with their arguments as a JSON object. If a newer gfsa "
-            "wrote it, install that version"
-        )
-    described = arguments.get("num_heads")
+    arguments = entry.get("arguments")
+    described = arguments.get("num_heads") if isinstance(arguments, dict) else None
     if type(described) is not int or described != heads:
         raise ValueError(
             f"{source} has a filter for {described!r:.40} heads, {name} has {heads}; load it into "
@@ -128,7 +122,7 @@ def build(
     try:
         # on the host and trainable, wherever load is called
         with torch.device("cpu"), torch.inference_mode(False):
-            built = KINDS[kind](**arguments)
+            built = kind_named(entry.get("kind"))(**entry["arguments"])
             if entry.get("exclusive") is not None:
                 built.exclude(**entry["exclusive"])
             if entry.get("depth"):
@@ -136,13 +130,14 @@ def build(
         # files of older versions may not contain it
         built.dropout_after = check_dropout_place(entry.get("dropout_after", "attention"))
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        message = f"{source}: the filter of {name} cannot be built: {error!s:.300}"
-        raise ValueError(message) from error
+        raise ValueError(
+            f"{source}: the filter of {name} cannot be built: {error!s:.300}. If a newer gfsa "
+            "wrote it, install that version"
+        ) from error
     if built.degree > max_degree:
         raise ValueError(
-            f"{source}: the filter of {name} has degree {built.degree}, which needs as many "
-            f"attention passes; more than {max_degree} is refused. If you trust the file, pass "
-            f"max_degree={built.degree}"
+            f"{source}: the filter of {name} has degree {built.degree}, an attention pass each; "
+            f"more than {max_degree} is refused. If you trust it, pass max_degree={built.degree}"
         )
     return built
 
@@ -197,28 +192,26 @@ def check_number(
 def check_shapes(num_heads: int, base: Any, basis: Any, theta: Any) -> None:
     """Refuse tensors of a subclass that do not fit together, or are larger than any model needs."""
     check_heads(num_heads)
-    for name, given in {"base": base, "basis": basis, "theta": theta}.items():
-        if not isinstance(given, Tensor) and (name == "base" or given is not None):
+    given = {"base": base, "basis": basis, "theta": theta}
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor) and (name == "base" or tensor is not None):
             raise TypeError(
-                f"the {name} of a filter must be a tensor, got {type(given).__name__}; "
+                f"the {name} of a filter must be a tensor, got {type(tensor).__name__}; "
                 "torch.tensor(...) makes one of a list"
             )
-    *rows, powers = base.shape or (0,)
-    if tuple(rows) not in ((), (1,), (num_heads,)) or not powers:
+    shapes = {name: tuple(tensor.shape) for name, tensor in given.items() if tensor is not None}
+    *rows, powers = shapes["base"] or (0,)
+    learned, *_ = shapes.get("basis") or (0,)
+    if (
+        rows not in ([], [1], [num_heads])
+        or not powers
+        or shapes.get("basis", (learned, powers)) != (learned, powers)
+        or shapes.get("theta", (learned,)) not in ((learned,), (1, learned), (num_heads, learned))
+    ):
         raise ValueError(
-            "the base of a filter must be (degree+1,) or (heads, degree+1), lowest power first, "
-            f"with {num_heads} heads here; got {tuple(base.shape)}"
-        )
-    if basis is not None and (basis.dim() != 2 or basis.shape[-1] != powers):
-        raise ValueError(
-            "the basis of a filter must be (L, degree+1), a polynomial for each of its L learned "
-            f"numbers, with {powers} coefficients as its base has; got {tuple(basis.shape)}"
-        )
-    learned = 0 if basis is None else len(basis)
-    if theta is not None and theta.shape not in ((learned,), (1, learned), (num_heads, learned)):
-        raise ValueError(
-            f"the theta of a filter must be (L,) or (heads, L), here {(learned,)} or "
-            f"{(num_heads, learned)}; got {tuple(theta.shape)}"
+            f"a filter for {num_heads} heads takes a base (degree+1,) or ({num_heads}, degree+1), "
+            "lowest power first, a basis (L, degree+1), a polynomial for each of its L learned "
+            f"numbers, and a theta (L,) or ({num_heads}, L); got the shapes {shapes}"
         )
     check_size(num_heads, 1, powers)
 

@@ -147,22 +147,13 @@ class SwapClass(Adapter):
                 "heads; name the right one in SwapClass(heads=…), or pass a function of the module"
             )
         if not issubclass(self.filtered, type(module)):
-            return self._refusal_of_subclass(type(module))
-        return self._refuses(name, module) if self._refuses else None
-
-    def _refusal_of_subclass(self, cls: type[nn.Module]) -> str:
-        """Why this class cannot be swapped for the filtered one, which does not inherit from it."""
-        filtered = self.filtered.__name__
-        if any(getattr(base, "forward", None) is cls.forward for base in self.filtered.__mro__[1:]):
+            own, filtered = type(module).__name__, self.filtered.__name__
             return (
-                f"{cls.__name__} is a subclass that {filtered} does not inherit from, so what it "
-                "changes would be lost; register an adapter for it, with a class "
-                f"Filtered{cls.__name__}({filtered}, {cls.__name__})"
+                f"{own} is a subclass that {filtered} does not inherit from, so what it changes "
+                f"would be lost; register an adapter for it, with a class "
+                f"Filtered{own}({filtered}, {own}), whose forward has to do what that of {own} does"
             )
-        return (
-            f"{cls.__name__} is a subclass with a forward of its own that {filtered} does not "
-            "know; register an adapter for it"
-        )
+        return self._refuses(name, module) if self._refuses else None
 
     def install(self, module: nn.Module) -> None:
         module.__dict__[CLASS] = type(module)
@@ -195,7 +186,7 @@ def has_bound_forward(module: nn.Module) -> bool:
 def names_in_forward(cls: Any) -> str:
     """The names that the forward of a class looks up (attributes, methods, functions), sorted.
 
-    An adapter that repeats a library's forward keeps the names it was written for. If the installed
-    version looks up other names, the module is traced instead, so that nothing new is left out.
+    An adapter that repeats a library's forward keeps the names it was written for. Where the
+    installed version looks up others, the module is traced, so that nothing new is left out.
     """
     return " ".join(sorted(cls.forward.__code__.co_names))

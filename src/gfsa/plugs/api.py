@@ -16,7 +16,7 @@ from gfsa.operators.call import DropoutPlace, check_dropout_place
 from gfsa.plugs.checks.trial import UNREACHED, try_forward
 from gfsa.plugs.distributed import refuse_distributed
 from gfsa.plugs.install import install, stacks_of, uninstall
-from gfsa.plugs.registry import Unknown, example_inputs, is_traced_after_trial
+from gfsa.plugs.registry import Unknown, example_inputs
 from gfsa.plugs.sites import (
     NOT_SELECTED,
     ROOT,
@@ -33,6 +33,7 @@ from gfsa.plugs.sites import (
     select_layers,
     sites,
 )
+from gfsa.plugs.tracing.adapter import UNKNOWN
 from gfsa.plugs.tracing.candidates import token_mixers
 from gfsa.plugs.transaction import CHANGING
 
@@ -75,22 +76,21 @@ def plug(
     .. math:: A\,v \;\to\; (w_0 I + w_1 A + w_K (A + (K-1)(A^2 - A)))\,v
 
     The outputs do not change until a filter learns, or starts from other values than the
-    defaults. The filters are ordinary child modules called ``gfsa``: they train, move, save and
-    print with the model.
+    defaults. The filters are child modules called ``gfsa``, which train, move and save with the
+    model.
 
     Args:
-        model: any model with attention that an adapter knows; compiled models and models in
-            ``nn.DataParallel`` are accepted. Plug before DistributedDataParallel or fully_shard:
-            they synchronise only the parameters that a model has when they wrap it.
+        model: any model with attention that an adapter knows, compiled or in ``nn.DataParallel``
+            too. Plug before DistributedDataParallel or fully_shard, which synchronise only the
+            parameters that they find.
         K, learn, w0, w1, wK, power, lr_multiplier: as in :class:`gfsa.GFSA`, with its defaults
             (K = 3, all three learned, ordinary attention to begin with).
         degree: 1 is another way to write ``K=None``, one pass; 2 is the default.
         layers: ``"all"``, ``"even"``, ``"odd"``, ``"lower"`` or ``"upper"`` (half), numbers as in
             the report (counted from 1 over the self-attention layers that can be plugged), names,
             patterns such as ``"encoder.*"``, or a predicate ``(name, module) -> bool``.
-        filter: another filter, as a function of the number of heads, e.g. ``gfsa.Twicing`` or
-            ``lambda heads: gfsa.Polynomial(heads, degree=4)``; it returns a new one for each layer.
-            Passing an argument of GFSA beside it is an error.
+        filter: another filter than GFSA, as a function of the number of heads: ``gfsa.Twicing`` or
+            ``lambda heads: gfsa.Polynomial(heads, degree=4)``.
         dropout_after: where the layer's attention dropout acts: ``"attention"`` (default) drops
             entries of A once, before its powers; ``"filter"`` drops entries of H, which builds
             the n×n map while training.
@@ -102,28 +102,23 @@ def plug(
             if that works in a trial forward, on ``inputs`` or on images of the model's own size.
         dry_run: change nothing, only report.
         inputs: a batch (a tensor, a dict of keyword or a tuple of positional arguments) for a
-            trial forward, in evaluation mode without gradients. A layer is skipped, with the
-            reason, if it raises, does not call its filter, or returns another output than without
-            a filter although the filter is ordinary attention; so is one of a registered adapter
+            trial forward, in evaluation mode without gradients, which changes nothing. A layer is
+            skipped, with the reason, if it raises, does not call its filter, or returns another
+            output although the filter is ordinary attention; so is one of a registered adapter
             whose q and k are projected from different arguments. One that the batch does not reach
-            (a vision tower, say) keeps its filter, and the report says so. Buffers, random
-            generators, training modes and gradients are afterwards as before. ``layers`` counts
-            the layers before the trial.
-        depth: each layer but the first of its stack adds the first layer's values to its own
-            before it attends, :math:`V + r_h V^0` with r learned from 0, beside any filter (value
-            residual, arXiv 2410.17897).
+            keeps its filter, and the report says so. ``layers`` counts before the trial.
+        depth: each layer but the first adds the first layer's values to its own before it
+            attends, :math:`V + r_h V^0` with r learned from 0 (value residual, arXiv 2410.17897).
 
     Returns:
-        A report of what was plugged and what was skipped, with the reason. Token mixers that are
-        not attention (Mamba, gated delta networks, Fourier transforms …) are among the skipped.
+        A report of what was plugged and what was skipped, token mixers that are not attention
+        (Mamba, Fourier transforms …) among them, with the reason.
 
     Raises:
         TypeError: if ``model`` is not an ``nn.Module``, ``filter`` is not a function that returns a
             :class:`gfsa.GraphFilter`, or an argument is unknown.
-        ValueError: if nothing can be plugged, a layer is plugged already, the model is
-            distributed over processes already, or an argument is invalid.
-
-    Whatever is raised, by an adapter or by Ctrl-C too, the model is then unchanged.
+        ValueError: if nothing can be plugged, a layer is plugged or the model is distributed
+            already, or an argument is invalid. Whatever is raised, the model is unchanged.
 
     Examples:
         >>> report = gfsa.plug(model, K=3)
@@ -134,14 +129,11 @@ def plug(
     """
     check_model(model)
     for name in others:
-        advice = (
-            "learning rates belong to the optimizer: gfsa.parameter_groups(model, lr=…, "
-            "filter_lr=…), or gfsa.FilterRate for a Trainer; plug(lr_multiplier=…) needs neither"
-            if name in ("lr", "filter_lr", "learning_rate")
-            else "help(gfsa.plug) lists what it has; arguments of another filter go to filter=, "
-            "as in lambda heads: gfsa.Polynomial(heads, degree=4)"
+        raise TypeError(
+            f"plug has no argument {name!r}; see help(gfsa.plug). Those of another filter go to "
+            "filter=, as in lambda heads: gfsa.Polynomial(heads, degree=4), learning rates to "
+            "gfsa.parameter_groups or gfsa.FilterRate"
         )
-        raise TypeError(f"plug has no argument {name!r}; {advice}")
     arguments: dict[str, Any] = {
         "K": K,
         "learn": learn,
@@ -166,9 +158,7 @@ def plug(
                 "others pass filter=lambda heads: gfsa.Polynomial(heads, degree=…)"
             )
         given["K"] = None if degree == 1 else given.get("K", 3)
-    place: DropoutPlace = given.pop("dropout_after", "attention")
-    if place != "attention":
-        check_dropout_place(place)
+    place = check_dropout_place(given.pop("dropout_after", "attention"))
     if unknown not in get_args(Unknown):
         raise ValueError(f"unknown must be one of {get_args(Unknown)}, got {unknown!r}")
     attempt = functools.partial(_tried, model, layers, _factory(filter, given), place)
@@ -241,23 +231,16 @@ def plan_filters(
         # on the host, and trainable, wherever plug is called; attach moves it to the layer's device
         with torch.device("cpu"), torch.inference_mode(False):
             new_filter = factory(site.num_heads)
+        expected = (
+            f"filter({site.num_heads}) must return a gfsa.GraphFilter of {site.num_heads} heads, a "
+            "new one in each call, as lambda heads: gfsa.GFSA(heads) does"
+        )
         if not isinstance(new_filter, GraphFilter):
-            raise TypeError(
-                f"filter({site.num_heads}) must return a gfsa.GraphFilter, got "
-                f"{type(new_filter).__name__}"
-            )
-        if new_filter.num_heads != site.num_heads:
-            raise ValueError(
-                f"{name} has {site.num_heads} heads, but filter({site.num_heads}) returned a "
-                f"filter for {new_filter.num_heads}; pass the number on, as lambda heads: "
-                "gfsa.GFSA(heads) does"
-            )
-        if id(new_filter) in taken:
-            raise ValueError(
-                f"filter({site.num_heads}) returned the same object for {taken[id(new_filter)]} "
-                f"and {name}: each layer has a filter of its own. Return a new one in each call, "
-                "as lambda heads: gfsa.GFSA(heads) does"
-            )
+            raise TypeError(f"{expected}; got {type(new_filter).__name__}")
+        if new_filter.num_heads != site.num_heads or id(new_filter) in taken:
+            other = taken.get(id(new_filter))
+            got = f"{new_filter.num_heads} heads" if other is None else f"the filter of {other}"
+            raise ValueError(f"{expected}; got {got} for {name}")
         taken[id(new_filter)] = name
         planned.append((site, new_filter))
     skipped = {n: site.refusal or NOT_SELECTED for n, site in found.items() if n not in selected}
@@ -274,7 +257,11 @@ def _planned(
     inputs: Any,
 ) -> tuple[Plan, PlugReport]:
     """The filters to install, and the report; modules of timm are traced if a trial succeeds."""
-    refused = {n for n, site in found.items() if is_traced_after_trial(site.adapter, site.module)}
+    refused = {
+        name
+        for name, site in found.items()
+        if site.adapter is UNKNOWN and type(site.module).__module__.startswith("timm.")
+    }
     traced = sites(model, "trace") if refused else {}
     tracing = {n: s for n, s in traced.items() if n in refused and s.refusal is None}
     batch = example_inputs(model) if tracing and inputs is None else inputs
@@ -331,8 +318,7 @@ def _add_depth(planned: Plan) -> None:
         if not others:
             raise ValueError(
                 f"depth=True adds the first layer's values in the layers above it, but {pattern} "
-                "has one filtered layer: plug without it, or choose layers with "
-                "plug(..., layers=...)"
+                "has one filtered layer: plug without it, or choose other layers with layers="
             )
         for name in others:
             filters[name].add_depth()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +49,17 @@ def push_to_hub(
         gfsa.push_to_hub(model, "user/name", results={"CoLA, Matthews correlation": 0.61})
         gfsa.load(another_model, "user/name")
 
-    The card has the backbone, every filter with its coefficients, the results, and the lines
-    that load the upload. A card that the repository has already stays as it is, except for the
-    section between gfsa's two comments, which is replaced or appended.
+    The card has the backbone, every filter with the means of its coefficients, the results, and
+    the line that loads the upload. Of a card that the repository has already, the section between
+    gfsa's two comments is replaced; without one, it is appended.
 
     Args:
         model: a plugged model.
         repository: ``"user/name"``; it is created if it does not exist.
-        weights: upload what ``model.save_pretrained`` writes, too: a whole transformers model,
-            which :func:`gfsa.from_pretrained` loads, or an adapter of peft, which
-            :func:`gfsa.load_peft` loads. The commit deletes weights of an earlier upload under
-            other file names, which would be loaded in place of these.
-        base_model: the backbone's name on the Hub, for the card; by default the name that the
-            model was loaded from, if it knows one.
+        weights: upload what ``model.save_pretrained`` writes, too: a whole transformers model for
+            :func:`gfsa.from_pretrained`, or an adapter of peft for :func:`gfsa.load_peft`. Weights
+            of an earlier upload under other file names are deleted.
+        base_model: the backbone's name on the Hub, for the card.
         results: metric → value, for the card.
         private: whether a new repository is private.
         revision: the branch to commit to.
@@ -76,9 +74,9 @@ def push_to_hub(
             valid, or ``weights=True`` cannot save the model's weights.
     """
     check_model(model)
-    _refuse(model, repository, weights, base_model, {} if results is None else results)
+    results = {} if results is None else results
+    _refuse(model, repository, weights, base_model, results)
     hub = hub_library("gfsa.push_to_hub")
-    backbone = base_model or base_model_of(model)
     place = json.dumps(repository)
     if revision is not None:
         # without it, what the main branch has would be loaded
@@ -89,16 +87,14 @@ def push_to_hub(
         stale = [OLD_DESCRIPTION]
         if not weights:
             save(model, folder)
-            what = "Filters for"
-            use = _code(f"gfsa.load(model, {place})  # the backbone, unplugged")
+            use = f"gfsa.load(model, {place})  # the backbone, unplugged"
         else:
-            model.save_pretrained(folder)  # type: ignore[operator]
             write_filters(model, folder)
+            model.save_pretrained(folder)  # type: ignore[operator]
             is_adapter = (folder / "adapter_config.json").is_file()
-            what = "An adapter with" if is_adapter else "A model with"
             use = _mark(model, folder, place, is_adapter)
             stale += () if is_adapter else _WEIGHTS
-        section = _section(model, what, use, backbone, results)
+        section = _section(model, use, results)
         api = hub.HfApi(token=token)
         api.create_repo(repository, private=private, exist_ok=True)
         if revision is not None:
@@ -109,7 +105,7 @@ def push_to_hub(
             text = text + section + "".join(others) if others else f"{text.rstrip()}\n\n{section}\n"
         except (hub.errors.EntryNotFoundError, hub.errors.RevisionNotFoundError):
             tags = ["gfsa", "graph-filter-self-attention"]
-            about = hub.ModelCardData(library_name="gfsa", tags=tags, base_model=backbone)
+            about = hub.ModelCardData(library_name="gfsa", tags=tags, base_model=base_model)
             title = repository.rpartition("/")[2]
             text = f"---\n{about.to_yaml()}\n---\n\n# {title}\n\n{section}\n"
         (folder / CARD).write_text(text, encoding="utf-8")
@@ -141,98 +137,52 @@ def _refuse(
         raise ValueError(
             f"base_model must be a name on the Hub, 'user/name' or 'name', got {base_model!r:.80}"
         )
-    kind = type(model).__name__
-    if not filters_of(model):
-        raise ValueError(f"{kind} has no filters to upload; gfsa.plug(model) first")
     if any(is_sharded(site) for site in plugged_sites(model).values()):
         raise ValueError(
             "the filters are sharded over processes: gfsa.save them on every process, gfsa.load "
             "them into a model that is not sharded, and upload from that"
         )
-    is_loaded_by_us = hasattr(model, "save_pretrained") and not is_of_diffusers(type(model))
-    if weights and not is_loaded_by_us:
+    if weights and (not hasattr(model, "save_pretrained") or is_of_diffusers(type(model))):
         raise ValueError(
             "weights=True is for models of transformers and adapters of peft, got a "
-            f"{kind}: pass weights=False, and upload the weights by their own library after "
-            "gfsa.unplug"
+            f"{type(model).__name__}: pass weights=False, and upload its weights by its own library"
         )
 
 
 def _mark(model: nn.Module, folder: Path, place: str, is_adapter: bool) -> str:
-    """Mark a whole model or an adapter as one with filters; returns how to load it."""
+    """Mark a whole model or an adapter as one with filters; returns the line that loads it."""
     if is_adapter:
         # peft warns about entries that it does not know
         file, key = folder / "adapter_config.json", PEFT_ENTRY
-        use = _code(f"model = gfsa.load_peft(base_model, {place})")
-        alone = (
-            "`PeftModel.from_pretrained` alone loads the adapter **without the filters** if the "
-            "base model is not plugged."
-        )
+        use = f"gfsa.load_peft(base_model, {place})"
     else:
         file, key = folder / "config.json", CONFIG_ENTRY
-        cls = type(model)
-        name = cls.__name__ if cls.__module__.startswith("transformers.") else "AutoModel"
-        imports = f"from transformers import {name}\n"
-        use = _code(f"model = gfsa.from_pretrained({name}, {place})", imports)
-        alone = (
-            f"`{name}.from_pretrained` alone loads the weights **without the filters**: it lists "
-            "them as UNEXPECTED in its load report."
-        )
+        use = f"gfsa.from_pretrained({type(model).__name__}, {place})"
     content = json.loads(file.read_text(encoding="utf-8"))
-    content[key] = {"layers": len(filters_of(model)), "gfsa": __version__}
+    content[key] = {"layers": len(plugged_sites(model)), "gfsa": __version__}
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return f"{use}\n\n{alone}"
+    return use
 
 
-def base_model_of(model: nn.Module) -> str | None:
-    """The name on the Hub that a model was loaded from, as far as it knows."""
-    pretrained = getattr(model, "pretrained_cfg", None)
-    known = [getattr(getattr(model, "config", None), "_name_or_path", None)]
-    known += [pretrained.get("hf_hub_id")] if isinstance(pretrained, Mapping) else []
-    names = (name for name in known if isinstance(name, str) and is_hub_name(name))
-    return next((name for name in names if not Path(name).exists()), None)
-
-
-def _section(
-    model: nn.Module,
-    what: str,
-    use: str,
-    backbone: str | None,
-    results: Mapping[str, float | str] | None,
-) -> str:
+def _section(model: nn.Module, use: str, results: Mapping[str, float | str]) -> str:
     """The part of the card that gfsa writes."""
-    filters = {canonical_name(model, name): f for name, f in filters_of(model).items()}
-    of = "" if backbone is None else f" (backbone: `{backbone}`)"
-    powers = range(1 + max((f.degree for f in filters.values() if f.is_polynomial), default=-1))
-    columns = [f"c{k}: mean (least … largest)" for k in powers]
-    rows: list[Sequence[Any]] = [("layer", "filter", *columns)]
-    for name, filter in filters.items():
-        entry = filter.describe()
-        settings = {**entry.pop("arguments"), **entry}
-        kind = settings.pop("kind")
-        shown = ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
-        c = filter.coefficients().detach().T if filter.is_polynomial else ()
-        ranges = [f"{x.mean():.4g} ({x.min():.4g} … {x.max():.4g})" for x in c]
-        ranges += [""] * (len(powers) - len(ranges))
-        rows.append((f"`{name}`", f"`{kind}` {shown}", *ranges))
+    filters = []
+    for name, filter in filters_of(model).items():
+        means = filter.coefficients().detach().mean(0)
+        shown = ", ".join(f"c{power} = {mean:.4g}" for power, mean in enumerate(means))
+        filters.append(f"- `{canonical_name(model, name)}`: `{filter}`, {shown}")
+    # a line break in an item would end it
+    items = [f"- {name}: {value}".replace("\n", " ") for name, value in results.items()]
     parts = [
         BEGIN,
-        f"{what} graph-filter self-attention in {counted(len(filters), 'layer')} of "
-        f"`{type(model).__name__}`{of}: each head applies a polynomial of its attention map, "
-        f"H = c0·I + c1·A + c2·A² + …, with learned coefficients. Written by gfsa {__version__}.",
-        *("## Use", use, "## Filters", _table(rows)),
-        *(("## Results", _table([("metric", "value"), *results.items()])) if results else ()),
+        f"Graph-filter self-attention in {counted(len(filters), 'layer')} of "
+        f"`{type(model).__name__}`: each head applies a polynomial of its attention map, "
+        f"H = c0·I + c1·A + c2·A² + … Written by gfsa {__version__}. `from_pretrained` of other "
+        "libraries loads weights **without the filters**.",
+        f"```python\n{use}\n```",
+        "## Filters, with the mean of their coefficients over the heads",
+        "\n".join(filters),
+        *(("## Results", "\n".join(items)) if items else ()),
         END,
     ]
     return "\n\n".join(parts)
-
-
-def _code(call: str, imports: str = "") -> str:
-    return f"```python\nimport gfsa\n{imports}\n{call}\n```"
-
-
-def _table(rows: Sequence[Sequence[Any]]) -> str:
-    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    # a line break or a bar in a cell would end it
-    shown = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in shown)

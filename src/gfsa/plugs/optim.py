@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gfsa.filters import GraphFilter
 from gfsa.filters.spec import check_number
 from gfsa.plugs.saving.identity import some_of
 from gfsa.plugs.sites import filters_of
@@ -35,9 +34,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer, in which the filters have a learning rate of their own.
 
-    A filter has a few numbers per head, which hardly change in a short run at the model's usual
-    learning rate. Frozen parameters are left out. In a comparison, tune the plain model too: its
-    gains may need a high learning rate as much as filters do. With ``gain_lr`` and without
+    At the model's usual learning rate filters hardly change in a short run. Frozen parameters are
+    left out. In a comparison, tune the plain model's gains too: with ``gain_lr`` and without
     ``filter_lr``, a model without filters is accepted.
 
     Args:
@@ -50,14 +48,10 @@ def parameter_groups(
         gain_lr: for what is not decayed, filters excepted: biases, gains of norms, temperatures;
             default: as ``lr``.
 
-    An optimizer for matrices alone (Muon) takes ``"weights"``, without embeddings, and another one
-    the rest. Do not choose parameters by ``p.ndim == 2``: the numbers of a filter have two
-    dimensions, ``(heads, learned numbers)``, and are not a matrix. The first step of a Muon that
-    has them warns.
-
     Returns:
         Up to three groups, named ``"weights"``, ``"biases"`` and ``"filters"``; empty ones are
-        left out.
+        left out. Muon takes ``"weights"``, without embeddings: the numbers of a filter have two
+        dimensions, and are not a matrix.
 
     Raises:
         ValueError: if the model has no filters (unless ``gain_lr`` alone is given), ``filter_lr``
@@ -79,16 +73,14 @@ def parameter_groups(
     of_filters = [] if is_plain else trained_parameters(model, filter_lr)
     known = {id(p) for p in of_filters}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
-    weights = [p for p in rest if p.dim() > 1]
-    biases = [p for p in rest if p.dim() <= 1]
-    groups: list[dict[str, Any]] = [
-        {"name": "weights", "params": weights, "lr": lr}
-        | ({} if weight_decay is None else {"weight_decay": weight_decay}),
-        {"name": "biases", "params": biases, "lr": lr if gain_lr is None else gain_lr}
-        | {"weight_decay": 0.0},
-        filter_group(of_filters, _default_rate(model, lr) if filter_lr is None else filter_lr),
-    ]
-    return [group for group in groups if group["params"]]
+    weights = _group("weights", [p for p in rest if p.dim() > 1], lr, weight_decay)
+    if weight_decay is None:
+        del weights["weight_decay"]
+    gain_lr = lr if gain_lr is None else gain_lr
+    biases = _group("biases", [p for p in rest if p.dim() <= 1], gain_lr)
+    filter_lr = _default_rate(model, lr) if filter_lr is None else filter_lr
+    filters = _group(FILTERS, of_filters, filter_lr)
+    return [group for group in (weights, biases, filters) if group["params"]]
 
 
 def _default_rate(model: nn.Module, lr: Any) -> Any:
@@ -102,9 +94,8 @@ def _default_rate(model: nn.Module, lr: Any) -> Any:
     return torch.full_like(lr, rate) if isinstance(lr, Tensor) else rate
 
 
-def filter_group(of_filters: list[nn.Parameter], lr: float) -> dict[str, Any]:
-    """The group of the filters: their own rate, no weight decay."""
-    return {"name": FILTERS, "params": of_filters, "lr": lr, "weight_decay": 0.0}
+def _group(name: str, params: list[nn.Parameter], lr: Any, decay: Any = 0.0) -> dict[str, Any]:
+    return {"name": name, "params": params, "lr": lr, "weight_decay": decay}
 
 
 def trained_parameters(model: nn.Module, filter_lr: float | None) -> list[nn.Parameter]:
@@ -144,11 +135,10 @@ class FilterRate:
         trainer = FilterTrainer(model, args, train_dataset=data, filter_lr=1e-2)
         trainer.train()
 
-    The trainer builds the optimizer that ``args`` ask for; then the filters are moved into a group
-    of their own, with ``filter_lr`` and no weight decay. The scheduler multiplies both rates, a
-    checkpoint resumes exactly, and ``filter_learning_rate`` is logged. This also holds where
-    ``Trainer`` accepts no ready optimizer: FSDP 2, and DeepSpeed with an optimizer from its config.
-    An optimizer that cannot have such a group is refused before the first step.
+    In the trainer's optimizer the filters get a group of their own, with no weight decay. The
+    scheduler multiplies both rates, and ``filter_learning_rate`` is logged. This also holds for
+    FSDP 2, and for DeepSpeed with an optimizer from its config. An optimizer that cannot have such
+    a group is refused before the first step.
 
     Args:
         *args, **kwargs: for the trainer.
@@ -233,9 +223,9 @@ def give_rate(optimizer: Any, model: nn.Module, filter_lr: float) -> None:
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in wanted]
     if stands_for_config:
-        optimizer.params = [*groups, filter_group(of_filters, filter_lr)]
+        optimizer.params = [*groups, _group(FILTERS, of_filters, filter_lr)]
     else:
-        optimizer.add_param_group(filter_group(of_filters, filter_lr))
+        optimizer.add_param_group(_group(FILTERS, of_filters, filter_lr))
 
 
 def refuse_scheduler_from_config(scheduler: Any) -> None:
@@ -243,10 +233,9 @@ def refuse_scheduler_from_config(scheduler: Any) -> None:
     # accelerate's stand-in for a scheduler that DeepSpeed builds from its config
     if type(scheduler).__name__ == "DummyScheduler" and scheduler.lr_scheduler_callable is None:
         raise ValueError(
-            "FilterRate: the DeepSpeed config has a `scheduler`, which takes all groups to one "
-            "rate (warmup_max_lr, cycle_max_lr), the filters too. Remove it from the config: "
-            "TrainingArguments(lr_scheduler_type=…, warmup_steps=…) schedules instead. "
-            f"Or: {_INSTEAD}"
+            "FilterRate: the `scheduler` of the DeepSpeed config takes all groups to one rate, the "
+            "filters too. Remove it from the config: TrainingArguments(lr_scheduler_type=…, "
+            f"warmup_steps=…) schedules instead. Or: {_INSTEAD}"
         )
 
 
@@ -275,35 +264,33 @@ def _listen() -> None:
     register_optimizer_step_pre_hook(_look_at)
 
 
-def _watched() -> list[nn.Module]:
-    # keyrefs is one operation: meanwhile another thread may plug a model
-    models = [reference() for reference in _WATCHED.keyrefs()]
-    return [model for model in models if model is not None]
-
-
 def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     kind = type(optimizer).__name__
-    if "Muon" in kind and optimizer not in _MUONS:
+    is_new_muon = "Muon" in kind and optimizer not in _MUONS
+    if is_new_muon:
         _MUONS.add(optimizer)
+    # keyrefs is one operation: meanwhile another thread may plug a model
+    for model in [reference() for reference in _WATCHED.keyrefs()]:
+        if model is None or (_WATCHED[model][0] == _STEPS and not is_new_muon):
+            continue
+        steps, before = _WATCHED[model]
+        learned = {p: n for n, f in filters_of(model).items() for p in f.parameters()}
         # some implementations have groups for AdamW, too
         matrices = _held_by(g for g in optimizer.param_groups if g.get("use_muon", True))
-        learned = [pair for model in _watched() for pair in _learned_by_filters(model).items()]
-        names = [name.rpartition(".")[0] for name, p in learned if id(p) in matrices]
+        names = {name for p, name in learned.items() if is_new_muon and id(p) in matrices}
         if names:
             warnings.warn(
-                f"{kind} has the filters {some_of(names)}, and orthogonalises their numbers, "
-                "(heads, learned numbers), as if they were a matrix: give it the other weights, "
-                "and the filters to AdamW (gfsa.parameter_groups(model, ...) has a group of each)",
+                f"{kind} has the filters {some_of(names)}, and orthogonalises their numbers "
+                "as if they were a matrix: give it the other weights, and the filters to AdamW "
+                "(gfsa.parameter_groups(model, ...) has a group of each)",
                 stacklevel=3,
             )
-    for model in _watched():
-        steps, before = _WATCHED[model]
         if steps == _STEPS:
             continue
         held = _held_by(optimizer.param_groups)
-        own = [p for p in _learned_by_filters(model).values() if p.requires_grad]
+        own = [p for p in learned if p.requires_grad]
         # an optimizer that moves filters need not be one of torch: versions show it
         versions = sum(p._version for p in own)
         if not own or held & {id(p) for p in own} or (steps and versions != before):
@@ -315,22 +302,12 @@ def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
             if steps + 1 == _STEPS:
                 warnings.warn(
                     f"in {_STEPS} training steps of {type(model).__name__} other weights have "
-                    "changed, but no filter has, although filters got gradients: the optimizer "
-                    "does not have their parameters. Build it after gfsa.plug, with "
-                    "gfsa.parameter_groups(model, ...) or model.parameters(); to keep the filters "
-                    "as they are, call requires_grad_(False) on them",
+                    "changed, but no filter has, although filters got gradients: build the "
+                    "optimizer after gfsa.plug, so that it has their parameters; to keep the "
+                    "filters as they are, call requires_grad_(False) on them",
                     stacklevel=3,
                 )
 
 
 def _held_by(groups: Iterable[dict[str, Any]]) -> set[int]:
     return {id(parameter) for group in groups for parameter in group["params"]}
-
-
-def _learned_by_filters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {
-        f"{name}.{own}": parameter
-        for name, filter in model.named_modules()
-        if isinstance(filter, GraphFilter)
-        for own, parameter in filter.named_parameters()
-    }

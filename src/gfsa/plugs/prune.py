@@ -78,14 +78,12 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
               \quad\Rightarrow\quad
               H_h = c_0 I + \Big(\sum_{k \ge 1} c_k\Big) A
 
-    The removed coefficients are added to :math:`c_1`, so a head's response to equal tokens stays
-    the same and its output changes by :math:`\sum_{k \ge 2} c_k (A^k - A) v`, at most twice the
+    The output of a head changes by :math:`\sum_{k \ge 2} c_k (A^k - A) v`, at most twice the
     tolerance times the largest value. A layer none of whose heads needs a second pass becomes a
     polynomial of degree 1, or is unplugged if that is ordinary attention within the tolerance.
 
-    The pruned filters are polynomials with new parameters (an optimiser built before still holds
-    the old ones): prune after training, and before the model is distributed
-    over processes. Saving and loading work as before.
+    The pruned filters are polynomials with new parameters, which an optimiser built before does not
+    hold: prune after training, and before the model is distributed over processes.
 
     Args:
         model: a plugged model.

@@ -1,19 +1,15 @@
 """The published code: its checkpoints become filters, its settings are a preset of plug.
 
-The published code writes the filter into copies of each framework, as
-
-    H = w0·I + A + λ·(A + (K−1)(A² − A))
-
-with one learned λ per head, called ``lamb`` (images, code), ``w_K`` (language, graphs) or ``beta``
-(speech). K is hard-coded where the parameter is ``lamb``, and an option elsewhere. That is
-``GFSA(K, learn=("wK",), w0=w0)``.
+It learns one λ per head, called ``lamb`` (images, code), ``w_K`` (language, graphs) or ``beta``
+(speech). K is hard-coded where the parameter is ``lamb``, and an option elsewhere.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -89,11 +85,10 @@ def convert(
         w0: the coefficient of I, an option of the language models; read from ``model.config.w_0``.
         weights: load the other weights into the model, too. With False, only filters are
             converted, for a model whose weights are loaded already.
-        by_order: match layers by their order instead of their names, for a backbone that names
-            its layers differently. Needs ``weights=False``.
-        strict: raise if the checkpoint has a filter, not zero, where none can be (the published
-            code filters the cross-attention of encoder-decoder models after padding its map with
-            zeros). With False such filters are left out, and the report names them.
+        by_order: match layers by their order instead of their names. Needs ``weights=False``.
+        strict: raise if the checkpoint has a filter, not zero, where none can be: the published
+            code filters cross-attention, too. With False such filters are left out, and the report
+            names them.
 
     Returns:
         A report as that of :func:`gfsa.plug`.
@@ -109,10 +104,9 @@ def convert(
         )
     if plugged_sites(model):
         raise ValueError(f"{type(model).__name__} is plugged already; gfsa.unplug(model) first")
-    parameter, filters, rest = read_checkpoint(state_dict)
+    parameter, filters, rest = _read(state_dict)
     K, w0 = _settings(model, parameter, K, w0)
-    found = sites(model, unknown="trace")
-    matched = match_by_order(filters, found) if by_order else match_by_name(model, filters, found)
+    matched = _matched(model, filters, by_order)
     planned: list[tuple[Site, GraphFilter]] = []
     left_out = {}
     for layer, site in matched.items():
@@ -121,8 +115,7 @@ def convert(
             if strict and bool(numbers.any()):
                 raise ValueError(
                     f"the checkpoint has a filter for {layer}, where none can be: {site.refusal}. "
-                    "strict=False leaves it out; the model then computes something else there than "
-                    "the published code"
+                    "strict=False leaves it out, which the published code does not"
                 )
             left_out[site.name] = f"left out, although the checkpoint has one: {site.refusal}"
             continue
@@ -130,8 +123,7 @@ def convert(
         if numbers.shape != (heads,) or not bool(numbers.isfinite().all()):
             raise ValueError(
                 f"{layer}.{parameter} must have one finite number for each of the {heads} heads of "
-                f"{site.name}, got {numbers.tolist()!s:.80}; build the model that was trained, or "
-                "take an earlier checkpoint"
+                f"{site.name}, got {numbers.tolist()!s:.80}; build the model that was trained"
             )
         with torch.device("cpu"), torch.inference_mode(False):
             filter = GFSA(heads, K=K, learn=("wK",), w0=w0, wK=numbers.tolist())
@@ -163,57 +155,39 @@ def _settings(
     elif K is None:
         # the default of the published configs is 0, for a run without filters
         K = getattr(config, "K", None) or None
-    if not isinstance(K, int) or isinstance(K, bool):
-        raise ValueError(
-            f"neither the parameter {parameter!r} of this checkpoint nor {type(model).__name__} "
-            "tells its K. Pass K= as in the command of the training run"
-        )
     if w0 is None:
         # an option of the language models alone
         is_option = parameter == "w_K" and "graphormer" not in backbones
         w0 = getattr(config, "w_0", None) if is_option else 0.0
-    if w0 is None:
+    if K is None or w0 is None:
         raise ValueError(
-            "w0 of this checkpoint is not known: the config of a published language model has it "
-            "as w_0. Pass w0= as in the command of the training run (--w_0, by default 0)"
+            f"expected K and w0 of the training run, got K={K} and w0={w0} from the parameter "
+            f"{parameter!r} and the config of {type(model).__name__} (config.K, config.w_0). Pass "
+            "K= and w0= as in the command of the run (--K, --w_0)"
         )
     return K, float(w0)
 
 
-def match_by_name(
-    model: nn.Module, layers: Iterable[str], found: Mapping[str, Site]
-) -> dict[str, Site]:
-    """The site of each layer of the checkpoint: of the same name, or of one that ends alike."""
-    names = {name: canonical_name(model, name) for name in found}
-    or_else = ", or match layers by their order (by_order=True, weights=False)"
-    matched: dict[str, str] = {}
-    for layer in layers:
-        wanted = canonical_name(model, layer)
-        name = layer_named(model, wanted, names, "the checkpoint", or_else)
-        if name in matched:
-            raise ValueError(
-                f"the checkpoint has 2 filters for {name}: {matched[name]} and {layer}; pass the "
-                "weights of one model (without averaged copies beside them)"
-            )
-        matched[name] = layer
-    return {layer: found[name] for name, layer in matched.items()}
-
-
-def match_by_order(layers: Collection[str], found: Mapping[str, Site]) -> dict[str, Site]:
-    """The sites that take a filter, in the model's order, for the layers in the checkpoint's."""
-    accepting = [site for site in found.values() if site.refusal is None]
-    if len(accepting) != len(layers):
+def _matched(model: nn.Module, layers: Collection[str], by_order: bool) -> dict[str, Site]:
+    """The site of each layer of the checkpoint: of the same name, or at the same place."""
+    found = sites(model, unknown="trace")
+    ordered = list(layers)
+    if by_order:
+        names = [name for name, site in found.items() if site.refusal is None]
+        # a file may sort 10 before 2: each stack in the order of its numbers
+        stacks = [pattern_of(layer) for layer in layers]
+        ordered.sort(key=lambda x: (stacks.index(pattern_of(x)), list(map(int, numbers_in(x)))))
+    else:
+        own = {name: canonical_name(model, name) for name in found}
+        wanted = [canonical_name(model, layer) for layer in layers]
+        names = [layer_named(model, layer, own, "the checkpoint") for layer in wanted]
+    if len(set(names)) != len(layers):
         raise ValueError(
-            f"the checkpoint has filters for {len(layers)} layers ({some_of(layers)}), the model "
-            f"has {len(accepting)} ({some_of(site.name for site in accepting)}): they cannot be "
-            "matched by order. Build the backbone that was trained"
+            f"expected one attention layer of {type(model).__name__} for each of the {len(layers)} "
+            f"filters in the checkpoint ({some_of(layers)}), got {len(set(names))} "
+            f"({some_of(set(names))}): build the model that was trained, and pass its weights alone"
         )
-    # a file may sort 10 before 2: each stack in the order of its numbers
-    stacks = [pattern_of(layer) for layer in layers]
-    ordered = sorted(
-        layers, key=lambda name: (stacks.index(pattern_of(name)), list(map(int, numbers_in(name))))
-    )
-    return dict(zip(ordered, accepting, strict=True))
+    return {layer: found[name] for layer, name in zip(ordered, names, strict=True)}
 
 
 # what training scripts put around the weights
@@ -225,41 +199,29 @@ _BUFFERS = re.compile(
 )
 
 
-def read_checkpoint(state_dict: Any) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+def _read(state_dict: Any) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
     """The parameter of a checkpoint, layer → one number per head, and all other weights."""
     tensors = _unwrapped(state_dict)
-    for parameter in _PARAMETERS:
-        numbers = {
-            key: value
-            for key, value in tensors.items()
-            if key.endswith(f".{parameter}")
-            # one number per head; some versions have axes of length 1 beside that of the heads
-            and value.dim()
-            and value.numel() == max(value.shape)
-            # a normalisation may call its bias beta; it has a gamma beside it
-            and f"{key.rpartition('.')[0]}.gamma" not in tensors
-        }
-        if numbers:
-            break
-    else:
+    found = [key for key in tensors if key.endswith((".lamb", ".w_K"))] or [
+        # a normalisation may call its bias beta; it has a gamma beside it
+        key
+        for key in tensors
+        if key.endswith(".beta") and f"{key.rpartition('.')[0]}.gamma" not in tensors
+    ]
+    parameters = {key.rpartition(".")[2] for key in found}
+    # some versions have axes of length 1 beside that of the heads
+    shapes = {key: tuple(tensors[key].shape) for key in found}
+    are_vectors = all(math.prod(shape) == max(shape, default=0) for shape in shapes.values())
+    if len(parameters) != 1 or not are_vectors:
+        kinds = {(key.rpartition(".")[2], shape): key for key, shape in shapes.items()}
+        shown = some_of(f"{key} of shape {shape}" for (_, shape), key in kinds.items())
         raise ValueError(
-            "the checkpoint has no filters: none of its tensors is called lamb, w_K or beta, as in "
-            f"the published code; it has {some_of(tensors)}. Load its weights with "
-            "model.load_state_dict, then gfsa.plug(model)"
+            "expected one vector called lamb, w_K or beta, a number per head, for each layer of "
+            f"the checkpoint, as in the published code; got {shown}. Remove what is not a filter; "
+            "weights without filters go into the model by model.load_state_dict"
         )
-    rest = {key: value for key, value in tensors.items() if key not in numbers}
-    # beta is the name of a bias, too
-    names = tuple({".lamb", ".w_K", f".{parameter}"} - {".beta"})
-    others = {key: tuple(value.shape) for key, value in rest.items() if key.endswith(names)}
-    if others:
-        shown = some_of(f"{key} of shape {shape}" for key, shape in others.items())
-        raise ValueError(
-            f"expected one vector {parameter!r}, a number per head, for each layer of the "
-            f"checkpoint, as in the published code; it also has {shown}. Remove what is not a "
-            "filter of this model"
-        )
-    layers = {key.rpartition(".")[0]: value.flatten() for key, value in numbers.items()}
-    return parameter, layers, rest
+    layers = {key.rpartition(".")[0]: tensors[key].flatten() for key in found}
+    return parameters.pop(), layers, {k: x for k, x in tensors.items() if k not in shapes}
 
 
 def _unwrapped(state_dict: Any) -> dict[str, Tensor]:
@@ -284,8 +246,7 @@ def _load_weights(model: nn.Module, rest: Mapping[str, Tensor]) -> None:
     if without_memory:
         raise ValueError(
             f"{some_of(without_memory)} of {type(model).__name__} are on the device meta and "
-            "cannot hold weights: build the model on a device, or call "
-            "model.to_empty(device=...) first"
+            "cannot hold weights: build the model on a device, or call model.to_empty(device=...)"
         )
     # timm knows how the names of its weights have changed
     module = sys.modules[type(model).__module__]
@@ -315,17 +276,14 @@ def preset_for(model: nn.Module, preset: str) -> dict[str, Any]:
     if preset != "paper":
         raise ValueError(f"preset must be 'paper' or None, got {preset!r}")
     backbones = backbones_of(model)
-    if not backbones:
+    settings = {_PAPER[backbone] for backbone in backbones}
+    if len(settings) != 1:
         raise ValueError(
-            f"the paper has no settings for {type(model).__name__}; it has settings for "
-            f"{', '.join(sorted(_PAPER))}. Pass K and learn instead"
+            f"the paper has no settings for {type(model).__name__}: expected one of "
+            f"{', '.join(sorted(_PAPER))}, got {' and '.join(sorted(backbones)) or 'none'}. "
+            "Pass K and learn instead, or plug the parts of the model one by one"
         )
-    (K, place), *others = {_PAPER[backbone] for backbone in backbones}
-    if others:
-        raise ValueError(
-            f"{type(model).__name__} contains {' and '.join(sorted(backbones))}, for which the "
-            "paper has different settings; plug its parts one by one"
-        )
+    ((K, place),) = settings
     # it learns wK alone, from zero
     return {"K": K, "learn": ("wK",), "dropout_after": place}
 

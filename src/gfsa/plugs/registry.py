@@ -41,9 +41,8 @@ def register_adapter(cls: type[nn.Module], adapter: Adapter) -> None:
         )
     if isinstance(adapter, SwapClass) and not issubclass(adapter.filtered, cls):
         raise TypeError(
-            f"SwapClass({adapter.filtered.__name__}) cannot serve {cls.__name__}: "
-            f"{adapter.filtered.__name__} must be a subclass of it, as in class "
-            f"{adapter.filtered.__name__}({cls.__name__})"
+            f"SwapClass({adapter.filtered.__name__}) cannot serve {cls.__name__}: expected a "
+            f"subclass of it, as in class {adapter.filtered.__name__}({cls.__name__})"
         )
     _registered[cls] = adapter
 
@@ -72,12 +71,6 @@ def find_adapter(module: nn.Module, unknown: Unknown = "refuse") -> Adapter | No
 
 OLDEST_TRANSFORMERS = (5, 15)
 """The oldest version of transformers whose models are plugged, as declared in pyproject.toml."""
-
-
-def is_traced_after_trial(adapter: Adapter, module: nn.Module) -> bool:
-    """Whether a refused module is traced if a trial forward shows that it works: timm's own."""
-    is_timm = type(module).__module__.startswith("timm.")
-    return is_timm and adapter is UNKNOWN and looks_like_attention(module)
 
 
 def example_inputs(model: nn.Module) -> Tensor | None:

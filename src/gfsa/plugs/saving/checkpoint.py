@@ -38,16 +38,14 @@ _TRACED = "traced"
 
 # with larger coefficients the outputs of a layer overflow in float16
 _LARGEST = 1e4
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def save(model: nn.Module, path: str | Path) -> None:
     """Write the model's filters, and nothing else of the model, into the folder ``path``.
 
-    A few kB: ``filters.safetensors`` holds the learned numbers and, in its header, the kind of each
-    filter, the layer it belongs to, and the class and shapes of that layer. Until the file is
-    complete on the disk, an earlier save in the folder stays as it is.
+    ``filters.safetensors`` holds the learned numbers and, in its header, what each filter is and
+    the class and shapes of its layer. Until it is complete on the disk, an earlier save stays.
 
     A backbone that was trained with the filters is not saved: save the whole model then
     (``torch.save(model.state_dict(), file)``, or ``model.save_pretrained(folder)``). If the model
@@ -79,8 +77,7 @@ def save(model: nn.Module, path: str | Path) -> None:
     if trainable:
         warnings.warn(
             f"gfsa.save wrote the filters alone; {some_of(trainable)} of {type(model).__name__} "
-            "can be trained, and are not saved. If you trained them, save the whole model too "
-            "(model.state_dict(), model.save_pretrained); if not, freeze them to silence this",
+            "can be trained, and are not saved: save the whole model too, or freeze them",
             stacklevel=2,
         )
 
@@ -95,24 +92,39 @@ def write_filters(model: nn.Module, path: str | Path) -> None:
         if kind not in spec.KINDS:
             raise ValueError(
                 f"the filter of {name or 'the model'} is a {kind}, which gfsa.load cannot build: "
-                f"it builds {', '.join(sorted(spec.KINDS))}. Save model.state_dict() instead, or, "
-                "if a polynomial that has learned is enough, replace each filter by filter.fold() "
-                "(docs/reference/filters.md)"
+                f"it builds {', '.join(sorted(spec.KINDS))}. Save model.state_dict() instead, or "
+                "replace each filter by its polynomial, filter.fold() (docs/reference/filters.md)"
             )
-    description = describe(model)
-    if len(description["filters"]) != len(plugged):
+    names = {name: canonical_name(model, name) for name in plugged}
+    if len(set(names.values())) != len(plugged):
         raise ValueError(
             f"{some_of(plugged)} have the same names without the prefixes of wrappers and task "
             "models; save the filters of each part on its own"
         )
     with gathered(p for site in plugged.values() for p in site.filter.parameters()):
         tensors = {
-            f"{canonical_name(model, name)}.{key}": _whole(value, f"{name}.{key}")
+            f"{names[name]}.{key}": _whole(value, f"{name}.{key}")
             for name, site in plugged.items()
             for key, value in numbers_of(site.filter).items()
         }
     if any(is_sharded(site) for site in plugged.values()) and torch.distributed.get_rank() != 0:
         return
+    description = {
+        "format": FORMAT,
+        "gfsa": __version__,
+        "model": type(model).__name__,
+        "filters": {
+            names[name]: {
+                **site.filter.describe(),
+                "backbone": fingerprint_of(site.module),
+                "weights": identity.weights_of(site.module),
+                # gfsa.load traces only layers that were traced when they were saved
+                _TRACED: isinstance(site.adapter, TracerAdapter),
+            }
+            for name, site in plugged.items()
+        },
+        "layers": identity.depths_of(model, names.values()),
+    }
     files.write(Path(path), description, tensors)
 
 
@@ -177,7 +189,7 @@ def load(
     """
     check_model(model)
     saved = Saved(str(path), *files.read(files.filter_folder(path, revision, token)))
-    restore(model, saved, other_versions=True, max_degree=max_degree)
+    restore(model, saved, max_degree=max_degree)
     found = sites(model)
     plugged = [(site, site.filter) for site in found.values() if site.is_plugged]
     skipped = {
@@ -188,39 +200,17 @@ def load(
     return report_of(plugged, skipped, found)
 
 
-def describe(model: nn.Module) -> dict[str, Any]:
-    """The filters of a model and their layers, as plain data."""
-    plugged = plugged_sites(model)
-    names = {name: canonical_name(model, name) for name in plugged}
-    return {
-        "format": FORMAT,
-        "gfsa": __version__,
-        "model": type(model).__name__,
-        "filters": {
-            names[name]: {
-                **site.filter.describe(),
-                "backbone": fingerprint_of(site.module),
-                "weights": identity.weights_of(site.module),
-                # gfsa.load traces only layers that were traced when they were saved
-                _TRACED: isinstance(site.adapter, TracerAdapter),
-            }
-            for name, site in plugged.items()
-        },
-        "layers": identity.depths_of(model, names.values()),
-    }
-
-
 class Saved(NamedTuple):
     """Filters from a file, which may have any content."""
 
     source: str
     """Where they are from, for messages."""
     description: Mapping[str, Any]
-    """What :func:`describe` returns."""
+    """What :func:`write_filters` puts into the header of the file."""
     tensors: Mapping[str, Tensor]
     """The numbers, by the name of the layer and of the filter's parameter."""
-    weights_of: Callable[[str], list[float] | None] = lambda layer: None
-    """Some weights of a layer in the file of a whole model, where they are not described."""
+    matrices_of: Callable[[str], Mapping[str, Tensor]] = lambda layer: {}
+    """The matrices of a layer in the file of a whole model, which does not describe them."""
 
 
 def saved_among(tensors: Mapping[str, Tensor], name_of: Callable[[str], str], source: str) -> Saved:
@@ -241,19 +231,13 @@ def saved_among(tensors: Mapping[str, Tensor], name_of: Callable[[str], str], so
 
 
 def restore(
-    model: nn.Module,
-    saved: Saved,
-    *,
-    other_versions: bool = False,
-    max_degree: int = MOST_DEGREE,
-    check_only: bool = False,
+    model: nn.Module, saved: Saved, *, max_degree: int = MOST_DEGREE, check_only: bool = False
 ) -> None:
     """Give ``model``, plugged in the same layers or not at all, the saved filters.
 
-    They are checked first, then put into the model all or nothing, unless ``check_only``. With
-    ``other_versions`` layers may have the names of another version of the model's library.
+    They are checked first, then put into the model all or nothing, unless ``check_only``.
     """
-    planned = _plan(model, saved, other_versions, max_degree)
+    planned = _plan(model, saved, max_degree)
     plugged, source = plugged_sites(model), saved.source
     if not check_only:
         refuse_sharded(plugged, "load filters")
@@ -285,19 +269,15 @@ def restore(
         notify_adapters(model, plugged.values())
 
 
-_Plan = list[tuple[str, Site, GraphFilter]]
-"""The name of a layer in the file, its site, and the filter without its numbers."""
-
-
-def _plan(model: nn.Module, saved: Saved, other_versions: bool, max_degree: int) -> _Plan:
-    """Find the site of every described filter, and rebuild the filters."""
+def _plan(model: nn.Module, saved: Saved, max_degree: int) -> list[tuple[str, Site, GraphFilter]]:
+    """The name of each layer in the file, its site, and the filter without its numbers."""
     entries, source, kind = _entries_of(saved), saved.source, type(model).__name__
     refusing, tracing = sites(model), sites(model, unknown="trace")
     names = {name: canonical_name(model, name) for name in tracing}
     # checkpoints of whole models and adapters do not say of which
     of = saved.description.get("model")
     what = f"{source} (of a {of!s:.80})" if of else source
-    planned: _Plan = []
+    planned: list[tuple[str, Site, GraphFilter]] = []
     misfits: dict[str, ValueError] = {}
 
     def rebuilt(layer: str, site: Site) -> GraphFilter:
@@ -326,8 +306,8 @@ def _plan(model: nn.Module, saved: Saved, other_versions: bool, max_degree: int)
     ]
     taken = {site.name for _, site, _ in planned}
     free = [s for s in refusing.values() if not s.refusal and s.name not in taken]
-    unknown = {layer: entries[layer] for layer in misfits if other_versions}
-    renamed = identity.renamed_layers(free, unknown, saved.weights_of)
+    unknown = {layer: entries[layer] for layer in misfits}
+    renamed = identity.renamed_layers(free, unknown, saved.matrices_of)
     for layer, misfit in misfits.items():
         if layer not in renamed:
             raise misfit
@@ -344,8 +324,7 @@ def _plan(model: nn.Module, saved: Saved, other_versions: bool, max_degree: int)
         warnings.warn(
             f"{source} was saved with another version of the library that {kind} "
             f"is from, in which {len(renamed)} of its layers have other names or parameters; "
-            f"their filters were loaded: {pairs}. gfsa.save writes the names of the installed "
-            "version",
+            f"their filters were loaded: {pairs}. Save them again",
             stacklevel=4,
         )
     else:
@@ -353,9 +332,8 @@ def _plan(model: nn.Module, saved: Saved, other_versions: bool, max_degree: int)
     if others:
         warnings.warn(
             f"the filters of {source} were saved with other weights than {some_of(others)} of "
-            f"{kind} {'has' if len(others) == 1 else 'have'}. Filters belong to "
-            "the weights they were trained with: if the backbone was trained with them, load that "
-            "backbone first",
+            f"{kind} {'has' if len(others) == 1 else 'have'}: if the backbone was trained with "
+            "them, load that backbone first",
             stacklevel=4,
         )
     return planned

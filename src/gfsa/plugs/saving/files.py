@@ -87,8 +87,6 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             )
         text = _read(file)
     description = _parse(text, file)
-    if not isinstance(description, dict):
-        raise damaged(file, TypeError(f"expected a JSON object, got {type(description).__name__}"))
     try:
         return description, load(content)
     # beside its own error, dtypes that torch does not have and shapes beyond its range
@@ -125,16 +123,19 @@ def _check_size(size: int, what: str) -> None:
 def _description_in(content: bytes, file: Path) -> str | None:
     """The text in the header of a safetensors file; None if it has none, as in older versions."""
     header = _parse(content[8 : 8 + int.from_bytes(content[:8], "little")], file)
-    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    metadata = header.get("__metadata__")
     text = metadata.get(_KEY) if isinstance(metadata, dict) else None
     return text if isinstance(text, str) else None
 
 
-def _parse(text: str | bytes, file: Path) -> Any:
+def _parse(text: str | bytes, file: Path) -> dict[str, Any]:
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
+        found = json.loads(text, object_pairs_hook=_unique_keys)
+        if not isinstance(found, dict):
+            raise TypeError(f"expected a JSON object, got {type(found).__name__}")
+    except (ValueError, TypeError, RecursionError) as error:
         raise damaged(file, error) from error
+    return found
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

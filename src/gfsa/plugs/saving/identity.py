@@ -42,18 +42,12 @@ def canonical_name(model: nn.Module, name: str) -> str:
     return name.removeprefix(f"{prefix}.") if prefix else name
 
 
-def layer_named(
-    model: nn.Module, layer: str, names: Mapping[str, str], source: str, or_else: str = ""
-) -> str:
+def layer_named(model: nn.Module, layer: str, names: Mapping[str, str], source: str) -> str:
     """The attention layer of ``model`` that a file calls ``layer``.
 
-    ``names`` are the attention layers and their canonical names. With ``or_else``, what else the
-    caller may do, it may also be a layer of which one name ends in the other.
+    ``names`` are the attention layers and their canonical names.
     """
     same = [name for name, own in names.items() if own == layer]
-    if or_else and not same:
-        pairs = ((name, f".{own}", f".{layer}") for name, own in names.items())
-        same = [name for name, own, end in pairs if own.endswith(end) or end.endswith(own)]
     if len(same) > 1:
         raise ValueError(
             f"{source} has a filter for {layer}, which {some_of(same)} can be; take the part of "
@@ -63,7 +57,7 @@ def layer_named(
         raise ValueError(
             f"{source} has a filter for the layer {layer!r:.80}, which {type(model).__name__} does "
             f"not have; its attention layers are {some_of(names)}. Build the model that "
-            f"{source} is of{or_else}"
+            f"{source} is of"
         )
     return same[0]
 
@@ -106,12 +100,6 @@ def weights_of(module: nn.Module) -> list[float] | None:
     return None if picked is None else [*chain.from_iterable(picked[:_PICKED])]
 
 
-def weights_among(tensors: Mapping[str, Tensor]) -> list[float]:
-    """The same of all matrices of a layer, from the file of a whole model."""
-    picked = _entries_of(tensors) or ()
-    return [*chain.from_iterable(entries for entries in picked if len(entries) == _PICKED)]
-
-
 def _entries_of(tensors: Mapping[str, Any]) -> list[list[float]] | None:
     """A few entries of each matrix, as :func:`weights_of` returns them."""
     for tensor in tensors.values():
@@ -135,11 +123,8 @@ def has_weights(module: nn.Module, saved: Any) -> bool:
     return saved is None or own is None or _are_close(saved, own)
 
 
-def _shares_weights(module: nn.Module, saved: Any) -> bool:
-    """Whether a layer certainly has one of the matrices that a file describes."""
-    if not isinstance(saved, list):
-        return False
-    groups = [saved[start : start + _PICKED] for start in range(0, len(saved), _PICKED)]
+def _shares_weights(module: nn.Module, groups: list[Any]) -> bool:
+    """Whether a layer certainly has one of the matrices of which these are entries."""
     return any(
         len(set(own)) == _PICKED and _are_close(group, own)
         for own in _entries_of(_own_parameters(module)) or ()
@@ -160,19 +145,24 @@ def _are_close(saved: Any, own: list[float]) -> bool:
 def renamed_layers(
     free: Iterable[Site],
     entries: Mapping[str, Mapping[str, Any]],
-    weights_in_file: Callable[[str], list[float] | None],
+    matrices_of: Callable[[str], Mapping[str, Tensor]],
 ) -> dict[str, Site]:
     """The layers that another version of the model's library named, or built, in another way.
 
     A saved layer is the one ``free`` layer with the same numbers in its name and with some of the
-    same weights. The file of a whole model has the weights themselves: ``weights_in_file`` reads
-    those of a layer. Returns the site of each saved layer for which it is certain.
+    same weights. The file of a whole model has the weights themselves: ``matrices_of`` reads those
+    of a layer. Returns the site of each saved layer for which it is certain.
     """
     chosen: dict[str, Site] = {}
     for saved, entry in entries.items():
-        weights = entry.get("weights") if "backbone" in entry else weights_in_file(saved)
+        if "backbone" in entry:
+            weights = entry.get("weights")
+            flat = weights if isinstance(weights, list) else []
+            groups = [flat[start : start + _PICKED] for start in range(0, len(flat), _PICKED)]
+        else:
+            groups = _entries_of(matrices_of(saved)) or []
         named = (site for site in free if numbers_in(site.name) == numbers_in(saved))
-        may_be = [site for site in named if _shares_weights(site.module, weights)]
+        may_be = [site for site in named if _shares_weights(site.module, groups)]
         if len(may_be) == 1:
             chosen[saved] = may_be[0]
     return chosen if len({site.name for site in chosen.values()}) == len(chosen) else {}

@@ -23,7 +23,7 @@ from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.saving import files
 from gfsa.plugs.saving.checkpoint import load, restore, saved_among
 from gfsa.plugs.saving.files import FILE, HUB_ARGUMENTS, filter_tensors, other_loader
-from gfsa.plugs.saving.identity import canonical_name, weights_among
+from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.sites import check_model, filters_of, plugged_sites, sites
 from gfsa.plugs.transaction import all_or_nothing
 
@@ -47,8 +47,6 @@ transformers keeps it as an attribute of the config, without a warning.
 
 PEFT_ENTRY = "filters_need_gfsa_load_peft"
 """An entry of ``adapter_config.json`` that peft does not know, and warns about by its name."""
-
-_ADAPTER = "adapter_model.safetensors"
 
 
 def from_pretrained(
@@ -87,8 +85,7 @@ def from_pretrained(
     if not hasattr(model_class, "from_pretrained") or is_of_diffusers(model_class):
         raise TypeError(
             f"model_class must be a class of transformers (AutoModelFor…), got {model_class!r:.80};"
-            " load a model of another library with its own from_pretrained, then the filters that "
-            "gfsa.save wrote with gfsa.load"
+            " for models of other libraries, gfsa.load loads what gfsa.save wrote"
         )
     name = getattr(model_class, "__name__", "model_class")
     # with these options the weights are of other files than the filters
@@ -109,16 +106,31 @@ def from_pretrained(
 
     try:
         with without_filters_in_load_report():
-            model = model_class.from_pretrained(path, **kwargs)
+            model: Any = model_class.from_pretrained(path, **kwargs)
     except SafetensorError as error:
         raise ValueError(
             f"the weights of {path} are damaged: {error!s:.200}; save or download them again"
         ) from error
-    if not restore_filters(model, path, _hub_arguments(kwargs), kwargs.get("variant"), max_degree):
+    checkpoint = files_of(path, _hub_arguments(kwargs), kwargs.get("variant"))
+    found = filter_tensors(checkpoint, str(path))
+    if not found:
         raise ValueError(
             f"{path} was not saved from a plugged model: it has no filters. Load it with "
             f"{name}.from_pretrained, then gfsa.plug or gfsa.load"
         )
+    layers = _layers_on_disk(model)
+
+    def name_of(layer: str) -> str:
+        return layers.get(canonical_name(model, layer), layer)
+
+    on_disk = {name_of(layer): layer for layer, _, _ in (k.rpartition(f".{CHILD}.") for k in found)}
+
+    saved = saved_among(found, name_of, str(path))._replace(
+        matrices_of=lambda layer: files.matrices_of(checkpoint, on_disk[layer])
+    )
+    restore(model, saved, max_degree=max_degree)
+    # it is true of the files, and would be saved again after gfsa.unplug
+    vars(model.config).pop(CONFIG_ENTRY, None)
     return model
 
 
@@ -130,40 +142,6 @@ def is_of_diffusers(model_class: Any) -> bool:
     """Whether a class is one of diffusers, which has ``from_pretrained``, too."""
     parents = getattr(model_class, "__mro__", ())
     return any(parent.__module__.partition(".")[0] == "diffusers" for parent in parents)
-
-
-def restore_filters(
-    model: Any,
-    path: str | Path,
-    hub: dict[str, Any],
-    variant: str | None = None,
-    max_degree: int = MOST_DEGREE,
-) -> bool:
-    """Plug the filters of a checkpoint of transformers into a model loaded from it without them.
-
-    ``hub`` are some of :data:`~gfsa.plugs.saving.files.HUB_ARGUMENTS`; ``variant`` is that of the
-    weights, as in ``model.fp16.safetensors``. Returns whether the checkpoint has filters.
-    """
-    checkpoint = files_of(path, hub, variant)
-    found = filter_tensors(checkpoint, str(path))
-    if not found:
-        return False
-    layers = _layers_on_disk(model)
-
-    def name_of(layer: str) -> str:
-        return layers.get(canonical_name(model, layer), layer)
-
-    saved = (key.rpartition(f".{CHILD}.")[0] for key in found)
-    on_disk = {name_of(layer): layer for layer in saved}
-
-    def weights_of(layer: str) -> list[float] | None:
-        return weights_among(files.matrices_of(checkpoint, on_disk[layer]))
-
-    filters = saved_among(found, name_of, str(path))._replace(weights_of=weights_of)
-    restore(model, filters, other_versions=True, max_degree=max_degree)
-    # it is true of the files, and would be saved again after gfsa.unplug
-    vars(model.config).pop(CONFIG_ENTRY, None)
-    return True
 
 
 def has_filters(path: str | Path) -> bool:
@@ -249,10 +227,9 @@ def load_peft(
         model = gfsa.load_peft(base, "adapter")         # the base, plugged or not
 
     A base model without filters is plugged with those of the adapter; with the adapter disabled
-    their learned numbers are zero, which is ordinary attention unless a filter has fixed numbers
-    as well (``w0=0.3`` with ``learn=("wK",)``, ``Twicing`` …). A base that has filters must have
-    the same ones. If the adapter itself has none, those that :func:`gfsa.save` wrote beside it are
-    loaded.
+    their learned numbers are zero, which is ordinary attention unless others are fixed. A base that
+    has filters must have the same ones. If the adapter itself has none, those that
+    :func:`gfsa.save` wrote beside it are loaded.
 
     Args:
         model: the base model.
@@ -265,9 +242,7 @@ def load_peft(
 
     Raises:
         ValueError: if ``model`` is a ``PeftModel`` already, the adapter has no filters, or they do
-            not fit the model.
-
-    Whatever is raised, the modules of the model are then as they were.
+            not fit the model. The modules of the model are then as they were.
     """
     check_model(model)
     try:
@@ -281,7 +256,7 @@ def load_peft(
             "already. Add another one with model.load_adapter(path, adapter_name=...)"
         )
     source = str(path)
-    found = filter_tensors([_file_of(path, _ADAPTER, kwargs)], source)
+    found = filter_tensors([_file_of(path, "adapter_model.safetensors", kwargs)], source)
     saved = saved_among(found, functools.partial(canonical_name, model), source)
     try:
         folder = None if found else _file_of(path, FILE, kwargs).parent

@@ -219,6 +219,15 @@ class TestCard:
             text = repository.files()["README.md"].decode()
             assert text == new.replace("SECTION", section)
 
+    def test_the_name_of_the_base_model(self, server: HubServer, tmp_path: Path) -> None:
+        for known, expected in (("gpt/two", "gpt/two"), (str(tmp_path), None), ("", None)):
+            model = plugged(gpt2())
+            model.config._name_or_path = known
+            gfsa.push_to_hub(model, "user/filters")
+            repository = server.repositories.pop("user/filters")
+            metadata = yaml.safe_load(repository.files()["README.md"].decode().split("---")[1])
+            assert metadata.get("base_model") == expected
+
 
 class TestWholeModel:
     def test_round_trip(self, server: HubServer) -> None:

@@ -180,7 +180,8 @@ def _matched(model: nn.Module, layers: Collection[str], by_order: bool) -> dict[
     else:
         own = {name: canonical_name(model, name) for name in found}
         wanted = [canonical_name(model, layer) for layer in layers]
-        names = [layer_named(model, layer, own, "the checkpoint") for layer in wanted]
+        or_else = ", or match layers by their order (by_order=True, weights=False)"
+        names = [layer_named(model, layer, own, "the checkpoint", or_else) for layer in wanted]
     if len(set(names)) != len(layers):
         raise ValueError(
             f"expected one attention layer of {type(model).__name__} for each of the {len(layers)} "

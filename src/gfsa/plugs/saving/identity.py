@@ -42,7 +42,9 @@ def canonical_name(model: nn.Module, name: str) -> str:
     return name.removeprefix(f"{prefix}.") if prefix else name
 
 
-def layer_named(model: nn.Module, layer: str, names: Mapping[str, str], source: str) -> str:
+def layer_named(
+    model: nn.Module, layer: str, names: Mapping[str, str], source: str, or_else: str = ""
+) -> str:
     """The attention layer of ``model`` that a file calls ``layer``.
 
     ``names`` are the attention layers and their canonical names.
@@ -57,7 +59,7 @@ def layer_named(model: nn.Module, layer: str, names: Mapping[str, str], source: 
         raise ValueError(
             f"{source} has a filter for the layer {layer!r:.80}, which {type(model).__name__} does "
             f"not have; its attention layers are {some_of(names)}. Build the model that "
-            f"{source} is of"
+            f"{source} is of{or_else}"
         )
     return same[0]
 

@@ -63,7 +63,6 @@ FRAMEWORK_MODULES = {
     "gfsa.lens.figures": {"matplotlib"},
     "gfsa.lens.callbacks.transformers": {"transformers"},
     "gfsa.adapters.diffusers": {"diffusers"},
-    "gfsa.adapters.litgpt": {"litgpt"},
     "gfsa.adapters.timm": {"timm"},
     "gfsa.adapters.transformers.adapter": {"transformers"},
     "gfsa.adapters.transformers.masks": {"transformers"},

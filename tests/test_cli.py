@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import gfsa
-from gfsa import cli, info
+from gfsa import cli, environment, info
 
 runner = CliRunner()
 
@@ -158,8 +158,8 @@ def test_prints_versions_devices_and_kernels():
 
 
 def test_absent_packages_and_kernels_that_cannot_run_are_named(monkeypatch):
-    monkeypatch.setattr(info, "PACKAGES", ("no-such-package",))
-    assert info.versions()["no-such-package"] is None
+    monkeypatch.setattr(environment, "PACKAGES", ("no-such-package",))
+    assert environment.versions()["no-such-package"] is None
     assert "absent" in runner.invoke(cli.build(), ["info"]).output
     found = {call: answer for call, answer in info.decisions().items() if call.startswith("cpu")}
     assert {answer.backend for answer in found.values()} == {"sdpa"}

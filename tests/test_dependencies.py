@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "adapters": CORE,
     "lens": {*CORE, "adapters"},
     "engines": {*CORE, "adapters"},
-    "titan": {*CORE, "engines"},
+    "titan": CORE,
     "environment": {"gfsa"},
     "gfsa": {*EVERYTHING, *OF_EXPERIMENTS} - {"environment"},
     "info": EVERYTHING,
@@ -53,7 +53,6 @@ MAY_IMPORT = {
 # modules that import a framework when they are imported; others import these inside functions
 FRAMEWORK_MODULES = {
     "gfsa.engines.megatron": {"megatron"},
-    "gfsa.engines.torchtitan": {"safetensors", "spmd_types", "torchtitan"},
     "gfsa.engines.vllm.attention": {"vllm"},
     "gfsa.engines.vllm.config": {"vllm"},
     "gfsa.engines.vllm.models": {"vllm"},
@@ -62,13 +61,12 @@ FRAMEWORK_MODULES = {
     "gfsa.tune": {"typer"},
     "gfsa.lens.figures": {"matplotlib"},
     "gfsa.adapters.diffusers": {"diffusers"},
-    "gfsa.adapters.litgpt": {"litgpt"},
     "gfsa.adapters.timm": {"timm"},
     "gfsa.adapters.transformers.adapter": {"transformers"},
     "gfsa.adapters.transformers.masks": {"transformers"},
     "gfsa.adapters.transformers.functions": {"transformers"},
     "gfsa.adapters.transformers.past": {"transformers"},
-    "gfsa.titan": {"torchtitan"},
+    "gfsa.titan": {"safetensors", "spmd_types", "torchtitan"},
 }
 
 # imports a module by its name because the name is an argument of the user, a public name (gfsa),

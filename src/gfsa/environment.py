@@ -12,6 +12,24 @@ import torch
 
 import gfsa
 
+PACKAGES = (
+    *("triton", "transformers", "timm", "torch-geometric"),
+    *("speechbrain", "peft", "accelerate"),
+)
+
+
+def versions() -> dict[str, str | None]:
+    """Name → version, None if absent; only torch is imported for this."""
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return {
+        "gfsa": gfsa.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA (torch's build)": torch.version.cuda,
+        "cuDNN": None if cudnn is None else str(cudnn),
+        **{name: version_of(name) for name in PACKAGES},
+    }
+
 
 def version_of(package: str) -> str | None:
     """The installed version of a distribution, or None; nothing is imported."""
@@ -21,20 +39,31 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def devices() -> dict[str, str | None]:
+    """Device → what it is."""
+    found: dict[str, str | None] = {"cpu": device_name(torch.device("cpu"))}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = (
+            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
+            f"compute capability {properties.major}.{properties.minor}"
+        )
+    if torch.backends.mps.is_available():
+        found["mps"] = "Apple GPU"
+    return found
+
+
 def device_name(device: torch.device) -> str:
+    """The name of a GPU; of a CPU its cores, and the threads that torch uses, too."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{cpu_name()}, {torch.get_num_threads()} threads"
-
-
-def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name} ({os.cpu_count()} cores)"
+    return f"{name} ({os.cpu_count()} cores), {torch.get_num_threads()} threads"
 
 
 def commit() -> str:

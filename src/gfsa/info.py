@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 
     from gfsa.kernels.routes import Decision
 
-PACKAGES = (
-    *("triton", "transformers", "timm", "torch-geometric"),
-    *("speechbrain", "peft", "accelerate"),
-)
-
 
 def info(
     model: Annotated[
@@ -55,6 +50,8 @@ def info(
                 "are for a model of its config without them"
             )
         return
+
+    from gfsa.environment import devices, versions
 
     console = Console()
     for title, lines in (("versions", versions()), ("devices", devices())):
@@ -121,44 +118,6 @@ def _from_config(config: Any, source: str) -> nn.Module:
             "folder"
         ) from error
     return model
-
-
-def versions() -> dict[str, str | None]:
-    """Name → version, None if absent; only torch is imported for this."""
-    import platform
-
-    import torch
-
-    import gfsa
-    from gfsa.environment import version_of
-
-    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    return {
-        "gfsa": gfsa.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "CUDA (torch's build)": torch.version.cuda,
-        "cuDNN": None if cudnn is None else str(cudnn),
-        **{name: version_of(name) for name in PACKAGES},
-    }
-
-
-def devices() -> dict[str, str | None]:
-    """Device → what it is."""
-    import torch
-
-    from gfsa.environment import device_name
-
-    found: dict[str, str | None] = {"cpu": device_name(torch.device("cpu"))}
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found[f"cuda:{index}"] = (
-            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
-            f"compute capability {properties.major}.{properties.minor}"
-        )
-    if torch.backends.mps.is_available():
-        found["mps"] = "Apple GPU"
-    return found
 
 
 def decisions() -> dict[str, Decision]:

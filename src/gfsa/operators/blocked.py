@@ -26,35 +26,22 @@ MOST_ENTRIES = 2**25
 
 def apply_described(call: AttentionCall, visible: Visibility, x: Tensor) -> Tensor:
     """``A·x`` for a call whose visibility torch's kernels can only take as a mask."""
-    q, k, scale = call.q, call.k, call.scale
-    in_blocks = call.reason_for_torch_alone() is None
-    if in_blocks and _needs_operator(visible, q, k, x, call.dropout_p):
+    if call.reason_for_torch_alone() is None and _needs_operator(call, visible, x):
         fields = (visible.keys, None, visible.causal, visible.window, visible.documents)
-        return attend_operator(q, k, x, scale, *fields)
-    return apply_by_rows(visible, q, k, x, call.dropout_p, scale, in_blocks)
+        return attend_operator(call.q, call.k, x, call.scale, *fields)
+    return apply_by_rows(call, visible, x)
 
 
-def apply_by_rows(
-    visible: Visibility,
-    q: Tensor,
-    k: Tensor,
-    x: Tensor,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-    in_blocks: bool = True,
-) -> Tensor:
-    """``A·x`` for queries and keys of the same tokens, ``(..., H, N, D)``.
-
-    Keys and values may have fewer heads. ``in_blocks=False`` writes the whole mask at once.
-    """
+def apply_by_rows(call: AttentionCall, visible: Visibility, x: Tensor) -> Tensor:
+    """``A·x``, the whole mask at once where it is small or torch's attention is replaced."""
     # torch's grouped-query kernels accept no mask
-    k, x = repeat_heads(k, q), repeat_heads(x, q)
-    length = q.shape[-2]
-    if not in_blocks or rows_at_once(visible, length) >= length:
+    q, k, x = call.q, repeat_heads(call.k, call.q), repeat_heads(x, call.q)
+    dropout_p, scale, length = call.dropout_p, call.scale, call.q.shape[-2]
+    if call.reason_for_torch_alone() or rows_at_once(visible, length) >= length:
         return _attend(q, k, x, visible.whole(length, q.device), dropout_p, scale)
 
     def of_block(q: Tensor, k: Tensor, x: Tensor, rows: slice, keys: slice) -> Tensor:
-        mask = visible.block(rows.start, rows.stop, keys.start, keys.stop, q.device)
+        mask = visible.block(rows, keys, q.device)
         return _attend(q[..., rows, :], k[..., keys, :], x[..., keys, :], mask, dropout_p, scale)
 
     blocks = blocks_of(visible, length)
@@ -125,21 +112,21 @@ def _is_differentiated(q: Tensor, k: Tensor, x: Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or x.requires_grad)
 
 
-def _needs_operator(visible: Visibility, q: Tensor, k: Tensor, x: Tensor, dropout_p: float) -> bool:
+def _needs_operator(call: AttentionCall, visible: Visibility, x: Tensor) -> bool:
     """Whether the graph that is compiled would otherwise have N² entries, or many blocks."""
+    q, length = call.q, call.q.shape[-2]
     if not torch.compiler.is_compiling() or is_exporting() or visible.pairs is not None:
         return False
     # dropped entries would have to be drawn again for the gradient; and a sharded tensor has no
     # rule for this operator
-    if dropout_p or type(q) not in PLAIN:
+    if call.dropout_p or type(q) not in PLAIN:
         return False
-    length = q.shape[-2]
     if rows_at_once(visible, length) < length:
         return True
     # one mask is kept for all layers, and saves each of them the second run for its gradient: worth
     # as much memory as one layer keeps for q, k, v and A·v
     masks = _masks_in(visible) * length * length
-    return _is_differentiated(q, k, x) and bool(masks > 4 * q.numel())
+    return _is_differentiated(q, call.k, x) and bool(masks > 4 * q.numel())
 
 
 _GIVEN = "Tensor q, Tensor k, Tensor x, float? scale"
@@ -153,7 +140,7 @@ _FIELDS = "Tensor? keys, Tensor? pairs, bool causal, SymInt? window, Tensor? doc
 def attend_operator(q: Tensor, k: Tensor, x: Tensor, scale: float | None, *fields: Any) -> Tensor:
     """:func:`apply_by_rows` as one operator, without dropout."""
     with no_autocast(q.device):
-        y = apply_by_rows(Visibility(*fields), q, k, x, scale=scale)
+        y = apply_by_rows(AttentionCall(q, k, scale=scale), Visibility(*fields), x)
     # the compiler is told this layout before anything has run
     return y.contiguous()
 
@@ -175,7 +162,7 @@ def attend_operator_backward(
     dk, dx = (torch.zeros(y.shape, dtype=precise, device=y.device) for y in (k, x))
     with no_autocast(q.device):
         for rows, keys in blocks_of(visible, q.shape[-2]):
-            mask = visible.block(rows.start, rows.stop, keys.start, keys.stop, q.device)
+            mask = visible.block(rows, keys, q.device)
 
             def attend(q: Tensor, k: Tensor, x: Tensor, mask: Tensor = mask) -> Tensor:
                 return _attend(q, k, x, mask, 0.0, scale)

@@ -108,26 +108,26 @@ class Visibility:
 
     def rows(self, start: int, stop: int, length: int, device: torch.device) -> Tensor:
         """True where queries ``start … stop`` see one of ``length`` keys; to be broadcast."""
-        return self.block(start, stop, 0, length, device)
+        return self.block(slice(start, stop), slice(0, length), device)
 
-    def block(self, start: int, stop: int, first: int, last: int, device: torch.device) -> Tensor:
-        """:meth:`rows` for the keys ``first … last`` alone: ``(..., H or 1, rows, keys)``."""
+    def block(self, rows: slice, keys: slice, device: torch.device) -> Tensor:
+        """:meth:`rows` for some keys alone: ``(..., H or 1, rows, keys)``."""
         if self.pairs is not None:
-            whole = self.pairs.expand(*self.pairs.shape[:-1], max(last, self.pairs.shape[-1]))
-            return whole[..., start:stop, first:last]
-        visible = torch.ones(1, last - first, dtype=torch.bool, device=device)
+            whole = self.pairs.expand(*self.pairs.shape[:-1], max(keys.stop, self.pairs.shape[-1]))
+            return whole[..., rows, keys]
+        visible = torch.ones(1, keys.stop - keys.start, dtype=torch.bool, device=device)
         if self.keys is not None:
-            visible = visible & self.keys[..., None, first:last]
+            visible = visible & self.keys[..., None, keys]
         if self.causal or self.window is not None:
-            key = torch.arange(first, last, device=device)
-            query = torch.arange(start, stop, device=device)[:, None]
+            key = torch.arange(keys.start, keys.stop, device=device)
+            query = torch.arange(rows.start, rows.stop, device=device)[:, None]
             if self.causal:
                 visible = visible & (key <= query)
             if self.window is not None:
                 visible = visible & (key > query - self.window) & (key < query + self.window)
         if self.documents is not None:
-            own = self.documents[..., start:stop, None]
-            visible = visible & (own == self.documents[..., None, first:last])
+            own = self.documents[..., rows, None]
+            visible = visible & (own == self.documents[..., None, keys])
         return visible
 
     def whole(self, length: int, device: torch.device) -> Tensor:

@@ -102,12 +102,13 @@ def _find_in_transformers(module: nn.Module) -> Adapter | None:
 # library → its adapter, which is imported when a model has a module of the library's own
 _OF_LIBRARY = {
     "diffusers": "gfsa.adapters.diffusers",
-    "litgpt": "gfsa.adapters.litgpt",
     "timm": "gfsa.adapters.timm",
 }
-# classes that the tests have traced; those of timm's ViT and Swin are for versions whose forward
-# the adapter does not know
+# classes that the tests have traced; that of timm's ViT for versions whose forward the adapter does
+# not know, and for layers that write their map out
 _TRACED = {
+    "litgpt.lora": ("CausalSelfAttention",),
+    "litgpt.model": ("CausalSelfAttention",),
     "speechbrain.nnet.attention": ("RelPosMHAXL", "RoPEMHA"),
     "timm.layers.attention": ("Attention", "AttentionRope"),
     "timm.models.beit": ("Attention",),

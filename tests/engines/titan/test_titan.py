@@ -28,7 +28,7 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter  # 
 from torchtitan.trainer import Trainer  # noqa: E402
 
 import gfsa.titan  # noqa: E402
-from gfsa.engines.torchtitan import add_filters  # noqa: E402
+from gfsa.titan import add_filters  # noqa: E402
 
 ADAPTERS = {"llama": Llama3StateDictAdapter, "qwen": Qwen3StateDictAdapter}
 

@@ -40,7 +40,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from gfsa.operators import Visibility
+from gfsa.operators import AttentionCall, Visibility
 from gfsa.operators.blocked import apply_by_rows, rows_at_once
 from gfsa.operators.call import TORCH_ATTENTION, is_exporting
 from gfsa.plugs.tracing.candidates import looks_like_attention, names_in_code
@@ -124,8 +124,9 @@ class DescribedMask:
             if mask.fits(query, key) and not kwargs.get("is_causal"):
                 tokens = query.shape[-2]
                 key, value = key[..., :tokens, :], value[..., :tokens, :]
-                options = kwargs.get("dropout_p", 0.0), kwargs.get("scale")
-                return apply_by_rows(mask.visible, query, key, value, *options)
+                dropout_p, scale = kwargs.get("dropout_p", 0.0), kwargs.get("scale")
+                call = AttentionCall(query, key, dropout_p=dropout_p, scale=scale)
+                return apply_by_rows(call, mask.visible, value)
         args, kwargs = tree_map(written_out, (args, kwargs))
         return function(*args, **kwargs)
 

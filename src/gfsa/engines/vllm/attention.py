@@ -136,8 +136,5 @@ class FilteredAttention(nn.Module):
 
     def _of_all_heads(self, x: Tensor) -> Tensor:
         """Repeat heads of keys or values for the queries of their group."""
-        tokens, groups = x.shape[0], self.num_heads // self.num_kv_heads
-        if groups == 1:
-            return x.reshape(tokens, -1)
-        x = x.reshape(tokens, self.num_kv_heads, 1, -1)
-        return x.expand(-1, -1, groups, -1).reshape(tokens, -1)
+        heads = x.unflatten(-1, (self.num_kv_heads, -1))
+        return heads.repeat_interleave(self.num_heads // self.num_kv_heads, 1).flatten(1)

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.transformers_utils import config as vllm_config
-from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
 from gfsa.filters.spec import EXTRA, KINDS, read_description
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.saving.files import filter_tensors
+from gfsa.plugs.saving.files import damaged, filter_tensors
 from gfsa.plugs.saving.pretrained import files_of
 
 logger = init_logger(f"vllm.{__name__}")
@@ -48,8 +46,13 @@ def install_parser() -> None:
         return
     # of the parser in place, which may be that of another plugin
     parser = type("ConfigParserWithFilters", (_LooksForFilters, current), {})
-    with _quiet():
+    log = logging.getLogger(vllm_config.__name__)
+    # vLLM would warn in each process that a parser is replaced
+    log.disabled, before = True, log.disabled
+    try:
         vllm_config.register_config_parser(_FORMAT)(parser)
+    finally:
+        log.disabled = before
 
 
 class _LooksForFilters:
@@ -112,23 +115,11 @@ def _architecture(config: Any, architectures: list[str], source: str) -> str:
             "of text (…ForCausalLM, GPT2LMHeadModel): filters need the powers of past tokens, "
             "which never change under a causal mask. Run this model with gfsa.from_pretrained"
         )
+    # vLLM's config and this module import each other, and the config has to be first
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
     experts = ModelArchConfigConvertorBase(config, text).get_num_experts()
     return TRANSFORMERS_MOE if experts else TRANSFORMERS
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without vLLM's warning that a parser is replaced, which would come for every model."""
-
-    def quiet(record: logging.LogRecord) -> bool:
-        return False
-
-    target = logging.getLogger(vllm_config.__name__)
-    target.addFilter(quiet)
-    try:
-        yield
-    finally:
-        target.removeFilter(quiet)
 
 
 def descriptions_in(
@@ -165,7 +156,7 @@ def _tensor_names(model: str | Path, hub: dict[str, Any]) -> Iterable[str]:
             weight_map = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
             return [str(name) for name in weight_map]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"{index} is damaged: {error!r:.200}") from error
+            raise damaged(index, error) from error
     weights = _located(model, SAFE_WEIGHTS_NAME, **hub, local_files_only=True)
     if weights is not None:
         with safe_open(weights, framework="pt") as checkpoint:

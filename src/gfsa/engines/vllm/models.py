@@ -7,7 +7,7 @@ have the names of those that they extend: vLLM recognises its Transformers backe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,15 +40,13 @@ class _Filtered:
         # prefix of an attention layer → the arguments that it was built with
         self.arguments: dict[str, dict[str, Any]] = {}
         super()._create_attention_instances(prefix)  # type: ignore[misc]
-        layers = {name for name, _ in self.attention_fusers.values()}
-        saved = _descriptions(self.config)
+        layers = {
+            name.removeprefix(f"{prefix}.").rpartition(".")[0]: arguments
+            for name, arguments in self.arguments.items()
+        }
+        saved = getattr(self.config, FILTERS)["filters"]
         descriptions = {self._layer_of(name): description for name, description in saved.items()}
-
-        def arguments_of(module: Any) -> dict[str, Any]:
-            arguments: dict[str, Any] = self.arguments[module.attn.layer_name]
-            return arguments
-
-        _put_filters(self, descriptions, layers, arguments_of, self.model_config.model)
+        _put_filters(self, descriptions, layers, self.model_config.model)
         self.arguments.clear()
 
     def _layer_of(self: Any, saved: str) -> str:
@@ -102,16 +100,7 @@ class GPT2LMHeadModel(gpt2.GPT2LMHeadModel):
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         layers = {
-            name for name, module in self.named_modules() if isinstance(module, gpt2.GPT2Attention)
-        }
-        # a GPT2Model that was saved without its head has no prefix
-        descriptions = {
-            f"transformer.{saved.removeprefix('transformer.')}": description
-            for saved, description in _descriptions(config).items()
-        }
-
-        def arguments_of(module: Any) -> dict[str, Any]:
-            return {
+            name: {
                 "num_heads": module.num_heads,
                 "head_size": module.head_dim,
                 "scale": module.scale,
@@ -119,8 +108,15 @@ class GPT2LMHeadModel(gpt2.GPT2LMHeadModel):
                 "quant_config": vllm_config.quant_config,
                 "prefix": module.attn.layer_name,
             }
-
-        _put_filters(self, descriptions, layers, arguments_of, vllm_config.model_config.model)
+            for name, module in self.named_modules()
+            if isinstance(module, gpt2.GPT2Attention)
+        }
+        # a GPT2Model that was saved without its head has no prefix
+        descriptions = {
+            f"transformer.{saved.removeprefix('transformer.')}": description
+            for saved, description in getattr(config, FILTERS)["filters"].items()
+        }
+        _put_filters(self, descriptions, layers, vllm_config.model_config.model)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         loaded: set[str] = super().load_weights(weights)
@@ -128,16 +124,10 @@ class GPT2LMHeadModel(gpt2.GPT2LMHeadModel):
         return loaded
 
 
-def _descriptions(config: Any) -> Mapping[str, Mapping[str, Any]]:
-    found: Mapping[str, Mapping[str, Any]] = getattr(config, FILTERS)["filters"]
-    return found
-
-
 def _put_filters(
     model: nn.Module,
     descriptions: Mapping[str, Mapping[str, Any]],
-    layers: Collection[str],
-    arguments_of: Callable[[Any], Mapping[str, Any]],
+    layers: Mapping[str, Mapping[str, Any]],
     source: str,
 ) -> None:
     """Let ``attn`` of each layer apply its filter, if the layer is in this process's model.
@@ -145,8 +135,7 @@ def _put_filters(
     Args:
         model: vLLM's model; under pipeline parallelism, the part of it that this process has.
         descriptions: of the filters, by layer in vLLM's model.
-        layers: the names of its attention modules.
-        arguments_of: the arguments that a module's attention layer was built with.
+        layers: the names of its attention modules, with the arguments of their attention layers.
         source: the checkpoint, for errors.
     """
     rank, processes = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
@@ -159,7 +148,7 @@ def _put_filters(
                 f"layer; it has {some_of(layers)}"
             )
         module: Any = model.get_submodule(layer)
-        arguments = arguments_of(module)
+        arguments = layers[layer]
         count = arguments["num_heads"]
         filter = build(description, count * processes, layer, source)
         # vLLM shards heads in order: the first process has the first ones

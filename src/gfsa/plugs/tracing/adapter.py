@@ -257,6 +257,12 @@ class KnownTracerAdapter(TracerAdapter):
     how = "tracer, known class"
     known = True
 
+    def num_heads(self, module: nn.Module) -> int:
+        # a module of litgpt has its number in its config
+        heads = heads_of(module, getattr(module, "config", None))
+        assert heads is not None
+        return heads
+
 
 TRACER = TracerAdapter()
 """The adapter that traces a class of attention: ``gfsa.register_adapter(MyAttention, TRACER)``."""

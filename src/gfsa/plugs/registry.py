@@ -104,8 +104,8 @@ _OF_LIBRARY = {
     "diffusers": "gfsa.adapters.diffusers",
     "timm": "gfsa.adapters.timm",
 }
-# classes that the tests have traced; that of timm's ViT for versions whose forward the adapter does
-# not know, and for layers that write their map out
+# classes that the tests have traced; those of timm's ViT and Swin are for versions whose forward
+# the adapter does not know
 _TRACED = {
     "litgpt.lora": ("CausalSelfAttention",),
     "litgpt.model": ("CausalSelfAttention",),

@@ -82,13 +82,11 @@ def run(problem: Problem, seed: int = 7) -> tuple[list[Tensor], list[Tensor]]:
     got = [out, *torch.autograd.grad(out, inputs, g)]
 
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    multiplier = None
+    operator = DenseOperator.from_qk(exact[0], exact[1], mask, problem.is_causal, scale)
     if drop:
         sizes = (problem.batch, problem.heads, problem.length)
-        multiplier = surviving(*sizes, seed, drop, problem.device).double() / (1 - drop)
-    operator = DenseOperator.from_qk(
-        exact[0], exact[1], mask, problem.is_causal, scale, multiplier=multiplier
-    )
+        kept = surviving(*sizes, seed, drop, problem.device)
+        operator = DenseOperator(operator.matrix * kept.double() / (1 - drop))
     out = operator.polynomial(exact[3], exact[2])
     expected = [out, *torch.autograd.grad(out, exact, g.double())]
     return [x.detach() for x in got], [x.detach() for x in expected]

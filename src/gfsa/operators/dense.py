@@ -62,17 +62,14 @@ class DenseOperator(Operator):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         scale: float | None = None,
-        multiplier: Tensor | None = None,
         dropout_p: float = 0.0,
         dropout_after: DropoutPlace = "attention",
     ) -> DenseOperator:
-        r"""``A = softmax(scale·q·kᵀ + mask) ∘ multiplier``.
+        r"""``A = softmax(scale·q·kᵀ + mask)``.
 
         Args:
             q, k, attn_mask, is_causal, scale: as in :func:`gfsa.graph_filter_attention`; k may
                 have fewer heads, which are then repeated.
-            multiplier: applied after the softmax, as Graph-ViT's Hadamard attention does with its
-                patch adjacency; the rows then no longer sum to one.
         """
         # the scores and their softmax are kept in float32 at least: every other operator is
         # measured against this one
@@ -86,10 +83,7 @@ class DenseOperator(Operator):
         if is_causal:
             allowed = torch.ones_like(scores, dtype=torch.bool).tril()
             scores = scores.masked_fill(~allowed, -math.inf)
-        matrix = _softmax(scores)
-        if multiplier is not None:
-            matrix = matrix * multiplier
-        return cls(matrix, dropout_p, dropout_after)
+        return cls(_softmax(scores), dropout_p, dropout_after)
 
     @classmethod
     def from_call(cls, call: AttentionCall) -> DenseOperator:

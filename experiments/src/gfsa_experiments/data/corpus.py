@@ -15,7 +15,6 @@ from gfsa_experiments.data import own
 from gfsa_experiments.data.tables import ENDINGS as TABLES
 from gfsa_experiments.data.tables import column_of, load_parts, open_table
 
-EXPECTED = "a file or folder of text, or hub:ID"
 SHARE = 0.05
 """The share of the text that ``valid`` gets, and ``test``."""
 # how far a border may move towards the start to spare a document, a line or a word: a part keeps at
@@ -32,17 +31,15 @@ def split_documents(documents: Sequence[str], root: str) -> dict[str, list[str]]
     the document that lies across the border is cut: at the end of a line if one is near, of a word,
     or between two characters. No other document is.
     """
-    ends = [0, *itertools.accumulate(map(len, documents))]
-    size = ends[-1]
-    begins = [int(share * size) for share in (1 - 2 * SHARE, 1 - SHARE)]
-    borders = [_border(documents, ends, at, int(_REACH * size)) for at in begins]
-    parts: dict[str, list[str]] = {name: [] for name in own.PARTS}
-    for document, start in zip(documents, ends, strict=False):
-        cuts = [min(max(border - start, 0), len(document)) for border in borders]
-        for name, first, last in zip(own.PARTS, [0, *cuts], [*cuts, len(document)], strict=True):
-            # blanks that a cut leaves alone are no document
-            if document[first:last].strip():
-                parts[name].append(document[first:last])
+    text, ends = "".join(documents), [0, *itertools.accumulate(map(len, documents))]
+    size = len(text)
+    borders = [_border(text, ends, int(share * size)) for share in (1 - 2 * SHARE, 1 - SHARE)]
+    parts: dict[str, list[str]] = {}
+    for name, first, last in zip(own.PARTS, [0, *borders], [*borders, size], strict=True):
+        cuts = [first, *(end for end in ends if first < end < last), last]
+        pieces = [text[start:end] for start, end in itertools.pairwise(cuts)]
+        # blanks that a cut leaves alone are no document
+        parts[name] = [piece for piece in pieces if piece.strip()]
     if not all(parts.values()):
         raise ValueError(
             f"{root} is too little text to be split into {', '.join(own.PARTS)}: it has {size:,} "
@@ -51,15 +48,16 @@ def split_documents(documents: Sequence[str], root: str) -> dict[str, list[str]]
     return parts
 
 
-def _border(documents: Sequence[str], ends: Sequence[int], at: int, reach: int) -> int:
-    """Where to cut the text at about ``at``, at most ``reach`` characters earlier."""
-    number = bisect.bisect(ends, at) - 1
-    before = ends[number]
-    if number == len(documents) or (number and at - before <= reach):
-        return before
-    near = documents[number][max(0, at - reach - before) : at - before]
-    found = [[match.end() for match in kind.finditer(near)] for kind in _ENDS]
-    return at - len(near) + next((places[-1] for places in found if places), len(near))
+def _border(text: str, ends: Sequence[int], at: int) -> int:
+    """Where to cut the text at about ``at``; ``ends`` are those of its documents."""
+    # of the document that lies across
+    start = ends[bisect.bisect(ends, at) - 1]
+    earliest = at - int(_REACH * len(text))
+    if 0 < start >= earliest:
+        return start
+    begin = max(start, earliest)
+    found = [[match.end() for match in kind.finditer(text[begin:at])] for kind in _ENDS]
+    return next((begin + places[-1] for places in found if places), at)
 
 
 # in a folder; a csv beside the text is no text
@@ -157,7 +155,7 @@ def corpus_of(data: str, data_dir: Path, column: str = "text") -> Corpus:
                 "export what you need to a file"
             )
         return Corpus(own.name_of(data), data, column, sources)
-    path = own.find(data, data_dir, EXPECTED)
+    path = own.find(data, data_dir, "a file or folder of text, or hub:ID")
     name = path.resolve().name.partition(".")[0]
     if path.is_file():
         # a file that is named is read, whatever its ending

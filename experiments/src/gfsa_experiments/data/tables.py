@@ -82,7 +82,7 @@ def from_hub(data: str, split: str | None = None) -> Any:
 
 def instead_of_files(
     missing: FileNotFoundError, data_dir: Path, data: str, splits: Sequence[str]
-) -> list[Any]:
+) -> list[tuple[str, Any]]:
     """Some splits of a known data set from the hub, as DataFrames, since its files are missing.
 
     The hub is not asked for a folder that was given but does not exist: that is a mistake, and an
@@ -93,7 +93,7 @@ def instead_of_files(
             f"{data_dir} does not exist. {missing}, or leave --data-dir out to fetch {data}"
         ) from None
     try:
-        found = [from_hub(data, split).to_pandas() for split in splits]
+        found = [(f"{data} {split}", from_hub(data, split).to_pandas()) for split in splits]
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{missing}. {error}") from error
     warnings.warn(f"{missing}. Using {data} instead", stacklevel=3)

@@ -19,7 +19,7 @@ from pandas import Interval
 if TYPE_CHECKING:
     from torch import nn
 
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Precision = Literal["fp32", "tf32", "bf16"]
 Schedule = Literal["linear", "cosine", "constant"]
 Compile = Literal["no", "model", "blocks", "auto"]
 
@@ -148,8 +148,6 @@ class TrainConfig:
     def check(self) -> None:
         """Raise ValueError for settings that make no sense; subclasses add their own checks."""
         check_bounds(self)
-        if self.graphs and self.precision == "fp16":
-            raise ValueError("graphs=true captures steps in fp32, tf32 or bf16")
 
     def total_steps(self, per_epoch: int) -> int:
         """Optimiser steps of the whole run: ``max_steps``, or ⌈epochs · steps of an epoch⌉."""

@@ -12,13 +12,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from gfsa_experiments.results.families import Family, Judged, Outcome, is_complete
-from gfsa_experiments.results.statistics import (
-    LEVEL,
-    Contrast,
-    Interval,
-    contrast,
-    holm,
-)
+from gfsa_experiments.results.statistics import LEVEL, Contrast, Interval, contrast, holm
 from gfsa_experiments.results.tables import PLAIN, Line, ResultTable, coefficients_of
 
 NONE = "–"

@@ -32,11 +32,7 @@ from gfsa._version import __version__
 from gfsa.environment import commit, device_name, version_of
 from gfsa.lens.trajectory import Trajectory
 from gfsa.plugs.saving.checkpoint import write_filters
-from gfsa_experiments.engine.checkpoints import (
-    checkpoints,
-    isolated_generators,
-    seed_everything,
-)
+from gfsa_experiments.engine.checkpoints import checkpoints, isolated_generators, seed_everything
 from gfsa_experiments.engine.config import (
     HARMLESS,
     TrainConfig,
@@ -94,10 +90,6 @@ class Run:
             raise ValueError(
                 "device=cuda, but torch finds no GPU here; auto uses a GPU if there is one"
             )
-        on_cpu = self.device == "cpu" or not torch.accelerator.is_available()
-        if self.config.precision == "fp16" and on_cpu:
-            # accelerate would train in float32, and the row say fp16
-            raise ValueError("precision=fp16 needs a GPU; on a CPU set bf16 or fp32")
         self.config.check()
         self._changed_options()
 

@@ -20,14 +20,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gfsa_experiments.data import own
-from gfsa_experiments.data.corpus import EXPECTED, Corpus, corpus_of
+from gfsa_experiments.data.corpus import Corpus, corpus_of
 from gfsa_experiments.data.files import check_count, source_of
 from gfsa_experiments.data.pretrained import load_tokenizer, token_ids, train_tokenizer
 from gfsa_experiments.data.tables import column_of, instead_of_files
 from gfsa_experiments.engine.task import OwnData
 
 META = "tokens.json"
-TOKENIZER = "tokenizer.json"
 END = "<|endoftext|>"
 """Begins every document, so that the end of one is predicted, and nothing from one to the next."""
 _FORMAT = 1
@@ -75,7 +74,7 @@ class Meta:
     parts: dict[str, Part]
 
 
-def described(tokenizer: str, vocab_size: int) -> str:
+def _described(tokenizer: str, vocab_size: int) -> str:
     """How :class:`Meta` names a tokenizer: ``bpe``, or the path of a file."""
     if tokenizer == "bpe":
         return f"bpe {vocab_size}"
@@ -93,17 +92,11 @@ def token_files(
 ) -> tuple[Path, Meta, str]:
     """The folder of a corpus's tokens, made if need be; what it holds; how its parts were made.
 
-    ``data`` is a corpus, or such a folder, as the cache has it; ``tokenizer`` is ``bpe``, which is
-    trained on the text, or the path of a file.
+    ``tokenizer`` is ``bpe``, which is trained on the text, or the path of a file.
     """
-    wanted = described(tokenizer, vocab_size)
-    if not data.startswith(own.HUB):
-        path = own.find(data, data_dir, EXPECTED)
-        if (path / META).is_file():
-            return path, _checked(path, wanted), "as it was prepared"
     corpus = corpus_of(data, data_dir, column)
     cache = Path(os.environ.get("GFSA_CACHE") or "~/.cache/gfsa").expanduser()
-    folder = cache / f"tokens-{corpus.name}-{_key(corpus, wanted)}"
+    folder = cache / f"tokens-{corpus.name}-{_key(corpus, _described(tokenizer, vocab_size))}"
     if not (folder / META).is_file():
         cache.mkdir(parents=True, exist_ok=True)
         # other processes that want the same wait; one that is killed leaves nothing that counts
@@ -116,18 +109,18 @@ def token_files(
                 making.mkdir()
                 prepare(corpus, tokenizer, vocab_size, making)
                 making.replace(folder)
-    return folder, _checked(folder, wanted), corpus.split_by
+    return folder, _checked(folder), corpus.split_by
 
 
 def prepare(corpus: Corpus, tokenizer: str, vocab_size: int, folder: Path) -> None:
     """Encode a corpus into ``folder``, which must be empty."""
     documents = corpus.documents()
     encoder = _tokenizer(tokenizer, vocab_size, documents["train"])
-    encoder.save(str(folder / TOKENIZER))
+    encoder.save(str(folder / "tokenizer.json"))
     # numbers may be left out, so that the largest is above their count
     vocabulary = max(encoder.get_vocab().values()) + 1
     end = encoder.token_to_id(END)
-    dtype, name = dtype_for(vocabulary), described(tokenizer, vocab_size)
+    dtype, name = dtype_for(vocabulary), _described(tokenizer, vocab_size)
     parts = {
         part: _encode(encoder, documents[part], end, folder / f"{part}.bin", dtype)
         for part in own.PARTS
@@ -141,20 +134,17 @@ def dtype_for(vocabulary: int) -> str:
     return "uint16" if vocabulary <= 2**16 else "uint32"
 
 
-def _checked(folder: Path, wanted: str) -> Meta:
-    """What a folder holds, if it is whole and of the tokenizer that the settings ask for.
-
-    A disk that was full, or cleaned up, may have cut it.
-    """
+def _checked(folder: Path) -> Meta:
+    """What a folder holds, if it is whole: a disk that was full, or cleaned up, may have cut it."""
     path = folder / META
     try:
         written = json.loads(path.read_text())
-        parts = {name: Part(**part) for name, part in written.pop("parts").items()}
-        meta = Meta(parts=parts, **written)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged, prepare the corpus again: {error!r}") from error
-    if meta.format != _FORMAT or set(parts) != set(own.PARTS):
-        raise ValueError(f"{path} is of another version of gfsa; prepare the corpus again")
+        parts = {name: Part(**written["parts"][name]) for name in own.PARTS}
+        meta = Meta(**written | {"parts": parts})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} is damaged; delete {folder} and prepare the corpus again: {error!r}"
+        ) from error
     for part, numbers in parts.items():
         path = folder / f"{part}.bin"
         size = path.stat().st_size if path.is_file() else 0
@@ -164,15 +154,6 @@ def _checked(folder: Path, wanted: str) -> Meta:
                 f"{path} has {size} bytes where {META} says {expected}; delete {folder} and "
                 "prepare the corpus again"
             )
-    kept = folder / TOKENIZER
-    # a file that was given has been written anew
-    if wanted not in (meta.tokenizer, kept.is_file() and described(str(kept), 0)):
-        kind, _, count = meta.tokenizer.partition(" ")
-        hint = f"vocab_size={count}" if kind == "bpe" else f"tokenizer={kept}"
-        raise ValueError(
-            f"{folder} was prepared with the tokenizer {meta.tokenizer}, the settings ask for "
-            f"{wanted}; set {hint}, or data= to the text itself"
-        )
     return meta
 
 
@@ -233,8 +214,8 @@ def read_lines(data_dir: Path, name: str, part: str) -> list[str]:
     except FileNotFoundError as missing:
         if name == "ptb":
             raise
-        where = f"hub:Salesforce/wikitext:{name}-v1"
-        (found,) = instead_of_files(missing, data_dir, where, [part.replace("valid", "validation")])
+        data, split = f"hub:Salesforce/wikitext:{name}-v1", part.replace("valid", "validation")
+        ((where, found),) = instead_of_files(missing, data_dir, data, [split])
         # the hub's empty lines lack their line feed
         lines = [text.rstrip("\n") for text in column_of(where, found, "text", "")]
     else:

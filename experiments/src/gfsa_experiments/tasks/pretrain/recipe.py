@@ -30,7 +30,6 @@ from gfsa_experiments.engine.config import (
     TrainConfig,
     check_multiple,
 )
-from gfsa_experiments.engine.next_token_loss import IGNORED, NextTokenLoss, cross_entropy
 from gfsa_experiments.engine.task import OwnData, Split, Task, as_it_is
 from gfsa_experiments.tasks.pretrain.data import (
     SOURCE,
@@ -42,9 +41,12 @@ from gfsa_experiments.tasks.pretrain.data import (
 )
 from gfsa_experiments.tasks.pretrain.model import (
     DROPOUTS,
+    IGNORED,
     ByteDecoder,
+    NextTokenLoss,
     build_decoder,
     causal_by_kernel,
+    cross_entropy,
     pretrained_decoder,
     probe,
 )
@@ -79,10 +81,8 @@ class LanguageConfig(TrainConfig):
         """The decoder for so many different tokens; ``end`` begins documents."""
 
     @abstractmethod
-    def mean_loss(
-        self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor
-    ) -> Tensor:
-        """The mean loss; ``model`` is the task's, or a wrapper, ``labels`` what follows ``ids``."""
+    def loss(self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+        """The mean; ``model`` is the task's, or a wrapper, ``labels`` are what follows ``ids``."""
 
     @property
     def falling(self) -> str | None:
@@ -189,9 +189,7 @@ class CausalLMConfig(LanguageConfig):
             )
         return model
 
-    def mean_loss(
-        self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor
-    ) -> Tensor:
+    def loss(self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
         with causal_by_kernel(task.model):
             logits: Tensor = model(input_ids=ids, use_cache=False).logits
         return NextTokenLoss(self.compile != "no")(logits, labels)
@@ -233,8 +231,6 @@ class PretrainConfig(LanguageConfig):
     head_dim: Count = 64
     mlp: Count | None = None
     """Width inside the MLP."""
-    tied: bool = True
-    """The head has the weights of the embedding."""
     qk_norm: Literal["learned", "none", "fixed", "temperature"] = "learned"
     """Queries and keys: normalised with ``learned`` gains (Qwen3), ``none`` (Llama), ``fixed``:
     normalised without gains, ``temperature``: that and one learned factor per head."""
@@ -335,9 +331,7 @@ class PretrainConfig(LanguageConfig):
         model.loss_function = NextTokenLoss(self.compile != "no")
         return model
 
-    def mean_loss(
-        self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor
-    ) -> Tensor:
+    def loss(self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
         # without a mask, traced or not, attention is causal by its kernel
         given = {"attention_mask": {"full_attention": None}, "use_cache": False}
         loss: Tensor = model(input_ids=ids, labels=labels, **given).loss
@@ -417,9 +411,7 @@ class StdlibConfig(LanguageConfig):
     def decoder(self, vocabulary: int = 256, end: int | None = None) -> ByteDecoder:
         return ByteDecoder(self.depth, self.width, self.heads, self.block, self.init_std)
 
-    def mean_loss(
-        self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor
-    ) -> Tensor:
+    def loss(self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(model(ids), labels)
 
     def sketch(self) -> nn.Module:
@@ -460,7 +452,7 @@ class LanguageTask(Task):
         self.model = config.decoder(text.vocabulary, text.end)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        mean: Tensor = self.config.mean_loss(self, model, *self._given(batch))
+        mean: Tensor = self.config.loss(self, model, *self._given(batch))
         return mean
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
@@ -471,7 +463,7 @@ class LanguageTask(Task):
             # another shape would be compiled for, for the sake of one batch
             inputs = torch.cat([inputs, inputs[:1].expand(lacking, -1)])
             labels = F.pad(labels, (0, 0, 0, lacking), value=IGNORED)
-        total = self.config.mean_loss(self, model, inputs, labels).double() * count
+        total = self.config.loss(self, model, inputs, labels).double() * count
         return total, count, count * self._units[batch["part"]]
 
     def score(self, predictions: list[Any]) -> dict[str, float]:

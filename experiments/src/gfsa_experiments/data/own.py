@@ -133,25 +133,21 @@ _SEED = 2024
 Rows = dict[str, list[int]]
 
 
-def part_named(word: str) -> str | None:
-    """The part that a word is a name of: ``valid`` for ``val``."""
-    return next((part for part, spelt in _SPELLINGS.items() if word.lower() in spelt), None)
+def part_named(*words: str) -> str | None:
+    """The part that one of the words is a name of: ``valid`` for ``val``."""
+    known = {*map(str.lower, words)}
+    return next((part for part, spelt in _SPELLINGS.items() if known & {*spelt}), None)
 
 
 def part_of(path: Path, root: Path) -> str | None:
     """The part that a file's name, or that of its folder, says: ``techdocs.train.txt.xz``."""
-    folders = path.relative_to(root).parts[:-1]
-    words = {*map(str.lower, folders), *re.split(r"[-_.]", path.name.lower())}
-    return next((part for part, spelt in _SPELLINGS.items() if words & {*spelt}), None)
+    return part_named(*path.relative_to(root).parts[:-1], *re.split(r"[-_.]", path.name))
 
 
 def hold_out(count: int, share: float, fraction: float = 1.0) -> tuple[list[int], list[int]]:
     """The examples to train on and those to validate on, the same in every run.
 
-    Args:
-        count: number of all examples.
-        share: of all examples, to validate on.
-        fraction: of the others, to train on.
+    ``share`` of all examples is to validate on, ``fraction`` of the others to train on.
     """
     order = np.random.default_rng(_SEED).permutation(count)
     held = round(share * count)

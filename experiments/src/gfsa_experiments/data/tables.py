@@ -30,8 +30,7 @@ _DEFAULT_FOLDER = Path("data")
 def open_table(path: Path, **options: Any) -> Any:
     """The table in a file, a DataFrame whose cells are text where the file is text.
 
-    Args:
-        options: of pandas' ``read_csv``.
+    ``options`` are those of pandas' ``read_csv``.
     """
     import pandas as pd
 
@@ -214,8 +213,7 @@ def read_labelled(
 ) -> LabelledRows:
     """The examples of a table: a text, or a pair of them, and a label in each row.
 
-    Args:
-        wanted, only_classes: as for :func:`~gfsa_experiments.data.own.decide`.
+    :func:`~gfsa_experiments.data.own.decide` says what ``wanted`` and ``only_classes`` mean.
     """
     where, tables, unused = _tables_of(data, data_dir, label)
     columns, settings = (*text, label), (*["text"] * len(text), "label")

@@ -15,10 +15,7 @@ from gfsa_experiments.engine.config import TrainConfig
 
 
 def build_optimiser(
-    model: nn.Module,
-    added: Sequence[nn.Parameter],
-    config: TrainConfig,
-    filter_lr: float | None,
+    model: nn.Module, added: Sequence[nn.Parameter], config: TrainConfig, filter_lr: float | None
 ) -> torch.optim.Optimizer:
     """AdamW on the groups of :func:`gfsa.parameter_groups`: weights, gains and biases, filters.
 
@@ -54,10 +51,7 @@ def build_optimiser(
         if config.graphs:
             group["lr"] = torch.tensor(group["peak"], device=device)
     return torch.optim.AdamW(
-        groups,
-        betas=(0.9, config.beta2),
-        fused=device.type == "cuda",
-        capturable=config.graphs,
+        groups, betas=(0.9, config.beta2), fused=device.type == "cuda", capturable=config.graphs
     )
 
 

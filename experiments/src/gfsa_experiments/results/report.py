@@ -369,7 +369,9 @@ def overall(tables: Sequence[ResultTable]) -> list[str]:
         coefficients_of(row)[0]
         for table in tables
         for row in table.rows.itertuples()
-        if _learns_c0(row) and (row.recipe in _FROM_SCRATCH or "model=scratch" in row.command)
+        if row.coefficients and row.method in ("gfsa", "gfsa-even", "degree1")
+        if not re.search(r"\blearn=(?!\S*w0)", row.options)
+        if row.recipe in _FROM_SCRATCH or "model=scratch" in row.command
     ]
     notes = []
     if scratch:
@@ -388,13 +390,6 @@ def overall(tables: Sequence[ResultTable]) -> list[str]:
             f"{(1 - LEVEL) * len(ps):.1f} would. Holm's correction over all of them leaves {kept}."
         )
     return _bullets(notes)
-
-
-def _learns_c0(row: Any) -> bool:
-    """Whether the run has filters whose weight of the identity is learned."""
-    learned = [word for word in row.options.split() if word.startswith("learn=")]
-    named = row.method in ("gfsa", "gfsa-even", "degree1")
-    return bool(row.coefficients) and named and all("w0" in word for word in learned)
 
 
 def tuning_blocks(rows: pd.DataFrame) -> list[str]:
@@ -489,18 +484,15 @@ def _speed_cells(shape: str, found: pd.DataFrame, columns: Sequence[str]) -> dic
         "plain ms": f"{plain.fwd_ms if pd.isna(plain.fwd_bwd_ms) else plain.fwd_bwd_ms:.3g}",
     }
     for name in columns:
-        times = (
-            found.loc[name, ["fwd_bwd_ratio", "fwd_ratio"]].dropna() if name in found.index else []
-        )
+        times = found.reindex([name]).iloc[0][["fwd_bwd_ratio", "fwd_ratio"]].dropna()
         cells[name] = "/".join(f"{x:.2f}×" for x in times) or NONE
     return cells | {"commit": ", ".join(found.drop(PLAIN).commit.unique())}
 
 
 class Mark(NamedTuple):
-    """One interval of the plot."""
+    """One interval of the plot; marks of one ``group`` have its title above them."""
 
     group: str
-    """What is compared on what, the title above its marks."""
     label: str
     interval: Interval
     verdict: str
@@ -538,8 +530,8 @@ def plot(tables: Sequence[ResultTable], path: Path, judged: Sequence[Judged] = (
     import matplotlib
 
     figure = draw(marks(tables, judged))
-    formats, ending = figure.canvas.get_supported_filetypes(), path.suffix.lstrip(".")
-    if ending not in formats:
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in formats:
         raise ValueError(
             f"--plot {path}: cannot write {path.suffix or 'a file without extension'}; "
             f"known extensions: {', '.join(sorted(formats))}"

@@ -27,8 +27,6 @@ _STSB_TEST_ROWS = 1_379
 def read_glue(data_dir: Path, name: str, report: str = "dev") -> LabelledRows:
     """``train`` and ``test``, which is the development set; or the public test set of STS-B."""
     facts, source = GLUE_TASKS[name], source_of("glue")
-    if data_dir.name == facts["folder"]:
-        data_dir = data_dir.parent
     wanted = {"train": int(facts["train_rows"]), facts["dev"]: int(facts["dev_rows"])}
     found: list[tuple[object, Any, int]] = []
     try:

@@ -7,7 +7,7 @@ import os
 import sysconfig
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -49,33 +49,8 @@ class Text:
     own: OwnData | None = None
 
 
-@dataclass(frozen=True)
-class Part:
-    """One part of prepared token files in numbers."""
-
-    tokens: int
-    documents: int
-    bytes: int
-    sha256: str
-    """The hash of its file of tokens."""
-
-
-@dataclass(frozen=True)
-class Meta:
-    """What a folder of token files holds."""
-
-    format: int
-    name: str
-    vocabulary: int
-    end: int
-    dtype: str
-    tokenizer: str
-    """``bpe 16384`` for one that was trained on the text, ``file`` and a hash for one given."""
-    parts: dict[str, Part]
-
-
 def _described(tokenizer: str, vocab_size: int) -> str:
-    """How :class:`Meta` names a tokenizer: ``bpe``, or the path of a file."""
+    """A tokenizer in words that stay the same: ``bpe 16384``, or ``file`` and a hash."""
     if tokenizer == "bpe":
         return f"bpe {vocab_size}"
     path = Path(tokenizer).expanduser()
@@ -87,12 +62,13 @@ def _described(tokenizer: str, vocab_size: int) -> str:
     return f"file {sha256(path.read_bytes()).hexdigest()[:16]}"
 
 
-def token_files(
-    data: str, data_dir: Path, tokenizer: str, vocab_size: int, column: str
-) -> tuple[Path, Meta, str]:
-    """The folder of a corpus's tokens, made if need be; what it holds; how its parts were made.
+def text_in_documents(
+    data: str, data_dir: Path, column: str, tokenizer: str, vocab_size: int, *, is_known: bool
+) -> Text:
+    """A corpus whose documents each begin with ``END``, from token files that are made once.
 
-    ``tokenizer`` is ``bpe``, which is trained on the text, or the path of a file.
+    ``tokenizer`` is ``bpe``, which is trained on the text, or the path of a file; ``is_known``: the
+    corpus is not the caller's own.
     """
     corpus = corpus_of(data, data_dir, column)
     cache = Path(os.environ.get("GFSA_CACHE") or "~/.cache/gfsa").expanduser()
@@ -109,7 +85,21 @@ def token_files(
                 making.mkdir()
                 prepare(corpus, tokenizer, vocab_size, making)
                 making.replace(folder)
-    return folder, _checked(folder), corpus.split_by
+    meta = _checked(folder)
+    parts = meta["parts"]
+    # copy on write: torch warns of arrays that cannot be written to
+    tokens: dict[str, np.ndarray] = {
+        part: np.memmap(folder / f"{part}.bin", meta["dtype"], mode="c") for part in own.PARTS
+    }
+    facts = None
+    if not is_known:
+        documents = ", ".join(f"{parts[part]['documents']:,} {part}" for part in own.PARTS)
+        split_by = f"{corpus.split_by}; {documents} documents"
+        hashes = [parts[part]["sha256"] for part in own.PARTS]
+        named = {"name": corpus.name, "unit": "tokens"}
+        facts = own.facts(data, data, tokens, split_by, hashes, **named)
+    sizes = {part: parts[part]["bytes"] for part in own.PARTS}
+    return Text(tokens, sizes, meta["vocabulary"], meta["end"], facts)
 
 
 def prepare(corpus: Corpus, tokenizer: str, vocab_size: int, folder: Path) -> None:
@@ -119,14 +109,13 @@ def prepare(corpus: Corpus, tokenizer: str, vocab_size: int, folder: Path) -> No
     encoder.save(str(folder / "tokenizer.json"))
     # numbers may be left out, so that the largest is above their count
     vocabulary = max(encoder.get_vocab().values()) + 1
-    end = encoder.token_to_id(END)
-    dtype, name = dtype_for(vocabulary), _described(tokenizer, vocab_size)
+    end, dtype = encoder.token_to_id(END), dtype_for(vocabulary)
     parts = {
         part: _encode(encoder, documents[part], end, folder / f"{part}.bin", dtype)
         for part in own.PARTS
     }
-    meta = Meta(_FORMAT, corpus.name, vocabulary, end, dtype, name, parts)
-    (folder / META).write_text(json.dumps(asdict(meta), indent=1) + "\n")
+    meta = {"vocabulary": vocabulary, "end": end, "dtype": dtype, "parts": parts}
+    (folder / META).write_text(json.dumps(meta, indent=1) + "\n")
 
 
 def dtype_for(vocabulary: int) -> str:
@@ -134,21 +123,20 @@ def dtype_for(vocabulary: int) -> str:
     return "uint16" if vocabulary <= 2**16 else "uint32"
 
 
-def _checked(folder: Path) -> Meta:
+def _checked(folder: Path) -> dict[str, Any]:
     """What a folder holds, if it is whole: a disk that was full, or cleaned up, may have cut it."""
     path = folder / META
     try:
-        written = json.loads(path.read_text())
-        parts = {name: Part(**written["parts"][name]) for name in own.PARTS}
-        meta = Meta(**written | {"parts": parts})
+        meta: dict[str, Any] = json.loads(path.read_text())
+        width = np.dtype(meta["dtype"]).itemsize
+        sizes = {f"{part}.bin": width * meta["parts"][part]["tokens"] for part in own.PARTS}
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} is damaged; delete {folder} and prepare the corpus again: {error!r}"
         ) from error
-    for part, numbers in parts.items():
-        path = folder / f"{part}.bin"
+    for name, expected in sizes.items():
+        path = folder / name
         size = path.stat().st_size if path.is_file() else 0
-        expected = numbers.tokens * np.dtype(meta.dtype).itemsize
         if size != expected:
             raise ValueError(
                 f"{path} has {size} bytes where {META} says {expected}; delete {folder} and "
@@ -184,8 +172,8 @@ def _tokenizer(file: str, vocab_size: int, texts: Sequence[str]) -> Any:
     return tokenizer
 
 
-def _encode(tokenizer: Any, documents: Sequence[str], end: int, path: Path, dtype: str) -> Part:
-    """Write ``end`` and the tokens of each document, one document after the other.
+def _encode(tokenizer: Any, documents: Sequence[str], end: int, path: Path, dtype: str) -> Any:
+    """Write ``end`` and the tokens of each document, one after the other; returns their numbers.
 
     Where the text has the words of ``end`` themselves, another document begins, and is counted.
     """
@@ -201,7 +189,7 @@ def _encode(tokenizer: Any, documents: Sequence[str], end: int, path: Path, dtyp
             count += len(data)
             begun += int((data == end).sum())
             size += sum(len(document.encode()) for document in some)
-    return Part(count, begun, size, digest.hexdigest())
+    return {"tokens": count, "documents": begun, "bytes": size, "sha256": digest.hexdigest()}
 
 
 def read_lines(data_dir: Path, name: str, part: str) -> list[str]:

@@ -18,7 +18,7 @@ from pandas import Interval
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.own import digest_of, name_of
+from gfsa_experiments.data.own import name_of
 from gfsa_experiments.engine.config import (
     Compile,
     Count,
@@ -30,14 +30,14 @@ from gfsa_experiments.engine.config import (
     TrainConfig,
     check_multiple,
 )
-from gfsa_experiments.engine.task import OwnData, Split, Task, as_it_is
+from gfsa_experiments.engine.task import Split, Task, as_it_is
 from gfsa_experiments.tasks.pretrain.data import (
     SOURCE,
     Text,
     TokenRows,
     read_source,
+    text_in_documents,
     text_in_lines,
-    token_files,
 )
 from gfsa_experiments.tasks.pretrain.model import (
     DROPOUTS,
@@ -306,25 +306,8 @@ class PretrainConfig(LanguageConfig):
         )
 
     def read(self, data_dir: Path) -> Text:
-        given = self.data, data_dir, self.tokenizer, self.vocab_size, self.text
-        folder, meta, split_by = token_files(*given)
-        parts, own = meta.parts, None
-        if self.data != PretrainConfig.data:
-            documents = ", ".join(f"{part.documents:,} {name}" for name, part in parts.items())
-            own = OwnData(
-                name=meta.name,
-                source=self.data,
-                splits={name: part.tokens for name, part in parts.items()},
-                split_by=f"{split_by}; {documents} documents",
-                unit="tokens",
-                digest=digest_of(part.sha256 for part in parts.values()),
-            )
-        # copy on write: torch warns of arrays that cannot be written to
-        tokens: dict[str, np.ndarray] = {
-            part: np.memmap(folder / f"{part}.bin", meta.dtype, mode="c") for part in parts
-        }
-        sizes = {name: part.bytes for name, part in parts.items()}
-        return Text(tokens, sizes, meta.vocabulary, meta.end, own)
+        given = self.data, data_dir, self.text, self.tokenizer, self.vocab_size
+        return text_in_documents(*given, is_known=self.data == PretrainConfig.data)
 
     def decoder(self, vocabulary: int, end: int | None = None) -> Any:
         model = build_decoder(self.whole(), _multiple_of_64(vocabulary), end)

@@ -243,7 +243,7 @@ def test_early_stopping_reports_the_best_weights(tmp_path: Path) -> None:
 
 
 def test_the_average_of_weights_is_what_its_formula_says() -> None:
-    from gfsa_experiments.engine.optimiser import WeightAverage
+    from gfsa_experiments.engine.step import WeightAverage
 
     model = torch.nn.BatchNorm1d(3)
     average, expected = WeightAverage(model, decay=0.5), torch.ones(3)

@@ -14,8 +14,7 @@ from gfsa.filters import Exclusive
 from gfsa.plugs import filters_of, plug
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant
 from gfsa_benchmarks.training import backend_of, compile_for
-from gfsa_experiments.engine.compiling import compile_model
-from gfsa_experiments.engine.optimiser import build_optimiser
+from gfsa_experiments.engine.step import build_optimiser, compile_model
 from gfsa_experiments.tasks.pretrain.model import NextTokenLoss, build_decoder
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 

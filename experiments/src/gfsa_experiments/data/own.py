@@ -292,12 +292,9 @@ def decide(
 ) -> Labels:
     """What the labels in a column are: classes, or numbers that a model is trained to predict.
 
-    Words are classes; so are whole numbers with at most 20 different values.
-
-    Args:
-        wanted: the caller's own decision, if there is one.
-        only_classes: the recipe predicts classes alone, and has no setting ``labels``.
-        advice: what to do if they are no labels.
+    Words are classes; so are whole numbers with at most 20 different values. The caller may have
+    ``wanted`` one of both; a recipe for ``only_classes`` has no such setting. ``advice`` says what
+    to do if they are no labels.
     """
     read = [_number(text) for text in texts]
     numbers = [value for value in read if value is not None and math.isfinite(value)]

@@ -442,39 +442,31 @@ def _best_choices(rows: pd.DataFrame) -> dict[str, tuple[str, float, int]]:
 _VARIANTS = {"gfsa degree 1": "degree 1", "gfsa": "GFSA", "exclusive": "exclusive"}
 
 
-def speed_blocks(path: Path, suite: str = "", timing: str = "") -> list[str]:
-    """What ``gfsa bench`` measured on GPUs: a table for each suite and way of timing.
+def speed_blocks(path: Path, suite: str, timing: str) -> list[str]:
+    """What ``gfsa bench`` measured on GPUs, of one suite and one way of timing.
 
     A cell is the latest measurement of a shape and a variant, in times of plain in the same run:
     forward and backward, then forward alone.
     """
     rows = pd.read_csv(path)
     rows = rows[rows.cuda.notna()]
-    rows = rows.assign(variant=rows.variant.str.removesuffix(" kernel").replace(_VARIANTS))
-    there = {f"{name} {how}" for name, how in zip(rows.suite, rows.timing, strict=True)}
-    if suite:
-        rows = rows[rows.suite == suite]
-    if timing:
-        rows = rows[rows.timing == timing]
-    if rows.empty:
+    measured = rows[(rows.suite == suite) & (rows.timing == timing)]
+    if measured.empty:
+        there = sorted({f"{name} {how}" for name, how in zip(rows.suite, rows.timing, strict=True)})
         raise ValueError(
-            f"{path} has no times of the suite {suite or '(any)'} timed as {timing or '(any)'} on "
-            f"a GPU; it has {', '.join(sorted(there)) or 'none'}"
+            f"{path} has no times of the suite {suite or '(--recipe)'} timed as "
+            f"{timing or '(--task)'} on a GPU; it has {', '.join(there) or 'none'}"
         )
-    blocks = []
-    for (name, how), measured in rows.groupby(["suite", "timing"], sort=False):
-        columns = [v for v in _VARIANTS.values() if v in set(measured.variant)]
-        measured = measured[measured.variant.isin([PLAIN, *columns])]
-        latest = measured.sort_values("date", kind="stable").groupby(["shape", "variant"]).tail(1)
-        cells = [
-            _speed_cells(shape, found.set_index("variant"), columns)
-            for shape, found in latest.groupby("shape", sort=False)
-            if PLAIN in set(found.variant) and len(found) > 1
-        ]
-        if cells and not (suite and timing):
-            blocks.append(f"### {name}, {how}")
-        blocks += grid(cells, words=("shape", "commit"))
-    return blocks
+    variants = measured.variant.str.removesuffix(" kernel").replace(_VARIANTS)
+    columns = [name for name in _VARIANTS.values() if name in set(variants)]
+    measured = measured.assign(variant=variants)[variants.isin([PLAIN, *columns])]
+    latest = measured.sort_values("date", kind="stable").groupby(["shape", "variant"]).tail(1)
+    cells = [
+        _speed_cells(shape, found.set_index("variant"), columns)
+        for shape, found in latest.groupby("shape", sort=False)
+        if PLAIN in set(found.variant) and len(found) > 1
+    ]
+    return grid(cells, words=("shape", "commit"))
 
 
 def _speed_cells(shape: str, found: pd.DataFrame, columns: Sequence[str]) -> dict[str, str]:

@@ -57,10 +57,8 @@ def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
 def build_decoder(config: PretrainConfig, vocabulary: int, end: int | None = None) -> Any:
     """A new Qwen3: RMSNorm, RoPE, SwiGLU, no biases, no dropout.
 
-    Args:
-        config: with a number for every size (:meth:`PretrainConfig.whole`).
-        vocabulary: how many different tokens.
-        end: the token that begins documents.
+    ``config`` has a number for every size (:meth:`PretrainConfig.whole`); documents begin with the
+    token ``end``.
     """
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -341,16 +339,11 @@ def probe(
 ) -> dict[str, Any]:
     """Everything that is measured, as plain data; the model is as before afterwards.
 
-    ============== ==============================================================================
-    ``induction``  loss on random tokens, and on the same tokens when they come a second time
-    ``recall``     pairs of random tokens, then the same pairs in another order: loss on the second
-                   token of a pair, the first and the second time
-    ``position``   loss by octave of the position in a row of ``valid``
-    ============== ==============================================================================
-
-    Args:
-        precision: of autocast; None for none.
-        rows: how many rows of ``valid``, and how many random sequences.
+    ``induction``: the loss on random tokens, and on the same tokens when they come a second time.
+    ``recall``: pairs of random tokens, then the same pairs in another order: the loss on the second
+    token of a pair, the first and the second time. ``position``: the loss by octave of the position
+    in a row of ``valid``. ``rows`` is how many rows, and how many random sequences; ``precision``
+    that of autocast, None for none.
     """
     device = next(model.parameters()).device
     taken = valid.rows[:rows].to(device).split(_BATCH)

@@ -109,7 +109,7 @@ def test_a_row_that_cannot_be_added_does_not_take_the_others_along(
             raise OSError("No space left on device")
         append_rows(path, rows)
 
-    monkeypatch.setattr("gfsa_experiments.runs.run_many.append_rows", full_once)
+    monkeypatch.setattr("gfsa_experiments.runs.sweep.append_rows", full_once)
     words = [TOY, "--set", "epochs=1", "--seeds", "0,1"]
     code, output = train(tmp_path, *words)
     assert code == 1
@@ -200,7 +200,7 @@ def test_runs_side_by_side_give_the_numbers_of_runs_alone(tmp_path: Path) -> Non
     code, _ = train(tmp_path, TOY, "--seeds", "0-1", "--set", "epochs=1")
     assert code == 0
     alone = {row.seed: row.test for row in read_rows(tmp_path / "results" / "toy.csv")}
-    from gfsa_experiments.runs.run_many import carry_out_all
+    from gfsa_experiments.runs.sweep import carry_out_all
 
     request = Request(TOY, seeds="0-1", setting=["epochs=1"])
     runs = request.runs(out=tmp_path / "beside", device="cpu", jobs=2)

@@ -88,8 +88,7 @@ def _carry_out(names: list[str], seeds: int, steps: int, quick: bool, folder: Pa
     import pandas as pd
     from rich.progress import track
 
-    from gfsa_experiments.runs.run_many import carry_out_all
-    from gfsa_experiments.runs.sweep import Request
+    from gfsa_experiments.runs.sweep import Request, carry_out_all
 
     jobs = 1 if quick else min(4, os.cpu_count() or 1)
     runs = []

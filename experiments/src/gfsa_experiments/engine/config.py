@@ -204,9 +204,17 @@ HARMLESS |= {"lens", "probes", "save_model", "tensorboard"}
 
 
 def settings_of(config: TrainConfig) -> str:
-    """The settings that differ from the recipe's defaults: ``epochs=2 lr=0.001``."""
-    changed = changed_settings(config).items()
-    return as_text({k: v for k, v in changed if not _label_shows(config, k, v)})
+    """The settings that differ from the recipe's defaults: ``epochs=2 lr=0.001``.
+
+    The label shows others whole; of a path it shows the last part, unended.
+    """
+    changed = changed_settings(config)
+    for name in changed.keys() & set(config.in_label):
+        value = str(changed[name])
+        ended = name == "data" and re.search(r".\.[A-Za-z]\w*$", value)
+        if "/" not in value and not ended:
+            del changed[name]
+    return as_text(changed)
 
 
 # an absolute path, also one of Windows, or one from the home folder or the folder above
@@ -226,12 +234,6 @@ def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
         else value
         for name, value in values.items()
     }
-
-
-def _label_shows(config: TrainConfig, name: str, value: Any) -> bool:
-    """Whether the label shows the whole value; of a path it shows the last part, unended."""
-    ended = name == "data" and re.search(r".\.[A-Za-z]\w*$", str(value)) is not None
-    return name in config.in_label and "/" not in str(value) and not ended
 
 
 def changed_settings(config: TrainConfig) -> dict[str, Any]:

@@ -81,10 +81,6 @@ def _decimals_of_contrast(found: Contrast) -> int:
     return _decimals(pd.Series(found.test.values).std(), found.error)
 
 
-def _p(value: float | None) -> str:
-    return NONE if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"
-
-
 def grid(rows: Sequence[Mapping[str, str]], words: Sequence[str] = ()) -> list[str]:
     """A table, a dictionary per row; the columns named in ``words`` are aligned left."""
     if not rows:
@@ -113,12 +109,12 @@ def _difference(found: Contrast | None, decimals: int | None = None) -> str:
 
 
 def _comparison_cells(outcome: Outcome) -> dict[str, str]:
-    found = outcome.contrast
+    found, p = outcome.contrast, outcome.p_holm
     return {
         "pairs": str(outcome.pairs),
         "difference": _difference(found),
         "error reduction": interval(None if found is None else found.reduction, 1, " %"),
-        "p (Holm)": _p(outcome.p_holm),
+        "p (Holm)": NONE if p is None else "<0.001" if p < 0.001 else f"{p:.3f}",
         "verdict": outcome.verdict,
     }
 

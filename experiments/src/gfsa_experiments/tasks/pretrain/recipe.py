@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -294,16 +295,9 @@ class PretrainConfig(LanguageConfig):
 
     def whole(self) -> PretrainConfig:
         """The same settings with a number for every size."""
-        depth, width, heads, mlp = _SIZES[self.size]
-        heads = self.heads or heads
-        return replace(
-            self,
-            depth=self.depth or depth,
-            width=self.width or width,
-            heads=heads,
-            kv_heads=self.kv_heads or heads,
-            mlp=self.mlp or mlp,
-        )
+        sizes = zip(("depth", "width", "heads", "mlp"), _SIZES[self.size], strict=True)
+        chosen: dict[str, Any] = {name: getattr(self, name) or size for name, size in sizes}
+        return replace(self, **{"kv_heads": self.kv_heads or chosen["heads"]} | chosen)
 
     def read(self, data_dir: Path) -> Text:
         given = self.data, data_dir, self.text, self.tokenizer, self.vocab_size
@@ -321,9 +315,7 @@ class PretrainConfig(LanguageConfig):
         return loss
 
     def sketch(self) -> nn.Module | None:
-        try:
-            import transformers  # noqa: F401
-        except ModuleNotFoundError:
+        if find_spec("transformers") is None:
             return None
         with torch.device("meta"):
             model: nn.Module = self.decoder(self.vocab_size)

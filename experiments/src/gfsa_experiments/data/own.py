@@ -165,12 +165,9 @@ def three_parts(
 ) -> tuple[Rows, str]:
     """The rows to train, validate and test on, and a sentence on how they were chosen.
 
-    Args:
-        found: the rows of each part that the data names; ``{"train": all}`` if it names none.
-        where: the data, for messages.
-        classes: the class of each row, to have every class in each part.
-        groups: the speaker of each row, to have no speaker in two parts.
-        holdout: the share to validate on, of data that names no part for it; 0 for no ``valid``.
+    ``found`` has the rows of each part that the data names, ``{"train": all}`` if it names none.
+    Given the ``classes`` of rows, every class is in each part; given ``groups``, no speaker is in
+    two. ``holdout`` is the share to validate on if the data names none; 0 for no ``valid``.
     """
     parts = {part: list(found[part]) for part in PARTS if len(found.get(part, ()))}
     if "train" not in parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -169,7 +170,8 @@ def check_options(name: str, options: MethodConfig, model: nn.Module | None, wha
             "got none; --method plain is the model without a filter"
         )
     try:
-        with warnings.catch_warnings():
+        # a model on meta lacks weights that some methods read: the run will show
+        with warnings.catch_warnings(), contextlib.suppress(RuntimeError):
             # the run itself repeats these warnings
             warnings.simplefilter("ignore")
             method.apply(_small_model() if model is None else model, options)
@@ -179,9 +181,6 @@ def check_options(name: str, options: MethodConfig, model: nn.Module | None, wha
         reasons = "\n".join([first, *layers[:2], *(["  …"] if layers[2:] else [])])
         said = f"{name} {given}".strip()
         raise ValueError(f"method {said} cannot be applied to {what}: {reasons}") from error
-    except RuntimeError:
-        # the method reads weights, which a model on meta does not have: the run will show
-        return
 
 
 def _small_model() -> nn.Module:

@@ -297,7 +297,8 @@ class PretrainConfig(LanguageConfig):
         """The same settings with a number for every size."""
         sizes = zip(("depth", "width", "heads", "mlp"), _SIZES[self.size], strict=True)
         chosen: dict[str, Any] = {name: getattr(self, name) or size for name, size in sizes}
-        return replace(self, **{"kv_heads": self.kv_heads or chosen["heads"]} | chosen)
+        chosen["kv_heads"] = self.kv_heads or chosen["heads"]
+        return replace(self, **chosen)
 
     def read(self, data_dir: Path) -> Text:
         given = self.data, data_dir, self.text, self.tokenizer, self.vocab_size

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import gfsa
-from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
+from gfsa_experiments.engine.step import compile_blocks, compile_model, forget_compiled
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import carry_out
 from support.toy_recipe import toy_run

@@ -23,7 +23,7 @@ from filelock import FileLock
 import gfsa
 from gfsa_experiments.engine.checkpoints import checkpoints
 from gfsa_experiments.engine.trainer import evaluate
-from gfsa_experiments.runs import run_many
+from gfsa_experiments.runs import sweep
 from gfsa_experiments.runs.load_run import trained_task
 from gfsa_experiments.runs.methods import METHODS, MethodConfig
 from gfsa_experiments.runs.row import Row, append_rows, read_rows
@@ -234,7 +234,7 @@ def test_early_stopping_reports_the_best_weights(tmp_path: Path) -> None:
 
 
 def test_the_average_of_weights_is_what_its_formula_says() -> None:
-    from gfsa_experiments.engine.optimiser import WeightAverage
+    from gfsa_experiments.engine.step import WeightAverage
 
     model = torch.nn.BatchNorm1d(3)
     average, expected = WeightAverage(model, decay=0.5), torch.ones(3)
@@ -285,13 +285,13 @@ def test_all_processes_end_a_run_that_diverges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is not raised to the launcher, which would end the sweep."""
-    row = run_many.attempt(run(tmp_path, explode_at=3)).row
+    row = sweep.attempt(run(tmp_path, explode_at=3)).row
     assert row is not None
     diverge = mock.Mock(side_effect=DivergedError("the loss is inf", row))
-    monkeypatch.setattr(run_many, "carry_out", diverge)
+    monkeypatch.setattr(sweep, "carry_out", diverge)
     monkeypatch.setenv("WORLD_SIZE", "2")
     one = run(tmp_path)
-    assert run_many.attempt(one) == (one, row, "the loss is inf")
+    assert sweep.attempt(one) == (one, row, "the loss is inf")
 
 
 def damage_newest(folder: Path, name: str) -> None:

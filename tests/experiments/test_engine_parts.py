@@ -14,20 +14,22 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import gfsa
-from gfsa_experiments.data.corpus import split_documents
 from gfsa_experiments.engine import step
 from gfsa_experiments.engine.batches import SeededItems, epoch_batches
 from gfsa_experiments.engine.checkpoints import checkpoint_is_due
 from gfsa_experiments.engine.config import TrainConfig
-from gfsa_experiments.engine.optimiser import build_optimiser, set_learning_rate, share_of_peak
 from gfsa_experiments.engine.step import (
     GraphedStep,
+    build_optimiser,
     leaves_of,
     map_tensors,
+    set_learning_rate,
+    share_of_peak,
     signature_of,
     tensors_of,
 )
 from gfsa_experiments.runs.methods import MethodConfig, added_parameters, find_method
+from gfsa_experiments.tasks.pretrain.data import split_documents
 from support.toy_recipe import ToyModel
 
 

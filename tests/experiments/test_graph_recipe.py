@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_geometric.nn import GPSConv
 
 import gfsa
-from gfsa_experiments.engine.compiling import compile_blocks
-from gfsa_experiments.engine.step import map_tensors, signature_of
+from gfsa_experiments.engine.step import compile_blocks, map_tensors, signature_of
 from gfsa_experiments.models.graphs import MaskedBatchNorm
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.run import Run, carry_out

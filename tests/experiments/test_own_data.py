@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 
 from gfsa_experiments.commands.train import runs_of_plan
-from gfsa_experiments.data.corpus import corpus_of
 from gfsa_experiments.data.own import PARTS, decide, digest_of, find, name_of, three_parts
 from gfsa_experiments.data.tables import LabelledRows, open_table, read_labelled, usable_rows
 from gfsa_experiments.runs.sweep import Request
+from gfsa_experiments.tasks.pretrain.data import corpus_of
 from support.hub import HubPart, fake_parts
 from support.own_data import reviews, write_table
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gfsa
-from gfsa_experiments.engine.compiling import compile_blocks, compile_model
+from gfsa_experiments.engine.step import compile_blocks, compile_model
 from gfsa_experiments.runs.run import DivergedError, carry_out, read_row
 from gfsa_experiments.tasks.pretrain.recipe import LanguageTask
 from support.tiny_pretraining import SMALL, a_batch, a_run, built, write_corpus

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from gfsa_experiments.runs.run import carry_out
 from gfsa_experiments.tasks.pretrain.data import TokenRows
 from gfsa_experiments.tasks.pretrain.model import probe
 from gfsa_experiments.tasks.pretrain.recipe import LanguageTask
-from support.tiny_pretraining import a_batch, a_run, built, document, write_corpus
+from support.tiny_pretraining import a_run, built, document, write_corpus
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -70,19 +69,6 @@ def test_prepared_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built(data)
 
 
-def test_token_files_that_are_given(data: Path, tmp_path: Path, cache: Path) -> None:
-    here = built(data)
-    (prepared,) = cache.glob("tokens-techdocs-*")
-    place = shutil.copytree(prepared, tmp_path / "techdocs")
-    batch = a_batch(here)
-    assert torch.equal(built(tmp_path).rows["train"].ids(batch), here.rows["train"].ids(batch))
-    with pytest.raises(ValueError, match="vocab_size=300"):
-        built(tmp_path, vocab_size=400)
-    (place / "tokens.json").write_text("{}")
-    with pytest.raises(ValueError, match="damaged"):
-        built(tmp_path)
-
-
 def test_a_tokenizer_of_ones_own(data: Path, tmp_path: Path) -> None:
     from gfsa_experiments.data.pretrained import train_tokenizer
 
@@ -129,6 +115,9 @@ def test_tokens_that_lost_their_end_are_refused(
     (path,) = (tmp_path / "cache").glob("*/train.bin")
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"train.bin has 1000 bytes .*; delete .*tokens-own"):
+        built(tmp_path, data="own.txt")
+    (path.parent / "tokens.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokens.json is damaged; delete .*tokens-own"):
         built(tmp_path, data="own.txt")
 
 

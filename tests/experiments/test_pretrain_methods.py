@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 import gfsa
-from gfsa_experiments.engine.optimiser import build_optimiser
+from gfsa_experiments.engine.step import build_optimiser
 from gfsa_experiments.runs.methods import added_parameters, find_method
 from gfsa_experiments.runs.sweep import Request
 from gfsa_experiments.tasks.pretrain.model import ShiftedKeys

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gfsa_experiments.data.corpus import corpus_of
 from gfsa_experiments.data.public_corpus import build, fetched, listed, part_of
+from gfsa_experiments.tasks.pretrain.data import corpus_of
 
 
 def write_archive(path: Path) -> Path:

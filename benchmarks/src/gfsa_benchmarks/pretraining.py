@@ -14,10 +14,8 @@ from gfsa.filters import Exclusive
 from gfsa.plugs import filters_of, plug
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant
 from gfsa_benchmarks.training import backend_of, compile_for
-from gfsa_experiments.engine.compiling import compile_model
-from gfsa_experiments.engine.next_token_loss import NextTokenLoss
-from gfsa_experiments.engine.optimiser import build_optimiser
-from gfsa_experiments.tasks.pretrain.model import build_decoder
+from gfsa_experiments.engine.step import build_optimiser, compile_model
+from gfsa_experiments.tasks.pretrain.model import NextTokenLoss, build_decoder
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 
 LAYERS = 12
@@ -73,7 +71,6 @@ def decoder_sizes(shape: Shape) -> PretrainConfig:
         # SwiGLU has three matrices instead of two: 8/3 of the width
         mlp=-(-8 * width // (3 * 64)) * 64,
         block=shape.tokens,
-        tied=True,
     )
 
 

@@ -18,7 +18,7 @@ from gfsa.operators.call import DecisionCache
 from gfsa.plugs import plug
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant
 from gfsa_benchmarks.published import published_attention
-from gfsa_experiments.engine.compiling import compile_blocks, compile_model
+from gfsa_experiments.engine.step import compile_blocks, compile_model
 
 LAYERS = 12
 # a picture of 224 pixels in patches of 16, and the class token

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean, median
-from typing import TYPE_CHECKING, Annotated, Any
+from statistics import fmean
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from gfsa_experiments.runs.row import Row
 
 PLAIN, LONGER, FILTERED = "plain", "plain for the same time", "exclusive + depth"
 # seeds below 100 chose the rates and 110 to 117 the filter (results/plans/demo.txt), on valid
@@ -25,7 +22,7 @@ _QUICK = {"depth": 2, "evaluations": 2, "test_rows": 64}
 # at the model's rate the depth term hardly moves in so few steps
 _FILTER = {"first_values": True, "filter_lr": 0.1}
 
-Found = list[tuple["Row", list[tuple[int, float]]]]
+Found = list[dict[str, Any]]
 """The row of each run, whose method is the variant, and its validation curve."""
 
 
@@ -63,8 +60,7 @@ def demo(
         console.print(sentence)
     out.mkdir(parents=True, exist_ok=True)
     draw(found, out / "demo.png")
-    runs = [asdict(row) | {"curve": curve} for row, curve in found]
-    numbers = {"findings": sentences, "cores": os.cpu_count(), "runs": runs}
+    numbers = {"findings": sentences, "cores": os.cpu_count(), "runs": found}
     (out / "demo.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     console.print(
         f"{out / 'demo.png'} shows the curves. Next, on text of your own: gfsa train pretrain "
@@ -82,26 +78,22 @@ def train_all(seeds: int, steps: int, quick: bool) -> Found:
 
     # a process of its own has one thread; the models are too small to be split
     torch.set_num_threads(1)
-    jobs = 1 if quick else min(4, os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as folder:
-        places = {"out": Path(folder), "jobs": jobs}
-        found = _carry_out([PLAIN, FILTERED], seeds, steps, quick, places)
+        found = _carry_out([PLAIN, FILTERED], seeds, steps, quick, Path(folder))
         longer = max(1, round(steps * time_ratio(found)))
-        return found + _carry_out([LONGER], seeds, longer, quick, places)
+        return found + _carry_out([LONGER], seeds, longer, quick, Path(folder))
 
 
-def _carry_out(
-    names: list[str], seeds: int, steps: int, quick: bool, places: dict[str, Any]
-) -> Found:
+def _carry_out(names: list[str], seeds: int, steps: int, quick: bool, folder: Path) -> Found:
     import pandas as pd
     from rich.progress import track
 
-    from gfsa_experiments.runs.run_many import carry_out_all
-    from gfsa_experiments.runs.sweep import Request
+    from gfsa_experiments.runs.sweep import Request, carry_out_all
 
+    jobs = 1 if quick else min(4, os.cpu_count() or 1)
     runs = []
     for name in names:
-        settings: dict[str, Any] = {"max_steps": steps} | _SETTINGS | (_QUICK if quick else {})
+        settings = {"max_steps": steps} | _SETTINGS | (_QUICK if quick else {})
         settings |= _FILTER if name == FILTERED else {}
         request = Request(
             "stdlib",
@@ -109,25 +101,32 @@ def _carry_out(
             seeds=f"{_FIRST_SEED}-{_FIRST_SEED + seeds - 1}",
             setting=[f"{key}={value}" for key, value in settings.items()],
         )
-        runs += request.runs(device="cpu", **places | {"out": places["out"] / name})
+        runs += request.runs(device="cpu", jobs=jobs, out=folder / name)
     # seed by seed, so that a busy machine slows the variants alike
     runs.sort(key=lambda run: run.config.seed)
     found: Found = []
-    ended = carry_out_all(runs, places["jobs"])
+    ended = carry_out_all(runs, jobs)
     for run, row, error in track(ended, f"{len(runs)} training runs", len(runs), transient=True):
         if row is None or error:
             raise RuntimeError(f"a run of the demo failed: {error}")
         curve = pd.read_csv(run.folder / "curve.csv")
         points = list(zip(curve["step"].tolist(), curve["valid bits_per_byte"], strict=True))
-        found.append((replace(row, method=run.out.name, options="", settings=""), points))
+        variant = {"method": run.out.name, "options": "", "settings": "", "curve": points}
+        found.append(asdict(row) | variant)
     return found
+
+
+def _by_variant(found: Found, column: str) -> Any:
+    """One number of each run: a line per seed, a column per variant."""
+    import pandas as pd
+
+    return pd.DataFrame(found).pivot(index="seed", columns="method", values=column)
 
 
 def time_ratio(found: Found) -> float:
     """The time of a filtered step relative to a plain one under the same seed, the median."""
-    times = {(row.method, row.seed): row.seconds_per_step for row, _ in found}
-    seeds = [seed for name, seed in times if name == FILTERED]
-    return median(times[FILTERED, seed] / times[PLAIN, seed] for seed in seeds)
+    times = _by_variant(found, "seconds_per_step")
+    return float((times[FILTERED] / times[PLAIN]).median())
 
 
 def findings(found: Found) -> list[str]:
@@ -136,9 +135,7 @@ def findings(found: Found) -> list[str]:
     from gfsa_experiments.results.statistics import paired_difference
 
     words = {"better": "lower", "worse": "higher"}
-    ends: dict[str, dict[int, float]] = {}
-    for row, _ in found:
-        ends.setdefault(row.method, {})[row.seed] = row.test
+    ends = _by_variant(found, "test").to_dict()
     said = []
     for reference, at in ((PLAIN, "At equal steps"), (LONGER, "At equal time")):
         change = paired_difference(ends[reference], ends[FILTERED], higher_is_better=False)
@@ -163,7 +160,7 @@ def draw(found: Found, path: Path) -> None:
         figure = LensFigure(figsize=(5, 3.1), layout="constrained")
         axis = figure.subplots()
         for name, n in zip(names, series_of(names), strict=True):
-            curves = [curve for row, curve in found if row.method == name]
+            curves = [run["curve"] for run in found if run["method"] == name]
             mean = [fmean(y for _, y in points) for points in zip(*curves, strict=True)]
             steps = [step for step, _ in curves[0]]
             axis.plot(steps, mean, color=COLOURS[n], marker=MARKERS[n], label=name)

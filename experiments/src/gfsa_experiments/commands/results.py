@@ -17,7 +17,7 @@ def results(
     show: Annotated[
         str,
         typer.Option(
-            help="Only verdicts, tables, overall, tuning, forest, scores; or speed: of the suite "
+            help="Only verdicts, tables, overall, tuning, forest, scores; or speed, of the suite "
             "--recipe, timed as --task says."
         ),
     ] = "",

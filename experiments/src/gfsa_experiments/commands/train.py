@@ -71,8 +71,7 @@ def train(
         return
     from gfsa_experiments.engine.whole_files import refuse_inside_file
     from gfsa_experiments.runs.row import check_table, read_rows
-    from gfsa_experiments.runs.run_many import print_line, record_all
-    from gfsa_experiments.runs.sweep import Request
+    from gfsa_experiments.runs.sweep import Request, print_line, record_all
 
     if recipe and plan is not None:
         raise typer.BadParameter(
@@ -191,7 +190,7 @@ def _print_config(console: Console, runs: list[Run]) -> None:
     """The settings of the first run that have an effect, and the options of each method."""
     from gfsa_experiments.engine.config import as_text
     from gfsa_experiments.runs.methods import find_method
-    from gfsa_experiments.runs.run_many import print_line
+    from gfsa_experiments.runs.sweep import print_line
 
     config = runs[0].config
     used = {name: value for name, value in vars(config).items() if name not in config.unused()}
@@ -208,7 +207,7 @@ def _print_config(console: Console, runs: list[Run]) -> None:
 
 def _print_recipes_and_methods(console: Console) -> None:
     from gfsa_experiments.runs.methods import METHODS
-    from gfsa_experiments.runs.run_many import print_line
+    from gfsa_experiments.runs.sweep import print_line
     from gfsa_experiments.tasks import RECIPES, find_recipe
 
     print_line(console, "Recipes (docs/recipes has a page for each):")

@@ -133,25 +133,21 @@ _SEED = 2024
 Rows = dict[str, list[int]]
 
 
-def part_named(word: str) -> str | None:
-    """The part that a word is a name of: ``valid`` for ``val``."""
-    return next((part for part, spelt in _SPELLINGS.items() if word.lower() in spelt), None)
+def part_named(*words: str) -> str | None:
+    """The part that one of the words is a name of: ``valid`` for ``val``."""
+    known = {*map(str.lower, words)}
+    return next((part for part, spelt in _SPELLINGS.items() if known & {*spelt}), None)
 
 
 def part_of(path: Path, root: Path) -> str | None:
     """The part that a file's name, or that of its folder, says: ``techdocs.train.txt.xz``."""
-    folders = path.relative_to(root).parts[:-1]
-    words = {*map(str.lower, folders), *re.split(r"[-_.]", path.name.lower())}
-    return next((part for part, spelt in _SPELLINGS.items() if words & {*spelt}), None)
+    return part_named(*path.relative_to(root).parts[:-1], *re.split(r"[-_.]", path.name))
 
 
 def hold_out(count: int, share: float, fraction: float = 1.0) -> tuple[list[int], list[int]]:
     """The examples to train on and those to validate on, the same in every run.
 
-    Args:
-        count: number of all examples.
-        share: of all examples, to validate on.
-        fraction: of the others, to train on.
+    ``share`` of all examples is to validate on, ``fraction`` of the others to train on.
     """
     order = np.random.default_rng(_SEED).permutation(count)
     held = round(share * count)
@@ -169,12 +165,9 @@ def three_parts(
 ) -> tuple[Rows, str]:
     """The rows to train, validate and test on, and a sentence on how they were chosen.
 
-    Args:
-        found: the rows of each part that the data names; ``{"train": all}`` if it names none.
-        where: the data, for messages.
-        classes: the class of each row, to have every class in each part.
-        groups: the speaker of each row, to have no speaker in two parts.
-        holdout: the share to validate on, of data that names no part for it; 0 for no ``valid``.
+    ``found`` has the rows of each part that the data names, ``{"train": all}`` if it names none.
+    Given the ``classes`` of rows, every class is in each part; given ``groups``, no speaker is in
+    two. ``holdout`` is the share to validate on if the data names none; 0 for no ``valid``.
     """
     parts = {part: list(found[part]) for part in PARTS if len(found.get(part, ()))}
     if "train" not in parts:
@@ -296,12 +289,9 @@ def decide(
 ) -> Labels:
     """What the labels in a column are: classes, or numbers that a model is trained to predict.
 
-    Words are classes; so are whole numbers with at most 20 different values.
-
-    Args:
-        wanted: the caller's own decision, if there is one.
-        only_classes: the recipe predicts classes alone, and has no setting ``labels``.
-        advice: what to do if they are no labels.
+    Words are classes; so are whole numbers with at most 20 different values. The caller may have
+    ``wanted`` one of both; a recipe for ``only_classes`` has no such setting. ``advice`` says what
+    to do if they are no labels.
     """
     read = [_number(text) for text in texts]
     numbers = [value for value in read if value is not None and math.isfinite(value)]

@@ -58,10 +58,8 @@ def load_tokenizer(name: str) -> Any:
 def load_model(kind: Any, name: str, new: tuple[str, ...] = (), **config: Any) -> Any:
     """A model of the class ``kind`` (an ``AutoModel…``) in float32, whatever its stored dtype.
 
-    Args:
-        new: parts of the model whose stored weights do not fit or are missing, such as the head for
-            a new task, by a component of their dotted names; torch's generator initialises them.
-        config: changes to the model's configuration.
+    ``new`` are components of dotted names: such parts, as the head for a new task, may lack weights
+    or have others, and torch's generator initialises them. ``config`` changes the configuration.
     """
     # a head for other classes is initialised anew; whatever else does not fit is refused below
     given = {"output_loading_info": True, "ignore_mismatched_sizes": True, **config}

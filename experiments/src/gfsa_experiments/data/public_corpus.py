@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import tarfile
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from gfsa_experiments.data.files import table
-from gfsa_experiments.engine.whole_files import write_whole
+from gfsa_experiments.engine.whole_files import write_text, write_whole
 
 _ENDINGS = (".rst", ".txt", ".md")
 # a shorter file is a list of names or a redirect
 _SHORTEST = 200
-_LICENCES = ("license", "licence", "copying", "notice")
+# beside the package, not in a folder of it
+_LICENCE = re.compile(r"^[^/]+/(licen[sc]e|copying|notice)[^/]*$", re.IGNORECASE)
 
 
 def listed() -> list[dict[str, str]]:
@@ -59,7 +61,7 @@ def documents(archive: Path) -> Iterator[tuple[str, str]]:
             yield name, text
 
 
-def _files_of(archive: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+def _files_of(archive: Path, wanted: Callable[[str], object]) -> Iterator[tuple[str, bytes]]:
     with tarfile.open(archive) as packed:
         for member in packed.getmembers():
             file = packed.extractfile(member) if member.isfile() and wanted(member.name) else None
@@ -78,9 +80,9 @@ def build(archives: Iterable[Path], folder: Path) -> dict[str, int]:
     parts: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
     seen: set[str] = set()
     for archive in archives:
-        for name, data in _files_of(archive, _is_licence):
+        for name, data in _files_of(archive, _LICENCE.search):
             # hidden: a licence is no document of the corpus
-            place = folder / ".licences" / "-".join(PurePosixPath(name).parts)
+            place = folder / ".licences" / name.replace("/", "-")
             write_whole(place, lambda file, data=data: file.write(data))
         for name, text in documents(archive):
             # packages have copies of each other's pages
@@ -89,14 +91,8 @@ def build(archives: Iterable[Path], folder: Path) -> dict[str, int]:
                 seen.add(digest)
                 parts[part_of(name)].append(text)
     for part, texts in parts.items():
-        joined = "\0".join(texts).encode()
-        write_whole(folder / f"{part}.txt", lambda file, joined=joined: file.write(joined))
+        write_text(folder / f"{part}.txt", "\0".join(texts))
     return {part: len(texts) for part, texts in parts.items()}
-
-
-def _is_licence(name: str) -> bool:
-    _, *inside = PurePosixPath(name).parts
-    return len(inside) == 1 and inside[0].lower().startswith(_LICENCES)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

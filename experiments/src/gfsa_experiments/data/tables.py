@@ -30,8 +30,7 @@ _DEFAULT_FOLDER = Path("data")
 def open_table(path: Path, **options: Any) -> Any:
     """The table in a file, a DataFrame whose cells are text where the file is text.
 
-    Args:
-        options: of pandas' ``read_csv``.
+    ``options`` are those of pandas' ``read_csv``.
     """
     import pandas as pd
 
@@ -82,7 +81,7 @@ def from_hub(data: str, split: str | None = None) -> Any:
 
 def instead_of_files(
     missing: FileNotFoundError, data_dir: Path, data: str, splits: Sequence[str]
-) -> list[Any]:
+) -> list[tuple[str, Any]]:
     """Some splits of a known data set from the hub, as DataFrames, since its files are missing.
 
     The hub is not asked for a folder that was given but does not exist: that is a mistake, and an
@@ -93,7 +92,7 @@ def instead_of_files(
             f"{data_dir} does not exist. {missing}, or leave --data-dir out to fetch {data}"
         ) from None
     try:
-        found = [from_hub(data, split).to_pandas() for split in splits]
+        found = [(f"{data} {split}", from_hub(data, split).to_pandas()) for split in splits]
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{missing}. {error}") from error
     warnings.warn(f"{missing}. Using {data} instead", stacklevel=3)
@@ -214,8 +213,7 @@ def read_labelled(
 ) -> LabelledRows:
     """The examples of a table: a text, or a pair of them, and a label in each row.
 
-    Args:
-        wanted, only_classes: as for :func:`~gfsa_experiments.data.own.decide`.
+    :func:`~gfsa_experiments.data.own.decide` says what ``wanted`` and ``only_classes`` mean.
     """
     where, tables, unused = _tables_of(data, data_dir, label)
     columns, settings = (*text, label), (*["text"] * len(text), "label")

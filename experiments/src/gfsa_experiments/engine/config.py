@@ -19,7 +19,7 @@ from pandas import Interval
 if TYPE_CHECKING:
     from torch import nn
 
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Precision = Literal["fp32", "tf32", "bf16"]
 Schedule = Literal["linear", "cosine", "constant"]
 Compile = Literal["no", "model", "blocks", "auto"]
 
@@ -147,8 +147,6 @@ class TrainConfig:
     def check(self) -> None:
         """Raise ValueError for settings that make no sense; subclasses add their own checks."""
         check_bounds(self)
-        if self.graphs and self.precision == "fp16":
-            raise ValueError("graphs=true captures steps in fp32, tf32 or bf16")
 
     def total_steps(self, per_epoch: int) -> int:
         """Optimiser steps of the whole run: ``max_steps``, or ⌈epochs · steps of an epoch⌉."""
@@ -205,9 +203,17 @@ HARMLESS |= {"lens", "probes", "save_model", "tensorboard"}
 
 
 def settings_of(config: TrainConfig) -> str:
-    """The settings that differ from the recipe's defaults: ``epochs=2 lr=0.001``."""
-    changed = changed_settings(config).items()
-    return as_text({k: v for k, v in changed if not _label_shows(config, k, v)})
+    """The settings that differ from the recipe's defaults: ``epochs=2 lr=0.001``.
+
+    The label shows others whole; of a path it shows the last part, unended.
+    """
+    changed = changed_settings(config)
+    for name in changed.keys() & set(config.in_label):
+        value = str(changed[name])
+        ended = name == "data" and re.search(r".\.[A-Za-z]\w*$", value)
+        if "/" not in value and not ended:
+            del changed[name]
+    return as_text(changed)
 
 
 # an absolute path, also one of Windows, or one from the home folder or the folder above
@@ -227,12 +233,6 @@ def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
         else value
         for name, value in values.items()
     }
-
-
-def _label_shows(config: TrainConfig, name: str, value: Any) -> bool:
-    """Whether the label shows the whole value; of a path it shows the last part, unended."""
-    ended = name == "data" and re.search(r".\.[A-Za-z]\w*$", str(value)) is not None
-    return name in config.in_label and "/" not in str(value) and not ended
 
 
 def changed_settings(config: TrainConfig) -> dict[str, Any]:

@@ -19,11 +19,20 @@ from gfsa_experiments.engine.checkpoints import (
     checkpoint_is_due,
     isolated_generators,
 )
-from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
 from gfsa_experiments.engine.config import TrainConfig, as_text
 from gfsa_experiments.engine.measure import Movement, Progress, RunLog, StepMeter
-from gfsa_experiments.engine.optimiser import WeightAverage, build_optimiser, set_learning_rate
-from gfsa_experiments.engine.step import EagerStep, GraphedStep, map_tensors, to_device
+from gfsa_experiments.engine.step import (
+    EagerStep,
+    GraphedStep,
+    WeightAverage,
+    build_optimiser,
+    compile_blocks,
+    compile_model,
+    forget_compiled,
+    map_tensors,
+    set_learning_rate,
+    to_device,
+)
 from gfsa_experiments.engine.task import Task, sealed
 
 

@@ -12,13 +12,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from gfsa_experiments.results.families import Family, Judged, Outcome, is_complete
-from gfsa_experiments.results.statistics import (
-    LEVEL,
-    Contrast,
-    Interval,
-    contrast,
-    holm,
-)
+from gfsa_experiments.results.statistics import LEVEL, Contrast, Interval, contrast, holm
 from gfsa_experiments.results.tables import PLAIN, Line, ResultTable, coefficients_of
 
 NONE = "–"
@@ -87,10 +81,6 @@ def _decimals_of_contrast(found: Contrast) -> int:
     return _decimals(pd.Series(found.test.values).std(), found.error)
 
 
-def _p(value: float | None) -> str:
-    return NONE if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"
-
-
 def grid(rows: Sequence[Mapping[str, str]], words: Sequence[str] = ()) -> list[str]:
     """A table, a dictionary per row; the columns named in ``words`` are aligned left."""
     if not rows:
@@ -119,12 +109,12 @@ def _difference(found: Contrast | None, decimals: int | None = None) -> str:
 
 
 def _comparison_cells(outcome: Outcome) -> dict[str, str]:
-    found = outcome.contrast
+    found, p = outcome.contrast, outcome.p_holm
     return {
         "pairs": str(outcome.pairs),
         "difference": _difference(found),
         "error reduction": interval(None if found is None else found.reduction, 1, " %"),
-        "p (Holm)": _p(outcome.p_holm),
+        "p (Holm)": NONE if p is None else "<0.001" if p < 0.001 else f"{p:.3f}",
         "verdict": outcome.verdict,
     }
 
@@ -375,7 +365,9 @@ def overall(tables: Sequence[ResultTable]) -> list[str]:
         coefficients_of(row)[0]
         for table in tables
         for row in table.rows.itertuples()
-        if _learns_c0(row) and (row.recipe in _FROM_SCRATCH or "model=scratch" in row.command)
+        if row.coefficients and row.method in ("gfsa", "gfsa-even", "degree1")
+        if not re.search(r"\blearn=(?!\S*w0)", row.options)
+        if row.recipe in _FROM_SCRATCH or "model=scratch" in row.command
     ]
     notes = []
     if scratch:
@@ -394,13 +386,6 @@ def overall(tables: Sequence[ResultTable]) -> list[str]:
             f"{(1 - LEVEL) * len(ps):.1f} would. Holm's correction over all of them leaves {kept}."
         )
     return _bullets(notes)
-
-
-def _learns_c0(row: Any) -> bool:
-    """Whether the run has filters whose weight of the identity is learned."""
-    learned = [word for word in row.options.split() if word.startswith("learn=")]
-    named = row.method in ("gfsa", "gfsa-even", "degree1")
-    return bool(row.coefficients) and named and all("w0" in word for word in learned)
 
 
 def tuning_blocks(rows: pd.DataFrame) -> list[str]:
@@ -461,45 +446,34 @@ _VARIANTS = {
 }
 
 
-def speed_blocks(path: Path, suite: str = "", timing: str = "") -> list[str]:
-    """What ``gfsa bench`` measured on GPUs: a table for each suite and way of timing.
+def speed_blocks(path: Path, suite: str, timing: str) -> list[str]:
+    """What ``gfsa bench`` measured on GPUs, of one suite and one way of timing.
 
     A cell is the latest measurement of a shape and a variant, in times of plain in the same run:
     forward and backward, then forward alone.
     """
     rows = pd.read_csv(path)
     rows = rows[rows.cuda.notna()]
-    rows = rows.assign(variant=rows.variant.str.removesuffix(" kernel").replace(_VARIANTS))
-    there = {f"{name} {how}" for name, how in zip(rows.suite, rows.timing, strict=True)}
-    if suite:
-        rows = rows[rows.suite == suite]
-    if timing:
-        rows = rows[rows.timing == timing]
-    if rows.empty:
+    measured = rows[(rows.suite == suite) & (rows.timing == timing)]
+    if measured.empty:
+        there = sorted({f"{name} {how}" for name, how in zip(rows.suite, rows.timing, strict=True)})
         raise ValueError(
-            f"{path} has no times of the suite {suite or '(any)'} timed as {timing or '(any)'} on "
-            f"a GPU; it has {', '.join(sorted(there)) or 'none'}"
+            f"{path} has no times of the suite {suite or '(--recipe)'} timed as "
+            f"{timing or '(--task)'} on a GPU; it has {', '.join(there) or 'none'}"
         )
-    blocks = []
-    for (name, how), measured in rows.groupby(["suite", "timing"], sort=False):
-        columns = [v for v in dict.fromkeys(_VARIANTS.values()) if v in set(measured.variant)]
-        measured = measured[measured.variant.isin([PLAIN, *columns])]
-        latest = measured.sort_values("date", kind="stable").groupby(["shape", "variant"]).tail(1)
-        cells = [
-            _speed_cells(shape, found.set_index("variant"), columns)
-            for shape, found in latest.groupby("shape", sort=False)
-            if PLAIN in set(found.variant) and len(found) > 1
-        ]
-        if cells and not (suite and timing):
-            blocks.append(f"### {name}, {how}")
-        commits = [row.pop("commit") for row in cells] if _share_a_commit(cells) else []
-        blocks += grid(cells, words=("shape", "commit"))
-        blocks += [f"Commit {commits[0]}."] if commits else []
-    return blocks
-
-
-def _share_a_commit(cells: Sequence[Mapping[str, str]]) -> bool:
-    return len(cells) > 1 and len({row["commit"] for row in cells}) == 1
+    variants = measured.variant.str.removesuffix(" kernel").replace(_VARIANTS)
+    columns = [name for name in dict.fromkeys(_VARIANTS.values()) if name in set(variants)]
+    measured = measured.assign(variant=variants)[variants.isin([PLAIN, *columns])]
+    latest = measured.sort_values("date", kind="stable").groupby(["shape", "variant"]).tail(1)
+    cells = [
+        _speed_cells(shape, found.set_index("variant"), columns)
+        for shape, found in latest.groupby("shape", sort=False)
+        if PLAIN in set(found.variant) and len(found) > 1
+    ]
+    if len(cells) < 2 or len({row["commit"] for row in cells}) > 1:
+        return grid(cells, words=("shape", "commit"))
+    commit = [row.pop("commit") for row in cells][0]
+    return [*grid(cells, words=("shape",)), f"Commit {commit}."]
 
 
 def _speed_cells(shape: str, found: pd.DataFrame, columns: Sequence[str]) -> dict[str, str]:
@@ -509,18 +483,15 @@ def _speed_cells(shape: str, found: pd.DataFrame, columns: Sequence[str]) -> dic
         "plain ms": f"{plain.fwd_ms if pd.isna(plain.fwd_bwd_ms) else plain.fwd_bwd_ms:.3g}",
     }
     for name in columns:
-        times = (
-            found.loc[name, ["fwd_bwd_ratio", "fwd_ratio"]].dropna() if name in found.index else []
-        )
+        times = found.reindex([name]).iloc[0][["fwd_bwd_ratio", "fwd_ratio"]].dropna()
         cells[name] = "/".join(f"{x:.2f}×" for x in times) or NONE
     return cells | {"commit": ", ".join(found.drop(PLAIN).commit.unique())}
 
 
 class Mark(NamedTuple):
-    """One interval of the plot."""
+    """One interval of the plot; marks of one ``group`` have its title above them."""
 
     group: str
-    """What is compared on what, the title above its marks."""
     label: str
     interval: Interval
     verdict: str
@@ -558,8 +529,8 @@ def plot(tables: Sequence[ResultTable], path: Path, judged: Sequence[Judged] = (
     import matplotlib
 
     figure = draw(marks(tables, judged))
-    formats, ending = figure.canvas.get_supported_filetypes(), path.suffix.lstrip(".")
-    if ending not in formats:
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in formats:
         raise ValueError(
             f"--plot {path}: cannot write {path.suffix or 'a file without extension'}; "
             f"known extensions: {', '.join(sorted(formats))}"

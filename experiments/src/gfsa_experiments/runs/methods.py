@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -63,8 +64,11 @@ class Method:
 Apply = Callable[[nn.Module, MethodConfig], None]
 
 
-def _plug(make: Any = None, **forced: Any) -> Apply:
-    """Filters of ``make``, or GFSA; the options ``forced`` override those that are given."""
+def _plug(make: Any = None, exclusive: bool = False, **forced: Any) -> Apply:
+    """Filters of ``make``, or GFSA; the options ``forced`` override those that are given.
+
+    ``exclusive``: with a fixed share, unless the options want a learned one.
+    """
 
     def apply(model: nn.Module, config: MethodConfig) -> None:
         config = replace(config, **forced)
@@ -73,7 +77,7 @@ def _plug(make: Any = None, **forced: Any) -> Apply:
 
         def build(heads: int) -> gfsa.GraphFilter:
             built = gfsa.GFSA(heads, **of_gfsa) if make is None else make(heads)
-            if config.share == "none":
+            if config.share == "none" and not exclusive:
                 return built
             learned = config.share == "learned"
             return built.exclude(0.0 if learned else 1.0, learned)
@@ -85,11 +89,7 @@ def _plug(make: Any = None, **forced: Any) -> Apply:
 
 # A·V itself, without learned coefficients, for terms beside it
 _ATTENTION: dict[str, Any] = {"K": None, "learn": ()}
-
-
-def _exclusive(model: nn.Module, config: MethodConfig) -> None:
-    share = "fixed" if config.share == "none" else config.share
-    _plug(**_ATTENTION, share=share)(model, config)
+_EXCLUSIVE = _plug(exclusive=True, **_ATTENTION)
 
 
 def _baseline(name: str, strength: str = "") -> Apply:
@@ -115,7 +115,7 @@ METHODS = {
         Method("gfsa-even", "the same in every second layer", _plug(layers="even"), _OF_EVEN),
         Method("gfsa-published", "wK alone is learned", _plug(learn=("wK",)), _PUBLISHED),
         Method("degree1", "w0·I + w1·A", _plug(K=None, learn=("w0", "w1")), _TERMS),
-        Method("exclusive", "A·v without the part along the token's own v", _exclusive, _TERMS),
+        Method("exclusive", "A·v without the part along the token's own v", _EXCLUSIVE, _TERMS),
         Method(
             "depth",
             "A·(v + r·v⁰), v⁰ the first layer's values",
@@ -170,7 +170,8 @@ def check_options(name: str, options: MethodConfig, model: nn.Module | None, wha
             "got none; --method plain is the model without a filter"
         )
     try:
-        with warnings.catch_warnings():
+        # a model on meta lacks weights that some methods read: the run will show
+        with warnings.catch_warnings(), contextlib.suppress(RuntimeError):
             # the run itself repeats these warnings
             warnings.simplefilter("ignore")
             method.apply(_small_model() if model is None else model, options)
@@ -180,9 +181,6 @@ def check_options(name: str, options: MethodConfig, model: nn.Module | None, wha
         reasons = "\n".join([first, *layers[:2], *(["  …"] if layers[2:] else [])])
         said = f"{name} {given}".strip()
         raise ValueError(f"method {said} cannot be applied to {what}: {reasons}") from error
-    except RuntimeError:
-        # the method reads weights, which a model on meta does not have: the run will show
-        return
 
 
 def _small_model() -> nn.Module:

@@ -76,8 +76,7 @@ COLUMNS = list(_TYPES)
 
 def append_rows(path: Path, rows: list[Row]) -> None:
     """Append rows to a table; several processes may do so at the same time."""
-    lines = [{k: "" if v is None else v for k, v in asdict(row).items()} for row in rows]
-    append_lines(path, COLUMNS, lines, end="\r\n")
+    append_lines(path, COLUMNS, [asdict(row) for row in rows], end="\r\n")
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -31,11 +31,7 @@ import gfsa
 from gfsa._version import __version__
 from gfsa.environment import commit, device_name, version_of
 from gfsa.plugs.saving.checkpoint import write_filters
-from gfsa_experiments.engine.checkpoints import (
-    checkpoints,
-    isolated_generators,
-    seed_everything,
-)
+from gfsa_experiments.engine.checkpoints import checkpoints, isolated_generators, seed_everything
 from gfsa_experiments.engine.config import (
     HARMLESS,
     TrainConfig,
@@ -93,10 +89,6 @@ class Run:
             raise ValueError(
                 "device=cuda, but torch finds no GPU here; auto uses a GPU if there is one"
             )
-        on_cpu = self.device == "cpu" or not torch.accelerator.is_available()
-        if self.config.precision == "fp16" and on_cpu:
-            # accelerate would train in float32, and the row say fp16
-            raise ValueError("precision=fp16 needs a GPU; on a CPU set bf16 or fp32")
         self.config.check()
         self._changed_options()
 
@@ -171,11 +163,14 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
         finished = read_row(run.folder)
         if finished is None and accelerator.is_main_process:
             _write_environment(run.folder, accelerator.device)
-        with _arithmetic_of(run.config):
-            task = build_task(run)
-            data = _record_data(run, task, accelerator)
-            if finished is None:
-                return _train(run, task, data, accelerator, progress)
+        if run.config.precision == "tf32":
+            before = torch.get_float32_matmul_precision()
+            held.callback(torch.set_float32_matmul_precision, before)
+            torch.set_float32_matmul_precision("high")
+        task = build_task(run)
+        data = _record_data(run, task, accelerator)
+        if finished is None:
+            return _train(run, task, data, accelerator, progress)
     wanted = {"model.pt": run.config.save_model, "lens.html": run.config.lens}
     for name, asked in wanted.items():
         if asked and not (run.folder / name).exists():
@@ -195,18 +190,6 @@ def _accelerator(run: Run) -> Accelerator:
         log_with="tensorboard" if run.config.tensorboard else None,
         project_dir=run.folder,
     )
-
-
-@contextlib.contextmanager
-def _arithmetic_of(config: TrainConfig) -> Iterator[None]:
-    """TF32, if the settings want it, for one run."""
-    before = torch.get_float32_matmul_precision()
-    if config.precision == "tf32":
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def build_task(run: Run) -> Task:
@@ -428,8 +411,13 @@ def _pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
     The same in every process: independent of addresses, of the order of a dict and of the width
     that a number is stored in.
     """
-    if isinstance(value, (Tensor, np.ndarray, np.generic)):
-        yield from _of_array(value, depth)
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().to_dense()
+        # numpy lacks bfloat16
+        value = value.double() if value.is_floating_point() else value
+        value = value.resolve_conj().resolve_neg().numpy()
+    if isinstance(value, (np.ndarray, np.generic)):
+        yield from _of_array(np.asarray(value), depth)
     elif isinstance(value, (str, bytes)):
         content = value.encode() if isinstance(value, str) else value
         yield f"{type(value).__name__} {len(content)}:".encode() + content
@@ -455,14 +443,7 @@ def _pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
             yield from _pieces(named[name], depth + 1)
 
 
-def _of_array(value: Any, depth: int) -> Iterator[bytes]:
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        value = value if value.layout == torch.strided else value.to_dense()
-        # numpy lacks bfloat16
-        value = value.double() if value.is_floating_point() else value
-        value = value.resolve_conj().resolve_neg().numpy()
-    array = np.asarray(value)
+def _of_array(array: np.ndarray, depth: int) -> Iterator[bytes]:
     kind = "i" if array.dtype.kind in "biumM" else array.dtype.kind
     if kind not in "ifc":
         # text and objects

@@ -27,8 +27,6 @@ _STSB_TEST_ROWS = 1_379
 def read_glue(data_dir: Path, name: str, report: str = "dev") -> LabelledRows:
     """``train`` and ``test``, which is the development set; or the public test set of STS-B."""
     facts, source = GLUE_TASKS[name], source_of("glue")
-    if data_dir.name == facts["folder"]:
-        data_dir = data_dir.parent
     wanted = {"train": int(facts["train_rows"]), facts["dev"]: int(facts["dev_rows"])}
     found: list[tuple[object, Any, int]] = []
     try:
@@ -44,8 +42,7 @@ def read_glue(data_dir: Path, name: str, report: str = "dev") -> LabelledRows:
         splits = [part.replace("dev", "validation") for part in wanted]
         data = f"hub:nyu-mll/glue:{name.split('-')[0]}"
         read = instead_of_files(missing, data_dir, data, splits)
-        where = [f"{data} {split}" for split in splits]
-        found = list(zip(where, read, wanted.values(), strict=True))
+        found = [(*one, official) for one, official in zip(read, wanted.values(), strict=True)]
     if report == "test":
         path = source.find(data_dir, "stsb_test.tsv")
         found.append((path, _official_tsv(path, facts), _STSB_TEST_ROWS))
@@ -133,13 +130,11 @@ def read_code(data_dir: Path, name: str) -> LabelledRows:
         functions = source.find(data_dir, "function.json" if name == "devign" else "data.jsonl")
     except FileNotFoundError as missing:
         data, columns = _CODE_ON_HUB[name]
-        splits = ("train", "validation", "test")
-        for part, found in zip(
-            PARTS, instead_of_files(missing, data_dir, data, splits), strict=True
-        ):
+        read = instead_of_files(missing, data_dir, data, ("train", "validation", "test"))
+        for part, (where, found) in zip(PARTS, read, strict=True):
             # truth values on the hub
             found[columns[-1]] = found[columns[-1]].astype(int)
-            parts[part] = usable_rows(f"{data} {part}", found, columns, [""] * len(columns))
+            parts[part] = usable_rows(where, found, columns, [""] * len(columns))
     else:
         for at, part in enumerate(PARTS):
             names = [f"{part}.txt", f"{part}_sampled.txt"][: 1 + (name == "bigclonebench")]

@@ -211,13 +211,10 @@ class Examples(Dataset[Any]):
         at = self.rows[np.asarray(indices)].reshape(-1)
         width = self.width(at)
         mask = np.arange(width) < self.texts["length"][at][:, None]
-        batch = {
-            "input_ids": torch.from_numpy(self.texts["ids"][at, :width].astype(np.int64)),
-            "attention_mask": torch.from_numpy(mask.astype(np.int64)),
-        }
+        arrays = {"input_ids": self.texts["ids"][at, :width], "attention_mask": mask}
         if "types" in self.texts:
-            types = self.texts["types"][at, :width].astype(np.int64)
-            batch["token_type_ids"] = torch.from_numpy(types)
+            arrays["token_type_ids"] = self.texts["types"][at, :width]
+        batch = {name: torch.from_numpy(array.astype(np.int64)) for name, array in arrays.items()}
         return batch | {"labels": torch.from_numpy(self.labels[indices])}
 
     def split(self) -> Split:
@@ -249,11 +246,9 @@ class Encoded:
 
 @lru_cache(maxsize=4)
 def encode(config: Any, data_dir: Path) -> Encoded:
-    """The examples as token ids, cached for later runs of this process.
+    """The examples as token ids, for settings of :meth:`TextTaskConfig.examples`.
 
     Numbers are normalised before they become float32, which would round ``1.7e9 + 10``.
-
-    ``config`` is what :meth:`TextTaskConfig.examples` gives.
     """
     rows = config.read(data_dir)
     parts = {part: list(chosen) for part, chosen in rows.parts.items()}

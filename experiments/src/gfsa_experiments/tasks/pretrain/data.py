@@ -1,13 +1,16 @@
-"""Text as tokens: token files, known corpora, Python's own source, and rows cut from them."""
+"""Text to model language on: corpora, known or own, as documents, as tokens, and as rows."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import os
+import re
 import sysconfig
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -20,20 +23,189 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gfsa_experiments.data import own
-from gfsa_experiments.data.corpus import EXPECTED, Corpus, corpus_of
 from gfsa_experiments.data.files import check_count, source_of
 from gfsa_experiments.data.pretrained import load_tokenizer, token_ids, train_tokenizer
-from gfsa_experiments.data.tables import column_of, instead_of_files
+from gfsa_experiments.data.tables import ENDINGS as TABLES
+from gfsa_experiments.data.tables import column_of, instead_of_files, load_parts, open_table
 from gfsa_experiments.engine.task import OwnData
 
 META = "tokens.json"
-TOKENIZER = "tokenizer.json"
 END = "<|endoftext|>"
 """Begins every document, so that the end of one is predicted, and nothing from one to the next."""
 _FORMAT = 1
 # of the rule that splits text which names no parts
 _SPLIT = 2
 _DOCUMENTS_AT_ONCE = 2_000
+# the share of the text that valid gets, and test
+SHARE = 0.05
+# how far a border may move towards the start to spare a document, a line or a word: a part keeps at
+# least half of its share
+_REACH = SHARE / 2
+# of a line, of a word
+_ENDS = (re.compile(r"\n"), re.compile(r"\s"))
+
+
+def split_documents(documents: Sequence[str], root: str) -> dict[str, list[str]]:
+    """The last 5 % of the text to test on, the 5 % before to validate on, the rest to train on.
+
+    Where a document ends shortly before a border between two parts, the parts meet there. Otherwise
+    the document that lies across the border is cut: at the end of a line if one is near, of a word,
+    or between two characters. No other document is.
+    """
+    text, ends = "".join(documents), [0, *itertools.accumulate(map(len, documents))]
+    size = len(text)
+    borders = [_border(text, ends, int(share * size)) for share in (1 - 2 * SHARE, 1 - SHARE)]
+    parts: dict[str, list[str]] = {}
+    for name, first, last in zip(own.PARTS, [0, *borders], [*borders, size], strict=True):
+        cuts = [first, *(end for end in ends if first < end < last), last]
+        pieces = [text[start:end] for start, end in itertools.pairwise(cuts)]
+        # blanks that a cut leaves alone are no document
+        parts[name] = [piece for piece in pieces if piece.strip()]
+    if not all(parts.values()):
+        raise ValueError(
+            f"{root} is too little text to be split into {', '.join(own.PARTS)}: it has {size:,} "
+            f"characters in {len(documents):,} documents; give more, or a file for each part"
+        )
+    return parts
+
+
+def _border(text: str, ends: Sequence[int], at: int) -> int:
+    """Where to cut the text at about ``at``; ``ends`` are those of its documents."""
+    # of the document that lies across
+    start = ends[bisect.bisect(ends, at) - 1]
+    earliest = at - int(_REACH * len(text))
+    if 0 < start >= earliest:
+        return start
+    begin = max(start, earliest)
+    found = [[match.end() for match in kind.finditer(text[begin:at])] for kind in _ENDS]
+    return next((begin + places[-1] for places in found if places), at)
+
+
+# in a folder; a csv beside the text is no text
+_IN_FOLDERS = (".txt", ".md", ".text", ".jsonl", ".ndjson", ".parquet")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents in parts; where the data names no parts, they are split off ``train``."""
+
+    name: str
+    root: str
+    """Where it is, for messages."""
+    column: str
+    """The key of the text in JSON lines, its column in tables."""
+    sources: dict[str, Any]
+    """The files of each part that the data names, or its table of the hub."""
+    unread: tuple[str, ...] = ()
+    """Other files of the folder, by their path in it."""
+
+    @property
+    def split_by(self) -> str:
+        """How the parts were made, as a sentence."""
+        percent = f"{100 * SHARE:g} %"
+        said = "the parts that it names"
+        if len(self.sources) == 2:
+            start = "" if "test" in self.sources else "its valid is reported as test; "
+            said = f"{start}the last {percent} of its documents to train on are valid"
+        elif len(self.sources) == 1:
+            said = f"about the last {percent} of the text is test, the {percent} before it valid"
+        more = f" and {len(self.unread) - 3} more" if len(self.unread) > 3 else ""
+        return said + (f"; not read: {', '.join(self.unread[:3])}{more}" if self.unread else "")
+
+    def documents(self) -> dict[str, list[str]]:
+        """The documents of each part."""
+        found = {part: list(self._read(part)) for part in self.sources}
+        if len(self.sources) == 1:
+            found = split_documents(found["train"], self.root)
+        elif len(found) == 2:
+            # a data set of the hub
+            train = found.pop("train")
+            held_out = max(1, round(SHARE * len(train)))
+            (test,) = found.values()
+            found = {"train": train[:-held_out], "valid": train[-held_out:], "test": test}
+        for name, documents in found.items():
+            if not any(documents):
+                raise ValueError(f"the {name} part of {self.root} has no text in it")
+        return {name: found[name] for name in own.PARTS}
+
+    def _read(self, part: str) -> Iterator[str]:
+        """The documents of one part; in a file of text a NUL separates them."""
+        source = self.sources[part]
+        if not isinstance(source, tuple):
+            yield from self._texts(f"{self.root} {part}", source)
+            return
+        for path in source:
+            if own.ending_of(path) in TABLES:
+                yield from self._texts(str(path), open_table(path))
+            else:
+                yield from filter(str.strip, own.text_of(path).split("\0"))
+
+    def _texts(self, where: str, table: Any) -> Iterator[str]:
+        for number, text in enumerate(column_of(where, table, self.column, "text"), start=1):
+            # NaN stands for a missing cell
+            if isinstance(text, str) and text.strip():
+                yield text
+            elif not (text is None or text != text or isinstance(text, str)):
+                raise ValueError(
+                    f"{where}, row {number}: expected a text in {self.column}, got "
+                    f"{type(text).__name__}; set text= to the column of the text"
+                )
+
+    def key(self, tokenizer: str) -> str:
+        """The same as long as files, their sizes and dates, and the tokenizer are the same."""
+        parts = len(self.sources) > 1 or f"split {_SPLIT}"
+        lines = [f"{_FORMAT} {tokenizer} {parts}"]
+        for part, source in self.sources.items():
+            if isinstance(source, tuple):
+                if self.column != "text" and part == next(iter(self.sources)):
+                    lines.append(f"column {self.column}\n")
+                for path in source:
+                    stat = path.stat()
+                    lines.append(f"{part} {path.resolve()} {stat.st_size} {stat.st_mtime_ns}\n")
+            else:
+                texts = "\0".join(map(str, source.get(self.column, ())))
+                digest = sha256(texts.encode("utf-8", "surrogatepass")).hexdigest()
+                lines.append(f"{self.root} {self.column} {part} {digest}\n")
+        return sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def corpus_of(data: str, data_dir: Path, column: str = "text") -> Corpus:
+    """The corpus that ``data`` names: a file or folder, or ``hub:ID``."""
+    if data.startswith(own.HUB):
+        sources, unused = load_parts(data)
+        if "train" not in sources:
+            raise ValueError(
+                f"{data} has the parts {', '.join((*sources, *unused))}, but none to train on; "
+                "export what you need to a file"
+            )
+        return Corpus(own.name_of(data), data, column, sources)
+    path = own.find(data, data_dir, "a file or folder of text, or hub:ID")
+    name = path.resolve().name.partition(".")[0]
+    if path.is_file():
+        # a file that is named is read, whatever its ending
+        return Corpus(name, str(path), column, {"train": (path,)})
+    files = own.files_in(path)
+    texts = [p for p in files if own.ending_of(p) in _IN_FOLDERS]
+    if not texts:
+        raise ValueError(
+            f"{path} has no text to read: expected files that end in {', '.join(_IN_FOLDERS)}, "
+            f"packed ({', '.join(own.PACKED)}) or not, or data= to one file of any ending"
+            f"{own.entries_of(path)}"
+        )
+    # a README beside the parts is about the text
+    parts = {part: tuple(p for p in texts if own.part_of(p, path) == part) for part in own.PARTS}
+    parts = {part: found for part, found in parts.items() if found}
+    if parts and parts.keys() != set(own.PARTS):
+        there = ", ".join(f"{p} ({found[0].relative_to(path)})" for p, found in parts.items())
+        raise ValueError(
+            f"{path} has files for {there}, but none for "
+            f"{', '.join(part for part in own.PARTS if part not in parts)}: name files or folders "
+            "after all three parts, or after none, to have them split"
+        )
+    parts = parts or {"train": tuple(texts)}
+    read = {p for found in parts.values() for p in found}
+    unread = tuple(str(p.relative_to(path)) for p in files if p not in read)
+    return Corpus(name, str(path), column, parts, unread)
 
 
 @dataclass(frozen=True)
@@ -50,33 +222,8 @@ class Text:
     own: OwnData | None = None
 
 
-@dataclass(frozen=True)
-class Part:
-    """One part of prepared token files in numbers."""
-
-    tokens: int
-    documents: int
-    bytes: int
-    sha256: str
-    """The hash of its file of tokens."""
-
-
-@dataclass(frozen=True)
-class Meta:
-    """What a folder of token files holds."""
-
-    format: int
-    name: str
-    vocabulary: int
-    end: int
-    dtype: str
-    tokenizer: str
-    """``bpe 16384`` for one that was trained on the text, ``file`` and a hash for one given."""
-    parts: dict[str, Part]
-
-
-def described(tokenizer: str, vocab_size: int) -> str:
-    """How :class:`Meta` names a tokenizer: ``bpe``, or the path of a file."""
+def _described(tokenizer: str, vocab_size: int) -> str:
+    """A tokenizer in words that stay the same: ``bpe 16384``, or ``file`` and a hash."""
     if tokenizer == "bpe":
         return f"bpe {vocab_size}"
     path = Path(tokenizer).expanduser()
@@ -88,22 +235,17 @@ def described(tokenizer: str, vocab_size: int) -> str:
     return f"file {sha256(path.read_bytes()).hexdigest()[:16]}"
 
 
-def token_files(
-    data: str, data_dir: Path, tokenizer: str, vocab_size: int, column: str
-) -> tuple[Path, Meta, str]:
-    """The folder of a corpus's tokens, made if need be; what it holds; how its parts were made.
+def text_in_documents(
+    data: str, data_dir: Path, column: str, tokenizer: str, vocab_size: int, *, is_known: bool
+) -> Text:
+    """A corpus whose documents each begin with ``END``, from token files that are made once.
 
-    ``data`` is a corpus, or such a folder, as the cache has it; ``tokenizer`` is ``bpe``, which is
-    trained on the text, or the path of a file.
+    ``tokenizer`` is ``bpe``, which is trained on the text, or the path of a file; ``is_known``: the
+    corpus is not the caller's own.
     """
-    wanted = described(tokenizer, vocab_size)
-    if not data.startswith(own.HUB):
-        path = own.find(data, data_dir, EXPECTED)
-        if (path / META).is_file():
-            return path, _checked(path, wanted), "as it was prepared"
     corpus = corpus_of(data, data_dir, column)
     cache = Path(os.environ.get("GFSA_CACHE") or "~/.cache/gfsa").expanduser()
-    folder = cache / f"tokens-{corpus.name}-{_key(corpus, wanted)}"
+    folder = cache / f"tokens-{corpus.name}-{corpus.key(_described(tokenizer, vocab_size))}"
     if not (folder / META).is_file():
         cache.mkdir(parents=True, exist_ok=True)
         # other processes that want the same wait; one that is killed leaves nothing that counts
@@ -116,24 +258,37 @@ def token_files(
                 making.mkdir()
                 prepare(corpus, tokenizer, vocab_size, making)
                 making.replace(folder)
-    return folder, _checked(folder, wanted), corpus.split_by
+    meta = _checked(folder)
+    parts = meta["parts"]
+    # copy on write: torch warns of arrays that cannot be written to
+    tokens: dict[str, np.ndarray] = {
+        part: np.memmap(folder / f"{part}.bin", meta["dtype"], mode="c") for part in own.PARTS
+    }
+    facts = None
+    if not is_known:
+        documents = ", ".join(f"{parts[part]['documents']:,} {part}" for part in own.PARTS)
+        split_by = f"{corpus.split_by}; {documents} documents"
+        hashes = [parts[part]["sha256"] for part in own.PARTS]
+        named = {"name": corpus.name, "unit": "tokens"}
+        facts = own.facts(data, data, tokens, split_by, hashes, **named)
+    sizes = {part: parts[part]["bytes"] for part in own.PARTS}
+    return Text(tokens, sizes, meta["vocabulary"], meta["end"], facts)
 
 
 def prepare(corpus: Corpus, tokenizer: str, vocab_size: int, folder: Path) -> None:
     """Encode a corpus into ``folder``, which must be empty."""
     documents = corpus.documents()
     encoder = _tokenizer(tokenizer, vocab_size, documents["train"])
-    encoder.save(str(folder / TOKENIZER))
+    encoder.save(str(folder / "tokenizer.json"))
     # numbers may be left out, so that the largest is above their count
     vocabulary = max(encoder.get_vocab().values()) + 1
-    end = encoder.token_to_id(END)
-    dtype, name = dtype_for(vocabulary), described(tokenizer, vocab_size)
+    end, dtype = encoder.token_to_id(END), dtype_for(vocabulary)
     parts = {
         part: _encode(encoder, documents[part], end, folder / f"{part}.bin", dtype)
         for part in own.PARTS
     }
-    meta = Meta(_FORMAT, corpus.name, vocabulary, end, dtype, name, parts)
-    (folder / META).write_text(json.dumps(asdict(meta), indent=1) + "\n")
+    meta = {"vocabulary": vocabulary, "end": end, "dtype": dtype, "parts": parts}
+    (folder / META).write_text(json.dumps(meta, indent=1) + "\n")
 
 
 def dtype_for(vocabulary: int) -> str:
@@ -141,46 +296,26 @@ def dtype_for(vocabulary: int) -> str:
     return "uint16" if vocabulary <= 2**16 else "uint32"
 
 
-def _checked(folder: Path, wanted: str) -> Meta:
-    """What a folder holds, if it is whole and of the tokenizer that the settings ask for.
-
-    A disk that was full, or cleaned up, may have cut it.
-    """
+def _checked(folder: Path) -> dict[str, Any]:
+    """What a folder holds, if it is whole: a disk that was full, or cleaned up, may have cut it."""
     path = folder / META
     try:
-        written = json.loads(path.read_text())
-        parts = {name: Part(**part) for name, part in written.pop("parts").items()}
-        meta = Meta(parts=parts, **written)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged, prepare the corpus again: {error!r}") from error
-    if meta.format != _FORMAT or set(parts) != set(own.PARTS):
-        raise ValueError(f"{path} is of another version of gfsa; prepare the corpus again")
-    for part, numbers in parts.items():
-        path = folder / f"{part}.bin"
+        meta: dict[str, Any] = json.loads(path.read_text())
+        width = np.dtype(meta["dtype"]).itemsize
+        sizes = {f"{part}.bin": width * meta["parts"][part]["tokens"] for part in own.PARTS}
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} is damaged; delete {folder} and prepare the corpus again: {error!r}"
+        ) from error
+    for name, expected in sizes.items():
+        path = folder / name
         size = path.stat().st_size if path.is_file() else 0
-        expected = numbers.tokens * np.dtype(meta.dtype).itemsize
         if size != expected:
             raise ValueError(
                 f"{path} has {size} bytes where {META} says {expected}; delete {folder} and "
                 "prepare the corpus again"
             )
-    kept = folder / TOKENIZER
-    # a file that was given has been written anew
-    if wanted not in (meta.tokenizer, kept.is_file() and described(str(kept), 0)):
-        kind, _, count = meta.tokenizer.partition(" ")
-        hint = f"vocab_size={count}" if kind == "bpe" else f"tokenizer={kept}"
-        raise ValueError(
-            f"{folder} was prepared with the tokenizer {meta.tokenizer}, the settings ask for "
-            f"{wanted}; set {hint}, or data= to the text itself"
-        )
     return meta
-
-
-def _key(corpus: Corpus, tokenizer: str) -> str:
-    """The same as long as files, their sizes and dates, and the tokenizer are the same."""
-    parts = len(corpus.sources) > 1 or f"split {_SPLIT}"
-    described = "".join([f"{_FORMAT} {tokenizer} {parts}", *corpus.identity()])
-    return sha256(described.encode()).hexdigest()[:16]
 
 
 def _tokenizer(file: str, vocab_size: int, texts: Sequence[str]) -> Any:
@@ -203,8 +338,8 @@ def _tokenizer(file: str, vocab_size: int, texts: Sequence[str]) -> Any:
     return tokenizer
 
 
-def _encode(tokenizer: Any, documents: Sequence[str], end: int, path: Path, dtype: str) -> Part:
-    """Write ``end`` and the tokens of each document, one document after the other.
+def _encode(tokenizer: Any, documents: Sequence[str], end: int, path: Path, dtype: str) -> Any:
+    """Write ``end`` and the tokens of each document, one after the other; returns their numbers.
 
     Where the text has the words of ``end`` themselves, another document begins, and is counted.
     """
@@ -220,7 +355,7 @@ def _encode(tokenizer: Any, documents: Sequence[str], end: int, path: Path, dtyp
             count += len(data)
             begun += int((data == end).sum())
             size += sum(len(document.encode()) for document in some)
-    return Part(count, begun, size, digest.hexdigest())
+    return {"tokens": count, "documents": begun, "bytes": size, "sha256": digest.hexdigest()}
 
 
 def read_lines(data_dir: Path, name: str, part: str) -> list[str]:
@@ -233,8 +368,8 @@ def read_lines(data_dir: Path, name: str, part: str) -> list[str]:
     except FileNotFoundError as missing:
         if name == "ptb":
             raise
-        where = f"hub:Salesforce/wikitext:{name}-v1"
-        (found,) = instead_of_files(missing, data_dir, where, [part.replace("valid", "validation")])
+        data, split = f"hub:Salesforce/wikitext:{name}-v1", part.replace("valid", "validation")
+        ((where, found),) = instead_of_files(missing, data_dir, data, [split])
         # the hub's empty lines lack their line feed
         lines = [text.rstrip("\n") for text in column_of(where, found, "text", "")]
     else:

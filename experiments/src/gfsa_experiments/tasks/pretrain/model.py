@@ -1,14 +1,15 @@
 """The decoders: Qwen3 in any size with its variants, GPT-2, and one of bytes for torch alone.
 
-And :func:`probe`: what a trained one can copy, and how its loss falls along a row.
+Beside them their loss, and :func:`probe`: what a trained one can copy, and how its loss falls along
+a row.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,13 +25,40 @@ if TYPE_CHECKING:
     from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 
 
+IGNORED = -100
+
+
+class NextTokenLoss:
+    """What transformers calls as a model's ``loss_function``: the mean of −log p(next token).
+
+    ``labels[i]`` is what position i predicts: they are shifted already. If ``compiled``, the logits
+    are read on a GPU in the precision they come in, once forward and once backward.
+    """
+
+    def __init__(self, compiled: bool) -> None:
+        self.compiled = compiled
+
+    def __call__(self, logits: Tensor, labels: Tensor, **unused: Any) -> Tensor:
+        alone = not torch.compiler.is_compiling()
+        function = _compiled() if self.compiled and alone and logits.is_cuda else cross_entropy
+        return function(logits, labels)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Over every label that is not ignored."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED)
+
+
+@functools.cache
+def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(cross_entropy, dynamic=False)
+
+
 def build_decoder(config: PretrainConfig, vocabulary: int, end: int | None = None) -> Any:
     """A new Qwen3: RMSNorm, RoPE, SwiGLU, no biases, no dropout.
 
-    Args:
-        config: with a number for every size (:meth:`PretrainConfig.whole`).
-        vocabulary: how many different tokens.
-        end: the token that begins documents.
+    ``config`` has a number for every size (:meth:`PretrainConfig.whole`); documents begin with the
+    token ``end``.
     """
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -44,7 +72,7 @@ def build_decoder(config: PretrainConfig, vocabulary: int, end: int | None = Non
         num_key_value_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
         max_position_embeddings=sizes.block,
-        tie_word_embeddings=sizes.tied,
+        tie_word_embeddings=True,
         use_cache=False,
         initializer_range=sizes.init_std,
         bos_token_id=end,
@@ -68,7 +96,7 @@ def build_decoder(config: PretrainConfig, vocabulary: int, end: int | None = Non
     if sizes.fast_gates:
         names = [name for name, _ in model.named_parameters() if name.endswith(".gate.weight")]
         # the optimiser asks a model for what it does not decay
-        model.no_weight_decay = partial(set, names)
+        model.no_weight_decay = functools.partial(set, names)
     return model
 
 
@@ -311,16 +339,11 @@ def probe(
 ) -> dict[str, Any]:
     """Everything that is measured, as plain data; the model is as before afterwards.
 
-    ============== ==============================================================================
-    ``induction``  loss on random tokens, and on the same tokens when they come a second time
-    ``recall``     pairs of random tokens, then the same pairs in another order: loss on the second
-                   token of a pair, the first and the second time
-    ``position``   loss by octave of the position in a row of ``valid``
-    ============== ==============================================================================
-
-    Args:
-        precision: of autocast; None for none.
-        rows: how many rows of ``valid``, and how many random sequences.
+    ``induction``: the loss on random tokens, and on the same tokens when they come a second time.
+    ``recall``: pairs of random tokens, then the same pairs in another order: the loss on the second
+    token of a pair, the first and the second time. ``position``: the loss by octave of the position
+    in a row of ``valid``. ``rows`` is how many rows, and how many random sequences; ``precision``
+    that of autocast, None for none.
     """
     device = next(model.parameters()).device
     taken = valid.rows[:rows].to(device).split(_BATCH)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,7 +19,7 @@ from pandas import Interval
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.own import digest_of, name_of
+from gfsa_experiments.data.own import name_of
 from gfsa_experiments.engine.config import (
     Compile,
     Count,
@@ -30,21 +31,23 @@ from gfsa_experiments.engine.config import (
     TrainConfig,
     check_multiple,
 )
-from gfsa_experiments.engine.next_token_loss import IGNORED, NextTokenLoss, cross_entropy
-from gfsa_experiments.engine.task import OwnData, Split, Task, as_it_is
+from gfsa_experiments.engine.task import Split, Task, as_it_is
 from gfsa_experiments.tasks.pretrain.data import (
     SOURCE,
     Text,
     TokenRows,
     read_source,
+    text_in_documents,
     text_in_lines,
-    token_files,
 )
 from gfsa_experiments.tasks.pretrain.model import (
     DROPOUTS,
+    IGNORED,
     ByteDecoder,
+    NextTokenLoss,
     build_decoder,
     causal_by_kernel,
+    cross_entropy,
     pretrained_decoder,
     probe,
 )
@@ -79,10 +82,8 @@ class LanguageConfig(TrainConfig):
         """The decoder for so many different tokens; ``end`` begins documents."""
 
     @abstractmethod
-    def mean_loss(
-        self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor
-    ) -> Tensor:
-        """The mean loss; ``model`` is the task's, or a wrapper, ``labels`` what follows ``ids``."""
+    def loss(self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+        """The mean; ``model`` is the task's, or a wrapper, ``labels`` are what follows ``ids``."""
 
     @property
     def falling(self) -> str | None:
@@ -189,9 +190,7 @@ class CausalLMConfig(LanguageConfig):
             )
         return model
 
-    def mean_loss(
-        self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor
-    ) -> Tensor:
+    def loss(self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
         with causal_by_kernel(task.model):
             logits: Tensor = model(input_ids=ids, use_cache=False).logits
         return NextTokenLoss(self.compile != "no")(logits, labels)
@@ -233,8 +232,6 @@ class PretrainConfig(LanguageConfig):
     head_dim: Count = 64
     mlp: Count | None = None
     """Width inside the MLP."""
-    tied: bool = True
-    """The head has the weights of the embedding."""
     qk_norm: Literal["learned", "none", "fixed", "temperature"] = "learned"
     """Queries and keys: normalised with ``learned`` gains (Qwen3), ``none`` (Llama), ``fixed``:
     normalised without gains, ``temperature``: that and one learned factor per head."""
@@ -298,55 +295,28 @@ class PretrainConfig(LanguageConfig):
 
     def whole(self) -> PretrainConfig:
         """The same settings with a number for every size."""
-        depth, width, heads, mlp = _SIZES[self.size]
-        heads = self.heads or heads
-        return replace(
-            self,
-            depth=self.depth or depth,
-            width=self.width or width,
-            heads=heads,
-            kv_heads=self.kv_heads or heads,
-            mlp=self.mlp or mlp,
-        )
+        sizes = zip(("depth", "width", "heads", "mlp"), _SIZES[self.size], strict=True)
+        chosen: dict[str, Any] = {name: getattr(self, name) or size for name, size in sizes}
+        chosen["kv_heads"] = self.kv_heads or chosen["heads"]
+        return replace(self, **chosen)
 
     def read(self, data_dir: Path) -> Text:
-        given = self.data, data_dir, self.tokenizer, self.vocab_size, self.text
-        folder, meta, split_by = token_files(*given)
-        parts, own = meta.parts, None
-        if self.data != PretrainConfig.data:
-            documents = ", ".join(f"{part.documents:,} {name}" for name, part in parts.items())
-            own = OwnData(
-                name=meta.name,
-                source=self.data,
-                splits={name: part.tokens for name, part in parts.items()},
-                split_by=f"{split_by}; {documents} documents",
-                unit="tokens",
-                digest=digest_of(part.sha256 for part in parts.values()),
-            )
-        # copy on write: torch warns of arrays that cannot be written to
-        tokens: dict[str, np.ndarray] = {
-            part: np.memmap(folder / f"{part}.bin", meta.dtype, mode="c") for part in parts
-        }
-        sizes = {name: part.bytes for name, part in parts.items()}
-        return Text(tokens, sizes, meta.vocabulary, meta.end, own)
+        given = self.data, data_dir, self.text, self.tokenizer, self.vocab_size
+        return text_in_documents(*given, is_known=self.data == PretrainConfig.data)
 
     def decoder(self, vocabulary: int, end: int | None = None) -> Any:
         model = build_decoder(self.whole(), _multiple_of_64(vocabulary), end)
         model.loss_function = NextTokenLoss(self.compile != "no")
         return model
 
-    def mean_loss(
-        self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor
-    ) -> Tensor:
+    def loss(self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
         # without a mask, traced or not, attention is causal by its kernel
         given = {"attention_mask": {"full_attention": None}, "use_cache": False}
         loss: Tensor = model(input_ids=ids, labels=labels, **given).loss
         return loss
 
     def sketch(self) -> nn.Module | None:
-        try:
-            import transformers  # noqa: F401
-        except ModuleNotFoundError:
+        if find_spec("transformers") is None:
             return None
         with torch.device("meta"):
             model: nn.Module = self.decoder(self.vocab_size)
@@ -417,9 +387,7 @@ class StdlibConfig(LanguageConfig):
     def decoder(self, vocabulary: int = 256, end: int | None = None) -> ByteDecoder:
         return ByteDecoder(self.depth, self.width, self.heads, self.block, self.init_std)
 
-    def mean_loss(
-        self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor
-    ) -> Tensor:
+    def loss(self, task: LanguageTask, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(model(ids), labels)
 
     def sketch(self) -> nn.Module:
@@ -460,7 +428,7 @@ class LanguageTask(Task):
         self.model = config.decoder(text.vocabulary, text.end)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        mean: Tensor = self.config.mean_loss(self, model, *self._given(batch))
+        mean: Tensor = self.config.loss(self, model, *self._given(batch))
         return mean
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
@@ -471,7 +439,7 @@ class LanguageTask(Task):
             # another shape would be compiled for, for the sake of one batch
             inputs = torch.cat([inputs, inputs[:1].expand(lacking, -1)])
             labels = F.pad(labels, (0, 0, 0, lacking), value=IGNORED)
-        total = self.config.mean_loss(self, model, inputs, labels).double() * count
+        total = self.config.loss(self, model, inputs, labels).double() * count
         return total, count, count * self._units[batch["part"]]
 
     def score(self, predictions: list[Any]) -> dict[str, float]:

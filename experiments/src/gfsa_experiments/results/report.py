@@ -470,10 +470,12 @@ def speed_blocks(path: Path, suite: str, timing: str) -> list[str]:
         for shape, found in latest.groupby("shape", sort=False)
         if PLAIN in set(found.variant) and len(found) > 1
     ]
-    if len(cells) < 2 or len({row["commit"] for row in cells}) > 1:
-        return grid(cells, words=("shape", "commit"))
-    commit = [row.pop("commit") for row in cells][0]
-    return [*grid(cells, words=("shape",)), f"Commit {commit}."]
+    words, commits = ("shape", "commit"), {row["commit"] for row in cells}
+    if len(cells) < 2 or len(commits) > 1:
+        return grid(cells, words)
+    # said once, below the table
+    rows = [{name: x for name, x in row.items() if name != "commit"} for row in cells]
+    return [*grid(rows, words), f"Commit {commits.pop()}."]
 
 
 def _speed_cells(shape: str, found: pd.DataFrame, columns: Sequence[str]) -> dict[str, str]:

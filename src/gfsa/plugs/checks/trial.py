@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import is_registered
 from gfsa.plugs.running import call, same_random_numbers
 from gfsa.plugs.sites import Site, plugged_sites
+from gfsa.plugs.tracing.adapter import inputs_of
+from gfsa.plugs.tracing.rehearsal import Reached, own_argument
 from gfsa.plugs.transaction import unchanged
 
 BYPASSED = "in the trial forward it, or the block around it, ran without calling its filter"
@@ -242,98 +244,85 @@ def _changes(model: nn.Module, plain: Outputs, outputs: Outputs) -> dict[str | N
 def _crossing(model: nn.Module, planned: Planned, inputs: Any) -> dict[str, str]:
     """The layers with an adapter of the user's own that attend to another sequence.
 
-    A forward with gradients shows it. Layers that it does not reach, because it raises before, are
-    named in a warning: some models run only without gradients.
+    Layers that raise with gradients are named in a warning: some run only without.
     """
+    crossing: dict[str, str] = {}
+    unchecked: dict[str, Exception] = {}
+
+    def look(name: str, filter: GraphFilter, module: nn.Module, args: Any, kwargs: Any) -> None:
+        try:
+            if _crosses(module, filter, args, kwargs):
+                crossing[name] = (
+                    f"{REASON}. In the trial forward it projects them from different arguments. If "
+                    "these hold the same tokens, as two norms of one x do, plug this layer on its "
+                    "own, without inputs=: gfsa.plug(model, ..., layers=lambda name, module: name "
+                    f"== {name!r})"
+                )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            unchecked[name] = error
+
     own = {name: pair for name, pair in planned.items() if is_registered(pair[0].adapter)}
     if not own:
         return {}
-    calls = {name: _Call(site.module, filter) for name, (site, filter) in own.items()}
     with ExitStack() as stack:
+        for name, (site, filter) in own.items():
+            hook = functools.partial(look, name, filter)
+            handle = site.module.register_forward_pre_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
         stack.enter_context(same_random_numbers((*model.parameters(), *model.buffers())))
-        for layer in calls.values():
-            stack.enter_context(layer)
-        try:
-            call(model, inputs)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            unchecked = ", ".join(name for name, layer in calls.items() if not layer.reached)
-            warnings.warn(
-                f"whether {unchecked} attend to their own tokens was not checked, because with "
-                f"gradients the model raised {type(error).__name__}: {str(error)[:200]}",
-                stacklevel=2,
-            )
-    return {
-        name: f"{REASON}. In the trial forward it projects them from different arguments. If these "
-        "hold the same tokens, as two norms of one x do, plug this layer on its own, without "
-        f"inputs=: gfsa.plug(model, ..., layers=lambda name, module: name == {name!r})"
-        for name, layer in calls.items()
-        if layer.crosses
-    }
+        call(model, inputs)
+    if unchecked:
+        error = next(iter(unchecked.values()))
+        warnings.warn(
+            f"whether {', '.join(unchecked)} attend to their own tokens was not checked, because "
+            f"with gradients the model raised {type(error).__name__}: {str(error)[:200]}",
+            stacklevel=2,
+        )
+    return crossing
 
 
-class _Call(ExitStack):
-    """Inside, a layer runs with gradients, and its arguments and its weights are leaves."""
+def _crosses(module: nn.Module, filter: GraphFilter, args: Any, kwargs: Any) -> bool:
+    """Whether a layer projects its queries and keys itself, from arguments without a common one.
 
-    def __init__(self, module: nn.Module, filter: GraphFilter) -> None:
-        super().__init__()
-        weights = [w for w in module.parameters() if w.is_floating_point() and w.dim() > 1]
-        self.weights = {id(weight) for weight in weights}
-        # each with its leaf; equal tensors have one
-        self.arguments: list[tuple[Tensor, Tensor]] = []
-        self.reached = self.crosses = False
+    It runs up to its filter, with gradients to its arguments and weights.
+    """
+    weights = [w for w in module.parameters() if w.is_floating_point() and w.dim() > 1]
+    given = list(inputs_of({**{str(i): x for i, x in enumerate(args)}, **kwargs}).values())
+    leaves: dict[int, Tensor] = {}
+    for x in given:
+        # equal tensors have one leaf
+        first = next(y for y in given if are_same_tokens(y, x))
+        leaves[id(x)] = leaves.get(id(first), x.detach().clone().requires_grad_())
+    operators: list[Any] = []
+
+    def reach(filter: nn.Module, args: Any) -> None:
+        operators.extend(args[:1])
+        raise Reached
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.callback(filter.register_forward_pre_hook(reach, prepend=True).remove)
         for weight in weights:
-            if not weight.requires_grad:
-                weight.requires_grad_(True)
-                self.callback(weight.requires_grad_, False)
-        for handle in (
-            module.register_forward_pre_hook(self._begin, with_kwargs=True),
-            module.register_forward_hook(self._end, always_call=True),
-            filter.register_forward_pre_hook(self._look),
-        ):
-            self.callback(handle.remove)
-        self.callback(torch.set_grad_enabled, torch.is_grad_enabled())
-
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self.arguments = []
-        self.grad_before = torch.is_grad_enabled()
-        torch.set_grad_enabled(True)
-        named = {key: self._argument(value) for key, value in kwargs.items()}
-        return tuple(map(self._argument, args)), named
-
-    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
-        torch.set_grad_enabled(self.grad_before)
-        return output.detach() if isinstance(output, Tensor) else output
-
-    def _argument(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        same = (leaf for known, leaf in self.arguments if are_same_tokens(known, value))
-        leaf = next(same, None)
-        if leaf is None:
-            leaf = value.detach().clone().requires_grad_()
-            self.arguments.append((value, leaf))
-        # a copy: the layer may write into it
-        return leaf.clone()
-
-    def _look(self, filter: nn.Module, args: Any) -> None:
-        """Whether q and k are projected by the layer, from arguments of which none is common."""
-        self.reached = True
-        operator: Any = args[0] if args else None
-        if isinstance(operator, LinearOperator):
-            sides = operator.rows, operator.columns
-        elif isinstance(getattr(operator, "call", None), AttentionCall):
-            sides = operator.call.q, operator.call.k
-        else:
-            # of a map alone nothing can be said
-            return
-        q, k = map(leaves_of, sides)
-        leaves = {id(leaf) for _, leaf in self.arguments}
-        # what is projected elsewhere may come from one tensor
-        projected = bool(q & self.weights and k & self.weights)
-        if projected and q & leaves and k & leaves and not q & k & leaves:
-            self.crosses = True
+            stack.callback(weight.requires_grad_, weight.requires_grad)
+            weight.requires_grad_(True)
+        stack.enter_context(suppress(Reached))
+        own = [own_argument(x, leaves) for x in args]
+        module.forward(*own, **{name: own_argument(x, leaves) for name, x in kwargs.items()})
+    operator = operators[0] if operators else None
+    if isinstance(operator, LinearOperator):
+        sides = operator.rows, operator.columns
+    elif isinstance(getattr(operator, "call", None), AttentionCall):
+        sides = operator.call.q, operator.call.k
+    else:
+        # of a map alone nothing can be said
+        return False
+    q, k = map(leaves_of, sides)
+    projecting, arguments = set(map(id, weights)), set(map(id, leaves.values()))
+    # what is projected elsewhere may come from one tensor
+    projected = bool(q & projecting and k & projecting)
+    return bool(projected and q & arguments and k & arguments) and not q & k & arguments
 
 
 def _shown(error: Exception) -> str:

@@ -3,12 +3,11 @@ r"""The attention functions of transformers as operators, one maker per implemen
 A maker takes what transformers passes to an attention function. It returns the operator for A, and
 the values in the layout that the operator expects.
 
-A filter needs a function that multiplies the values by a map. An eager function returns the map's
-weights, so its product must be :math:`A\,v`: one that scales its output afterwards (attention sinks
-as a factor), or reorders tokens, returns another map than the one it used. A function that a user
-registered is called once per power, so it must be linear in v. ``plug`` tries the function on a few
-random tokens. The first forward of each layer checks it again, because the function may need
-arguments that only the model has, or may have been replaced.
+A filter needs a function that multiplies the values by a map. The weights that an eager function
+returns must be the map of its product: one that scales its output afterwards (attention sinks as a
+factor) used another. A function that a user registered is called once per power, so it must be
+linear in v. ``plug`` tries the function on a few random tokens, and the first forward of each layer
+checks it again: it may need arguments that only the model has, or may have been replaced.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def _sdpa_operator(
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
     """The map of transformers' own sdpa function; gfsa chooses the kernel."""
-    if not _CHOICES.isdisjoint(kwargs):
+    if _INDICES in kwargs or _BLOCKS in kwargs:
         attention_mask = _with_chosen_keys(module, query, key, attention_mask, kwargs)
     if _REFUSES_SOFTCAP and kwargs.get("softcap") is not None:
         raise ValueError(
@@ -112,14 +111,10 @@ def _sdpa_operator(
     registered = (functions_of(type(module)) if registry is None else registry)["sdpa"]
     if registered is not sdpa_attention_forward:
         # a function that the user registered under this name is what the unplugged model calls
+        kwargs |= {"dropout": dropout, "scaling": scaling}
         optional = {"position_bias": position_bias, "is_causal": is_causal}
         kwargs |= {name: argument for name, argument in optional.items() if argument is not None}
-        return _any_operator(
-            *("sdpa", module, query, key, value, attention_mask),
-            dropout=dropout,
-            scaling=scaling,
-            **kwargs,
-        )
+        return _any_operator("sdpa", module, query, key, value, attention_mask, **kwargs)
     mask, new = attention_mask, query.shape[2]
     visible = None
     if isinstance(mask, DescribedMask):
@@ -291,10 +286,8 @@ class _ModuleView:
         return getattr(self._module, name)
 
 
-_INDICES = "indices"
-_BLOCKS = "block_indices"
 # the arguments by which a module passes on the keys that its indexer has chosen
-_CHOICES = frozenset((_INDICES, _BLOCKS))
+_INDICES, _BLOCKS = "indices", "block_indices"
 
 
 def _with_chosen_keys(
@@ -302,9 +295,8 @@ def _with_chosen_keys(
 ) -> Any:
     """The mask with the keys that an indexer chose (DeepSeek-V3.2, MiniMax-M3).
 
-    Such a module looks at the name of its attention implementation. For ``eager`` and ``sdpa`` it
-    adds the choice to the mask; a plugged module has another name and passes the indices on, which
-    are removed from ``kwargs`` here.
+    Such a module adds the choice to the mask for ``eager`` and ``sdpa``. For the implementation of
+    a plugged module it passes the indices on, which are removed from ``kwargs`` here.
     """
     indices, blocks = kwargs.pop(_INDICES, None), kwargs.pop(_BLOCKS, None)
     keys = key.shape[2]

@@ -7,12 +7,11 @@ images that see themselves, a user's own function), and those of new tokens afte
 are transformers' own.
 
 During the forward of a model with plugged layers inside, its config is a view that returns the name
-of this mask function. Attention layers inside that have no filter get masks as tensors, unless
-torch's attention alone reads them and they would be large.
+of this mask function. Attention layers inside that have no filter get masks as tensors.
 
 For a static cache ``generate`` makes the masks itself, before the model's forward, by the model's
 ``create_masks_for_generate`` if it has one. A model with plugged layers gets one that describes the
-mask of the prompt: all of its tokens and the free rows of the cache.
+mask of the prompt.
 """
 
 from __future__ import annotations
@@ -27,22 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import masking_utils
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    and_masks,
-    bidirectional_mask_function,
-    causal_mask_function,
-    create_masks_for_generate,
-    packed_sequence_mask_function,
-    sdpa_mask,
-    sliding_window_bidirectional_overlay,
-    sliding_window_overlay,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from gfsa.operators import Visibility
-from gfsa.operators.blocked import apply_by_rows, rows_at_once
-from gfsa.operators.call import TORCH_ATTENTION, is_exporting
+from gfsa.operators.call import is_exporting
 from gfsa.plugs.tracing.candidates import looks_like_attention, names_in_code
 
 NAME = "gfsa|sdpa"
@@ -52,9 +40,8 @@ NAME = "gfsa|sdpa"
 class DescribedMask:
     """What a bool mask ``(B, 1, N, M)`` says, True where a query sees a key.
 
-    A plugged attention layer reads :attr:`visible`, and torch's attention takes it in eager mode.
-    Any other code may treat it as the tensor: what it asks for is answered by the mask, which is
-    then written out, once for all layers.
+    A plugged attention layer reads :attr:`visible`. Other code may treat it as the tensor: the mask
+    is then written out, once for all layers.
 
     Args:
         visible: what the N queries see of the first N keys.
@@ -117,16 +104,7 @@ class DescribedMask:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        mask = kwargs.get("attn_mask")
-        if function is TORCH_ATTENTION and isinstance(mask, cls) and len(args) == 3:
-            query, key, value = args
-            if mask.fits(query, key) and not kwargs.get("is_causal"):
-                tokens = query.shape[-2]
-                key, value = key[..., :tokens, :], value[..., :tokens, :]
-                options = kwargs.get("dropout_p", 0.0), kwargs.get("scale")
-                return apply_by_rows(mask.visible, query, key, value, *options)
-        args, kwargs = tree_map(written_out, (args, kwargs))
+        args, kwargs = tree_map(written_out, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
@@ -156,7 +134,7 @@ def describe_mask(batch_size: int, q_length: int, kv_length: int, **asked: Any) 
     if isinstance(asked.get("attention_mask"), DescribedMask):
         # an outer model has made it
         return asked["attention_mask"]
-    function = asked.setdefault("mask_function", causal_mask_function)
+    function = asked.setdefault("mask_function", _CAUSAL)
     skip = asked.get("allow_is_bidirectional_skip")
     causal = skip is None
     asked["allow_is_bidirectional_skip"] = bool(skip)
@@ -236,17 +214,20 @@ def _describe(
     return Visibility(keys, None, causal, window, documents, in_order=documents is not None)
 
 
-_CAUSAL = causal_mask_function.__name__
-_TO_BOTH_SIDES = bidirectional_mask_function.__name__
+_CAUSAL = masking_utils.causal_mask_function
+_TO_BOTH_SIDES = masking_utils.bidirectional_mask_function
 _TOGETHER = and_masks().__name__
-_WINDOWS = (sliding_window_overlay(2), sliding_window_bidirectional_overlay(2))
+_WINDOWS = (
+    masking_utils.sliding_window_overlay(2),
+    masking_utils.sliding_window_bidirectional_overlay(2),
+)
 # five tokens, the last three of a second document
-_PACKED = packed_sequence_mask_function({(0, token): token > 1 for token in range(5)})
+_PACKED = masking_utils.packed_sequence_mask_function({(0, token): token > 1 for token in range(5)})
 
 
 _MEANT: dict[Any, Callable[[int, int], bool]] = {
-    causal_mask_function: lambda query, key: key <= query,
-    bidirectional_mask_function: lambda query, key: True,
+    _CAUSAL: lambda query, key: key <= query,
+    _TO_BOTH_SIDES: lambda query, key: True,
     _WINDOWS[0]: lambda query, key: key > query - 2,
     _WINDOWS[1]: lambda query, key: abs(query - key) <= 2,
     _PACKED: lambda query, key: (query > 1) == (key > 1),
@@ -265,7 +246,7 @@ def _is_known(function: Any, local_size: int | None, config: Any, causal: bool) 
         # the compiler cannot look into a closure. Chunks are the only other conjunction that
         # transformers makes without use_vmap
         if function.__name__ != _TOGETHER:
-            return bool(function.__name__ == (_CAUSAL if causal else _TO_BOTH_SIDES))
+            return bool(function.__name__ == (_CAUSAL if causal else _TO_BOTH_SIDES).__name__)
         return local_size is None or getattr(config, "attention_chunk_size", None) is None
     windows = {window.__code__ for window in _WINDOWS}
     for part in _parts(function):
@@ -273,8 +254,7 @@ def _is_known(function: Any, local_size: int | None, config: Any, causal: bool) 
             return False
         if part.__code__ in windows and part.__closure__[0].cell_contents != local_size:
             return False
-    expected = causal_mask_function if causal else bidirectional_mask_function
-    return any(part is expected for part in _parts(function))
+    return (_CAUSAL if causal else _TO_BOTH_SIDES) in _parts(function)
 
 
 def _parts(function: Any) -> Iterator[Any]:
@@ -375,15 +355,11 @@ def _write_out(
     """Before the forward of an attention layer without a filter: masks become what it takes."""
 
     def taken(mask: Any) -> Any:
-        if not isinstance(mask, DescribedMask):
-            return mask
-        visible, length = mask.visible, mask.shape[-2]
-        if visible.causal and not visible.needs_rows() and getattr(module, "is_causal", False):
-            # causal by itself, as in eager mode; a compiled transformers model writes the triangle
-            return None
-        if not torch.compiler.is_compiling() and rows_at_once(visible, length) < length:
-            return mask
-        return mask.tensor()
+        if isinstance(mask, DescribedMask) and getattr(module, "is_causal", False):
+            # causal by itself; a compiled transformers model would write the triangle
+            no_rows = mask.visible.causal and not mask.visible.needs_rows()
+            return None if no_rows else mask.tensor()
+        return written_out(mask)
 
     return tuple(map(taken, args)), {name: taken(value) for name, value in kwargs.items()}
 
@@ -437,7 +413,7 @@ def _makes_masks(kind: type[nn.Module]) -> bool:
 
 def _describe_for_generate(config: Any, **arguments: Any) -> Any:
     """In place of transformers' function, for one model."""
-    return create_masks_for_generate(config=_OneConfig(config), **arguments)
+    return masking_utils.create_masks_for_generate(config=_OneConfig(config), **arguments)
 
 
 class _OneConfig(MaskConfigView):

@@ -23,10 +23,9 @@ class FilterNotCalledError(RuntimeError):
 class CallCheck:
     """Whether the filter of one layer is called; its hooks are removed once it was.
 
-    A layer whose forward ends without a call of its filter raises an error that names it. So does,
-    in evaluation, a block that ends without having run its layer: in training it may skip it on
-    purpose (stochastic depth). A block that does not run is not checked: an input without images
-    does not reach a vision tower.
+    A layer whose forward ends without a call of its filter raises. So does, in evaluation, a block
+    that ends without having run its layer: in training it may skip it on purpose (stochastic
+    depth). A block that does not run is not checked: a vision tower needs images.
     """
 
     def __init__(self, name: str) -> None:
@@ -103,13 +102,6 @@ def watch_forwards(model: nn.Module, plugged: Mapping[str, tuple[nn.Module, Grap
         # the block is the nearest module around the layer that has a forward
         for block in islice(modules_around(model, [name]), 1):
             block.register_forward_hook(_CallHook(check, "block"))
-
-
-def stop_checking(filter: GraphFilter) -> None:
-    """End the check of one filter that has not been called yet."""
-    for key, hook in list(filter._forward_hooks.items()):
-        if isinstance(hook, _CallHook):
-            del filter._forward_hooks[key]
 
 
 def modules_around(model: nn.Module, names: Sequence[str]) -> Iterator[nn.Module]:

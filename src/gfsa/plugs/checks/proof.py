@@ -18,20 +18,15 @@ from gfsa.plugs.adapter import GIVEN_COPIES, NAME, plain_class
 
 REASON = "cross-attention has no powers: its queries and keys are different tokens"
 
-OTHER_SEQUENCE = (
-    "key_value_states",
-    "encoder_hidden_states",
-    "cross_attention_states",
-    "context",
-)
+OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context")
 """Arguments in which the forwards of many libraries take the tokens of another sequence."""
 
 
 def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
     """Raise unless ``query`` and ``key`` hold the same tokens, as :func:`are_same_tokens` says.
 
-    Where a graph is compiled or captured, two tensors are accepted if an earlier forward has shown
-    that this module is called with equal copies. The graph compares those each time it runs.
+    A graph that is compiled or captured compares two tensors each time it runs, if an earlier
+    forward has shown that this module is called with equal copies.
     """
     same = are_same_tokens(query, key)
     if same is None and GIVEN_COPIES in module.__dict__:
@@ -70,8 +65,7 @@ def refusal_of_call(module: nn.Module, got: str) -> str:
 def are_same_tokens(first: Tensor, second: Tensor) -> bool | None:
     """Whether two tensors are one, the same view of one, or equal copies; None if it is unknown.
 
-    Values cannot be read while a graph is compiled or captured; views of a whole tensor are known
-    to be the same then.
+    Where values cannot be read, views of a whole tensor are known to be the same.
     """
     if first is second:
         return True
@@ -119,11 +113,10 @@ class Evidence:
 
     Args:
         inputs: leaves of the graph, by name.
-        scores: the map before its softmax, ``(..., H, N, N)``; or queries and keys, ``(..., H, N,
-            D)``.
+        scores: the map before its softmax, ``(..., H, N, N)``; or queries and keys.
         values: ``(..., H, N, D)``.
-        hidden: whether the softmax has a gradient of its own (an autograd function), so that each
-            score depends on its whole row. Then the order of queries and keys is not compared.
+        hidden: whether each score depends on its whole row, because the softmax is an autograd
+            function. Then the order of queries and keys is not compared.
     """
 
     def __init__(
@@ -143,9 +136,7 @@ class Evidence:
     def separates_lead(self, merged: bool) -> bool:
         """Whether no token is in two places of the leading axes, the heads apart.
 
-        Args:
-            merged: whether an axis of the inputs may hold tokens and their features, so that no
-                axis is known to hold features alone.
+        If ``merged``, an axis of the inputs may hold tokens and features, so none holds the latter.
         """
         half = self._half(self.rows[:-1])[..., None].expand(self.rows)
         one, other, row = map(self._of_values, (half, ~half, self._row(0)))
@@ -176,7 +167,7 @@ class Evidence:
             every = torch.ones_like(halves[0])
             rows = columns = {n for n, x in self._of_scores(every, every).items() if bool(x.any())}
         values = {n for n in self.inputs if bool((of_values[0][n] | of_values[1][n]).any())}
-        for side, names in (("queries", rows), ("keys", columns), ("values", values)):
+        for side, names in {"queries": rows, "keys": columns, "values": values}.items():
             if not names:
                 return (
                     f"how its {side} follow from its inputs could not be followed, so whether "
@@ -205,11 +196,9 @@ class Evidence:
         return None if None in found else found[0]
 
     def _refusal_of(self, name: str, of_values: str) -> str | None:
-        """Why rows and columns are not the same tokens of an input, or None if they are.
+        """Why rows and columns are not the same tokens of the input ``name``, or None if they are.
 
-        Args:
-            name: the input of queries and keys.
-            of_values: that of the values; if it is another, its tokens are at the same places.
+        The values come from ``of_values``; those of another input are at the same places.
         """
         one_row = []
         for place in (self.rows.numel() // 2, -1):
@@ -251,7 +240,6 @@ class Evidence:
         return None
 
     def _row(self, place: int) -> Tensor:
-        """One row alone."""
         row = torch.zeros(self.rows, dtype=torch.bool, device=self.values.device)
         row.view(-1)[place] = True
         return row
@@ -341,10 +329,7 @@ def noise_like(x: Tensor) -> Tensor:
 
 
 # make_fx records operations, a fake mode computes shapes
-_MODES_WITHOUT_VALUES = (
-    torch._C._TorchDispatchModeKey.PROXY,
-    torch._C._TorchDispatchModeKey.FAKE,
-)
+_MODES_WITHOUT_VALUES = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
 
 
 def has_no_values(x: Tensor) -> bool:

@@ -2,8 +2,7 @@
 
 The model runs in evaluation mode without gradients, first without the planned filters, then with
 them. Filters that start as ordinary attention must reproduce the output of each layer; others are
-replaced by one that does for this comparison. Afterwards the model is as it was before: modules,
-buffers, training modes, gradients and random generators.
+replaced by one that does for this comparison. Afterwards the model is as it was before.
 """
 
 from __future__ import annotations
@@ -54,11 +53,8 @@ def try_forward(
 ) -> tuple[dict[str, str], list[str]]:
     """Run ``model`` on ``inputs`` with the planned filters; layers that fail are left out in turn.
 
-    The model is unchanged afterwards, and the filters are free to be installed.
-
     Returns:
-        Layer → why it cannot keep its filter; and the layers that the inputs do not reach, about
-        whose filters nothing is known.
+        Layer → why it cannot keep its filter; and the layers that the inputs do not reach.
 
     Raises:
         ValueError: if the model does not run on these inputs without the filters, or fails
@@ -74,7 +70,9 @@ def try_forward(
         plain = _run_plain(model, plan, inputs)
         plans: list[Planned] = [plan]
         if not all(_starts_as_attention(filter) for _, filter in planned):
-            plans.append({name: (site, _stand_in(f)) for name, (site, f) in plan.items()})
+            # ordinary attention as a filter of the same heads and degree
+            stand_in = {n: Polynomial(f.num_heads, max(1, f.degree)) for n, (_, f) in plan.items()}
+            plans.append({name: (site, stand_in[name]) for name, (site, _) in plan.items()})
         for plan in plans:
             while remaining := {n: pair for n, pair in plan.items() if n not in refused}:
                 install(model, list(remaining.values()))
@@ -114,10 +112,9 @@ def _failures(watch: _Watch, inputs: Any) -> dict[str, str]:
     except torch.OutOfMemoryError:
         raise
     except FilterNotCalledError as error:
-        refused = {name: BYPASSED for name in error.names if name in watch.planned}
-        if not refused:
-            raise
-        return refused
+        if refused := {name: BYPASSED for name in error.names if name in watch.planned}:
+            return refused
+        raise
     except Exception as error:
         if not watch.running:
             raise ValueError(
@@ -177,23 +174,16 @@ def _starts_as_attention(filter: GraphFilter) -> bool:
     return torch.allclose(coefficients, plain, atol=1e-6)
 
 
-def _stand_in(filter: GraphFilter) -> GraphFilter:
-    """Ordinary attention as a filter of the same heads and degree."""
-    identity = Polynomial(filter.num_heads, degree=max(1, filter.degree))
-    identity.dropout_after = filter.dropout_after
-    return identity
-
-
 def _changed(
     model: nn.Module, planned: Planned, inputs: Any, plain: Outputs, outputs: Outputs
 ) -> dict[str, str]:
     """The first layer whose output the filters changed, with that as a reason."""
     changes = _changes(model, plain, outputs)
-    if changes:
-        # a model whose outputs differ from run to run shows nothing
-        unsteady = _changes(model, plain, _run_plain(model, planned, inputs))
-        changes = {name: change for name, change in changes.items() if name not in unsteady}
+    # a model whose outputs differ from run to run shows nothing
+    unsteady = _changes(model, plain, _run_plain(model, planned, inputs)) if changes else {}
     for name, change in changes.items():
+        if name in unsteady:
+            continue
         if name is not None:
             return {name: f"its output {change}. {_CAUSES}"}
         raise ValueError(

@@ -26,14 +26,8 @@ FLEX = getattr(torch.ops.higher_order, "flex_attention", None)
 _STARTS = (F.scaled_dot_product_attention, FLEX, *SOFTMAX)
 _DROPOUT = (F.dropout, torch.dropout)
 _MATMUL = (
-    torch.matmul,
-    torch.linalg.matmul,
-    torch.bmm,
-    torch.mm,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    Tensor.bmm,
-    Tensor.mm,
+    *(torch.matmul, torch.linalg.matmul, torch.bmm, torch.mm),
+    *(Tensor.matmul, Tensor.__matmul__, Tensor.bmm, Tensor.mm),
 )
 _ADDED_MATMUL = (torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm)
 _OPERANDS = ("input", "self", "mat1", "tensor1", "other", "mat2", "tensor2")
@@ -61,10 +55,9 @@ class Step:
         """The operation again, with another tensor in place of the parent's."""
         assert self.parent is not None
         source = self.parent.tensor
-        result: Tensor = self.func(
-            *(other if x is source else x for x in self.args),
-            **{name: other if x is source else x for name, x in self.kwargs.items()},
-        )
+        args = (other if x is source else x for x in self.args)
+        kwargs = {name: other if x is source else x for name, x in self.kwargs.items()}
+        result: Tensor = self.func(*args, **kwargs)
         return result
 
     def ancestors(self) -> list[Step]:
@@ -78,8 +71,8 @@ class Step:
 class Watch(TorchFunctionMode):
     """One forward of one module; a subclass says what takes the place of its attention product."""
 
-    # what takes the place of torch's attention, of the operator of flex_attention, and of a product
-    # of a map with values; their leading axes are those of the map
+    # in place of torch's attention, of flex_attention's operator, and of the product of a map and
+    # values; their leading axes are those of the map
     of_attention: Any
     of_flex: Any
     of_map: Any
@@ -104,8 +97,8 @@ class Watch(TorchFunctionMode):
         )
         raise self.error
 
-    def take_dropout(self, p: float) -> bool:
-        """Note a dropout of the map; returns whether it is left out here."""
+    def takes_dropout(self, p: float) -> bool:
+        """Whether a dropout of the map is left out here."""
         return True
 
     def find(self, x: Any) -> Step | None:
@@ -116,7 +109,7 @@ class Watch(TorchFunctionMode):
         found = (self.find(x) for x in candidates if isinstance(x, Tensor))
         return next((step for step in found if step is not None and step.is_map), None)
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,38 +170,24 @@ class Watch(TorchFunctionMode):
         result: Tensor = self.run(func, args, kwargs)
         return result
 
-    def _dropout(
-        self,
-        input: Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-        train: bool | None = None,
-    ) -> Tensor:
+    def _dropout(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = {**dict(zip(("input", "p", "training", "inplace"), args, strict=False)), **kwargs}
+        x: Tensor = given["input"]
+        p = given.get("p", 0.5)
         # F.dropout calls the argument training, torch.dropout train
-        if not (training if train is None else train) or not p:
-            return input
-        if self.take_dropout(p):
-            return input
-        dropped: Tensor = self.follow(F.dropout, (input, p, True, inplace), {})
+        drops = given.get("training", given.get("train", True)) and p
+        if not drops or self.takes_dropout(p):
+            return x
+        dropped: Tensor = self.follow(F.dropout, (x, p, True, given.get("inplace", False)), {})
         return dropped
 
     def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        self, query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **options: Any
     ) -> Any:
-        if not enable_gqa:
+        if not options.get("enable_gqa"):
             lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
             query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
-        options = dropout_p, is_causal, scale, enable_gqa
-        return self.of_attention(query, key, value, attn_mask, *options)
+        return self.of_attention(query, key, value, attn_mask, *args, **options)
 
     def _flex(self, flex: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
         lead = query.shape[:-2]

@@ -21,11 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa.plugs.adapter import plain_class
-from gfsa.plugs.checks.proof import (
-    Evidence,
-    are_same_tokens,
-    noise_like,
-)
+from gfsa.plugs.checks.proof import Evidence, are_same_tokens, noise_like
 from gfsa.plugs.running import copied, same_random_numbers
 from gfsa.plugs.tracing.capture import Step, TraceError, Watch
 
@@ -81,16 +77,6 @@ class HeadLayout(NamedTuple):
         return [layout for layout in found if layout.fits(scores, heads)]
 
 
-def shows_any_batch(scores: Sequence[int], heads: int) -> bool:
-    """Whether a map of this shape shows the place of the heads for batches of other sizes.
-
-    One sample, or as many samples as heads or tokens, do not: the sizes that the module's code
-    reads could then belong to another axis.
-    """
-    samples, tokens = math.prod(scores[:-2]) // heads, scores[-1]
-    return heads == 1 or len({samples, heads, tokens, 1}) == 4
-
-
 class Verified(NamedTuple):
     """What the proof has shown of one call of a module."""
 
@@ -109,14 +95,14 @@ _CALLS_KEPT = 256
 class Memory:
     """What the proofs of one traced module have shown."""
 
+    # the names of the arguments of its forward
     inputs: tuple[str, ...] = ()
-    """The names of the arguments of its forward."""
+    # by the signature of the call
     verified: dict[Hashable, Verified] = field(default_factory=dict)
-    """By the signature of the call."""
+    # by the kind of the call, without sizes: for graphs that are compiled
     for_any_batch: dict[Hashable, Verified] = field(default_factory=dict)
-    """By the kind of the call, without sizes: for graphs that are compiled."""
+    # whether the sums of the map's rows have been looked at
     rows_checked: bool = False
-    """Whether the sums of the map's rows have been looked at."""
 
     def keep(self, signature: Hashable, kind: Hashable, proven: Verified) -> None:
         """Remember what was proven of a call, and for any batch of its kind if that is known."""
@@ -146,19 +132,18 @@ class Reached(BaseException):
 class Rehearsal(Watch):
     """A forward up to its attention product, with gradients, on leaves in place of its inputs.
 
-    The map has the scores in place of their softmax, so that an entry depends on its own query and
-    key alone. What rescales whole rows or whole tensors is left out: sums of the map, and the
-    statistics of norms.
+    An entry of the map shall depend on its own query and key alone: the scores take the place of
+    their softmax, and sums of the map and statistics of norms are left out.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
+        # whether a softmax is in an autograd function of the module's own
         self.hidden = False
-        """Whether a softmax is in an autograd function of the module's own."""
         # the scores, or queries and keys; the values; the shape of the map
         self.reached: tuple[tuple[Tensor, ...], Tensor, tuple[int, ...]] | None = None
 
-    def of_attention(self, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
+    def of_attention(self, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
         self.reached = (query, key), value, (*query.shape[:-1], key.shape[-2])
         raise Reached
 
@@ -209,9 +194,8 @@ def prove(
 ) -> Verified | str:
     """Prove that a forward is attention of the module's tokens to themselves, or say why not.
 
-    The forward runs up to its product, on a copy of the module and of its arguments. Random
-    generators, buffers and a cache are afterwards as they were before. ``inputs`` are those of the
-    arguments that may hold tokens, by name.
+    It runs up to its product, on a copy of the module and of its arguments, without a trace in
+    random generators. ``inputs`` are those of the arguments that may hold tokens, by name.
     """
     found = _rehearse(module, inputs, {}, args, kwargs)
     if isinstance(found, Verified):
@@ -232,11 +216,8 @@ def _rehearse(
     kwargs: Mapping[str, Any],
 ) -> Verified | str:
     """The proof by one rehearsal, in which each of the ``equal`` inputs is the other one."""
-    with ExitStack() as stack:
-        stack.enter_context(same_random_numbers(inputs.values()))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(_uncompiled())
+    random = same_random_numbers(inputs.values())
+    with random, torch.inference_mode(False), torch.enable_grad(), _uncompiled():
         leaves: dict[str, Tensor] = {}
         by_id: dict[int, Tensor] = {}
         for key, x in inputs.items():
@@ -248,11 +229,9 @@ def _rehearse(
         own = [own_argument(value, by_id) for value in args]
         named = {key: own_argument(value, by_id) for key, value in kwargs.items()}
         try:
-            with rehearsal:
+            # the forward itself raises a TraceError again
+            with suppress(Reached, TraceError), rehearsal:
                 plain_class(module).forward(replica, *own, **named)
-        except (Reached, TraceError):
-            # the forward itself raises such an error again
-            pass
         except Exception as error:
             why = f"with gradients its forward raised {type(error).__name__}: {error}"
             return _UNPROVEN.format(why)
@@ -275,7 +254,10 @@ def _rehearse(
             evidence = Evidence(leaves, sides, v, rehearsal.hidden)
             if len(layouts) > 1 and not evidence.separates_lead(merged):
                 continue
-            for_any_batch = shows_any_batch(shape, heads)
+            # with one sample, or as many as heads or tokens, the sizes that the module's code
+            # reads could belong to another axis
+            samples = math.prod(shape[:-2]) // heads
+            for_any_batch = heads == 1 or len({samples, heads, shape[-1], 1}) == 4
             return evidence.refusal() or Verified(layout, pairs, for_any_batch)
         return no_heads(shape, heads)
 
@@ -318,8 +300,8 @@ def own_argument(value: Any, leaves: Mapping[int, Tensor]) -> Any:
 def _replica(module: nn.Module) -> nn.Module:
     """A copy of a module and of those inside it, with the same weights and copies of its buffers.
 
-    Weights that are zero stop gradients, so they are replaced. So are linear layers that may
-    compute outside of torch, such as quantised ones.
+    Replaced are weights of zero, which stop gradients, and linear layers that may compute outside
+    of torch, such as quantised ones.
     """
     copies: dict[nn.Module, nn.Module] = {}
     for inner in module.modules():

@@ -64,11 +64,8 @@ def functions_of(kind: type[nn.Module]) -> AttentionInterface:
 def eager_function_of(module: Any) -> Callable[..., Any] | None:
     """The function that a module calls for eager attention: a registered one, or its own."""
     registered: Callable[..., Any] | None = functions_of(type(module)).get("eager")
-    if registered is not None:
-        return registered
-    # looked up once, when the module is plugged
-    known = module.__dict__
-    return known["_gfsa_eager"] if "_gfsa_eager" in known else eager_function(type(module))
+    # a plugged module knows its own
+    return registered or module.__dict__.get("_gfsa_eager") or eager_function(type(module))
 
 
 def eager_function(kind: type[nn.Module]) -> Callable[..., Any] | None:

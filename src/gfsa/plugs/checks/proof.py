@@ -9,7 +9,7 @@ different orders, whatever operations the module uses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -108,30 +108,23 @@ def name_of(module: nn.Module) -> str:
 _HALVES = 2
 
 
+@dataclass(eq=False)
 class Evidence:
-    """Which tokens of a module's inputs one attention product depends on, by gradients.
+    """Which tokens of a module's inputs one attention product depends on, by gradients."""
 
-    Args:
-        inputs: leaves of the graph, by name.
-        scores: the map before its softmax, ``(..., H, N, N)``; or queries and keys.
-        values: ``(..., H, N, D)``.
-        hidden: whether each score depends on its whole row, because the softmax is an autograd
-            function. Then the order of queries and keys is not compared.
-    """
+    # leaves of the graph, by name
+    inputs: Mapping[str, Tensor]
+    # the map before its softmax, (..., H, N, N); or queries and keys
+    scores: Sequence[Tensor]
+    # (..., H, N, D)
+    values: Tensor
+    # whether each score depends on its whole row, because the softmax is an autograd function; then
+    # the order of queries and keys is not compared
+    hidden: bool = False
 
-    def __init__(
-        self,
-        inputs: Mapping[str, Tensor],
-        scores: Sequence[Tensor],
-        values: Tensor,
-        hidden: bool = False,
-    ) -> None:
-        self.hidden = hidden
-        self.inputs = inputs
-        self.scores = scores
-        self.values = values
-        self.rows = torch.Size((*values.shape[:-3], 1, values.shape[-2]))
-        self.random = torch.Generator(values.device).manual_seed(0)
+    def __post_init__(self) -> None:
+        self.rows = torch.Size((*self.values.shape[:-3], 1, self.values.shape[-2]))
+        self.random = torch.Generator(self.values.device).manual_seed(0)
 
     def separates_lead(self, merged: bool) -> bool:
         """Whether no token is in two places of the leading axes, the heads apart.
@@ -351,20 +344,3 @@ def is_transformed() -> bool:
 
 # all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def leaves_of(x: Tensor) -> set[int]:
-    """The ids of the leaves that a tensor was computed from."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    nodes = [x.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found.add(id(leaf))
-        nodes += [following for following, _ in node.next_functions]
-    return found

@@ -21,7 +21,7 @@ from gfsa.filters import GraphFilter, Polynomial
 from gfsa.operators import LinearOperator
 from gfsa.operators.call import AttentionCall
 from gfsa.plugs.checks.called import FilterNotCalledError, checks_of
-from gfsa.plugs.checks.proof import REASON, are_same_tokens, leaves_of
+from gfsa.plugs.checks.proof import REASON, are_same_tokens
 from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import is_registered
 from gfsa.plugs.running import call, same_random_numbers
@@ -285,10 +285,11 @@ def _crosses(module: nn.Module, filter: GraphFilter, args: Any, kwargs: Any) -> 
         # equal tensors have one leaf
         first = next(y for y in given if are_same_tokens(y, x))
         leaves[id(x)] = leaves.get(id(first), x.detach().clone().requires_grad_())
-    operators: list[Any] = []
+    operator: Any = None
 
     def reach(filter: nn.Module, args: Any) -> None:
-        operators.extend(args[:1])
+        nonlocal operator
+        operator = next(iter(args), None)
         raise Reached
 
     with ExitStack() as stack:
@@ -297,21 +298,26 @@ def _crosses(module: nn.Module, filter: GraphFilter, args: Any, kwargs: Any) -> 
         for weight in weights:
             stack.callback(weight.requires_grad_, weight.requires_grad)
             weight.requires_grad_(True)
-        stack.enter_context(suppress(Reached))
-        own = [own_argument(x, leaves) for x in args]
-        module.forward(*own, **{name: own_argument(x, leaves) for name, x in kwargs.items()})
-    operator = operators[0] if operators else None
-    if isinstance(operator, LinearOperator):
-        sides = operator.rows, operator.columns
-    elif isinstance(getattr(operator, "call", None), AttentionCall):
-        sides = operator.call.q, operator.call.k
-    else:
-        # of a map alone nothing can be said
-        return False
-    q, k = map(leaves_of, sides)
-    projecting, arguments = set(map(id, weights)), set(map(id, leaves.values()))
+        with suppress(Reached):
+            own = [own_argument(x, leaves) for x in args]
+            module.forward(*own, **{name: own_argument(x, leaves) for name, x in kwargs.items()})
+        if isinstance(operator, LinearOperator):
+            sides = operator.rows, operator.columns
+        elif isinstance(getattr(operator, "call", None), AttentionCall):
+            sides = operator.call.q, operator.call.k
+        else:
+            # of a map alone nothing can be said
+            return False
+        known = [*weights, *leaves.values()]
+        sources = []
+        for side in sides:
+            if not side.requires_grad:
+                return False
+            gradients = torch.autograd.grad(side.sum(), known, allow_unused=True, retain_graph=True)
+            sources.append({id(x) for x, g in zip(known, gradients, strict=True) if g is not None})
+    (q, k), arguments = sources, set(map(id, leaves.values()))
     # what is projected elsewhere may come from one tensor
-    projected = bool(q & projecting and k & projecting)
+    projected = bool(q - arguments and k - arguments)
     return bool(projected and q & arguments and k & arguments) and not q & k & arguments
 
 

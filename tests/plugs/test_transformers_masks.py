@@ -452,7 +452,7 @@ def test_a_description_answers_like_the_mask() -> None:
     torch.manual_seed(0)
     keys = torch.rand(2, 1, 5) < 0.7
     visible = gfsa.operators.Visibility(keys, causal=True)
-    described = DescribedMask(visible, 2, 5, "cpu")
+    described = DescribedMask(visible, (2, 1, 5, 5), "cpu")
     mask = visible.rows(0, 5, 5, keys.device).expand(2, 1, 5, 5)
     assert described.shape == mask.shape
     assert described.dim() == described.ndim == 4
@@ -470,7 +470,7 @@ def test_a_description_answers_like_the_mask() -> None:
     assert torch.equal(described == 0, mask == 0)
     assert torch.equal(described != mask.mT, mask != mask.mT)
     assert described.sum() == mask.sum()
-    longer = DescribedMask(visible, 2, 5, "cpu", keys=7)
+    longer = DescribedMask(visible, (2, 1, 5, 7), "cpu")
     assert torch.equal(longer.tensor(), torch.nn.functional.pad(mask, (0, 2)))
     assert longer.shape == longer.to("meta").shape == (2, 1, 5, 7)
 

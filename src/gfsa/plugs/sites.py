@@ -204,17 +204,14 @@ class PlugReport:
         raise TypeError(f"a PlugReport cannot be called. {IN_PLACE}")
 
     def __str__(self) -> str:
-        verb = "would plug" if self.dry_run else "plugged"
-        text = report_text(
-            f"{verb} {counted(len(self.plugged), 'layer')}, "
-            f"{counted(self.parameters, 'learned number')}",
-            {
-                name: f"{counted(heads, 'head')}, {self.how[name]}"
-                for name, heads in self.plugged.items()
-            },
-            self.skipped,
-            self.numbers,
+        layers, numbers = (
+            counted(len(self.plugged), "layer"),
+            counted(self.parameters, "learned number"),
         )
+        headline = f"{'would plug' if self.dry_run else 'plugged'} {layers}, {numbers}"
+        heads = {name: counted(number, "head") for name, number in self.plugged.items()}
+        changed = {name: f"{heads[name]}, {how}" for name, how in self.how.items()}
+        text = report_text(headline, changed, self.skipped, self.numbers)
         return f"{text}\n  {self.note}" if self.note else text
 
 

@@ -161,17 +161,10 @@ def _biased_mask(bias: Tensor, mask: Tensor | None, causal: bool, query: Tensor)
 
 
 def _eager_operator(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, **kwargs: Any
 ) -> tuple[Operator, Tensor]:
     """The map that the model's own eager code computes, including its dropout."""
-    attention_mask = written_out(_with_chosen_keys(module, query, key, attention_mask, kwargs))
+    mask = written_out(_with_chosen_keys(module, query, key, mask, kwargs))
     later = dropout if module.gfsa.dropout_after == "filter" else 0.0
     function = eager_function_of(module)
     if function is None:
@@ -181,8 +174,7 @@ def _eager_operator(
         )
 
     def attend(dropout: float) -> Any:
-        given = (module, query, key, value, attention_mask)
-        return function(*given, dropout=dropout, scaling=scaling, **kwargs)
+        return function(module, query, key, value, mask, dropout=dropout, **kwargs)
 
     dropout = 0.0 if later else dropout
     product, weights = attend(dropout)
@@ -228,21 +220,14 @@ class _EagerOperator(Operator):
 
 
 def _any_operator(
-    implementation: str,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    dropout: float,
-    **kwargs: Any,
+    name: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
 ) -> tuple[Operator, Tensor]:
     """Flash, flex or any other registered attention function, called once per pass."""
-    function = functions_of(type(module))[implementation]
-    mask = written_out(attention_mask)
+    function = functions_of(type(module))[name]
+    mask, dropout = written_out(mask), kwargs.pop("dropout")
     if module.gfsa.dropout_after == "filter" and dropout:
         raise ValueError(
-            f"dropout_after='filter' drops entries of H, which {implementation} never builds; "
+            f"dropout_after='filter' drops entries of H, which {name} never builds; "
             "use attn_implementation 'sdpa' or 'eager' for training"
         )
 

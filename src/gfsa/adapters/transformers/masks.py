@@ -40,27 +40,17 @@ NAME = "gfsa|sdpa"
 class DescribedMask:
     """What a bool mask ``(B, 1, N, M)`` says, True where a query sees a key.
 
-    A plugged attention layer reads :attr:`visible`. Other code may treat it as the tensor: the mask
-    is then written out, once for all layers.
-
-    Args:
-        visible: what the N queries see of the first N keys.
-        keys: M, N by default; a static cache has rows after its tokens, which no query sees.
+    A plugged attention layer reads :attr:`visible`, which says what the N queries see of the first
+    N keys; a static cache has rows after its tokens, which no query sees. Other code may treat it
+    as the tensor: the mask is then written out, once for all layers.
     """
 
     ndim = 4
     dtype = torch.bool
 
-    def __init__(
-        self,
-        visible: Visibility,
-        batch: int,
-        length: int,
-        device: torch.device | str,
-        keys: int | None = None,
-    ) -> None:
+    def __init__(self, visible: Visibility, shape: Sequence[int], device: Any) -> None:
         self.visible = visible
-        self.shape = torch.Size((batch, 1, length, length if keys is None else keys))
+        self.shape = torch.Size(shape)
         self.device = torch.device(device)
 
     def tensor(self) -> Tensor:
@@ -90,7 +80,7 @@ class DescribedMask:
             return self
         keys, documents = (None if x is None else x.to(device) for x in (old.keys, old.documents))
         visible = Visibility(keys, None, old.causal, old.window, documents, old.in_order)
-        return DescribedMask(visible, self.shape[0], self.shape[-2], device, self.shape[-1])
+        return DescribedMask(visible, self.shape, device)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("visible", "shape", "device"):
@@ -154,7 +144,8 @@ def describe_mask(batch_size: int, q_length: int, kv_length: int, **asked: Any) 
             # the model asked for the mask itself; packed documents ask for it, too
             visible = None
     if visible is not None:
-        return DescribedMask(visible, batch_size, q_length, asked.get("device", "cpu"), kv_length)
+        shape = (batch_size, 1, q_length, kv_length)
+        return DescribedMask(visible, shape, asked.get("device", "cpu"))
     return sdpa_mask(batch_size, q_length, kv_length, **asked)
 
 

@@ -452,10 +452,9 @@ class _RepeatedMethod:
             # what only the state beside keys and values needs, a companion does not have
             if hasattr(companion, name):
                 getattr(companion, name)(*args, **kwargs)
-        update = layer.__dict__.get("update")
-        if name == "reset" and isinstance(update, _TracedUpdate):
+        if name == "reset":
             # there is no past to which powers could fail to belong
-            for counted in update.counted:
+            for counted in getattr(layer.__dict__.get("update"), "counted", ()):
                 setattr(layer, counted, 0)
         if not compiling:
             layer.gfsa_rows = HeldRows(layer)
@@ -503,15 +502,14 @@ def _state(layer: Any) -> tuple[int, tuple[int, int] | None]:
     if layer.keys is None or layer.keys.ndim < 2:
         return 0, None
     filled = layer.__dict__.get("cumulative_length", layer.keys.shape[-2])
+    if isinstance(filled, Tensor):
+        filled = _version(filled)
+    return filled, (_version(layer.keys), _version(layer.values))
+
+
+def _version(x: Tensor) -> int:
     # tensors of inference mode do not count how often they are written
-    try:
-        filled = filled if type(filled) is int else filled._version
-    except RuntimeError:
-        filled = 0
-    try:
-        return filled, (layer.keys._version, layer.values._version)
-    except RuntimeError:
-        return filled, None
+    return 0 if x.is_inference() else x._version
 
 
 def _count_fillings(layer: Any, owner: int) -> None:

@@ -11,6 +11,7 @@ import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.operators import LinearOperator
 from gfsa.operators.call import AttentionCall
+from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.checks.called import FilterNotCalledError, checks_of
 from gfsa.plugs.checks.proof import REASON, are_same_tokens
 from gfsa.plugs.install import install, uninstall
@@ -122,22 +124,42 @@ def _failures(watch: _Watch, inputs: Any) -> dict[str, str]:
                 f"raised outside of the attention layers: {_shown(error)}"
             ) from error
         return {watch.running[-1]: f"the trial forward raised {_shown(error)}"}
-    return _crossing(watch.model, watch.planned, inputs)
+    if watch.unchecked:
+        error = next(iter(watch.unchecked.values()))
+        warnings.warn(
+            f"whether {', '.join(watch.unchecked)} attend to their own tokens was not checked, "
+            f"because with gradients the model raised {type(error).__name__}: {str(error)[:200]}",
+            stacklevel=2,
+        )
+    return watch.crossing
 
 
+_CROSSES = (
+    f"{REASON}. In the trial forward it projects them from different arguments. If these hold the "
+    "same tokens, as two norms of one x do, plug this layer on its own, without inputs=: "
+    "gfsa.plug(model, ..., layers=lambda name, module: name == {name!r})"
+)
+
+
+@dataclass(eq=False)
 class _Watch:
     """Hooks that know which planned layer is running, and what each returned."""
 
-    def __init__(self, model: nn.Module, planned: Planned) -> None:
-        self.model = model
-        self.planned = planned
-        self.running: list[str] = []
-        self.outputs: Outputs = {}
+    model: nn.Module
+    planned: Planned
+    running: list[str] = field(default_factory=list)
+    outputs: Outputs = field(default_factory=dict)
+    # layers that attend to another sequence, and those of which that is not known
+    crossing: dict[str, str] = field(default_factory=dict)
+    unchecked: dict[str, Exception] = field(default_factory=dict)
 
     def run(self, inputs: Any) -> None:
         """One forward of the model; ``running`` keeps the layers in which it raised."""
         handles = [self.model.register_forward_hook(functools.partial(self._leave, None))]
-        for name, (site, _) in self.planned.items():
+        for name, (site, filter) in self.planned.items():
+            if is_registered(site.adapter) and getattr(site.module, CHILD, None) is filter:
+                look = functools.partial(self._look, name)
+                handles.append(site.module.register_forward_pre_hook(look, with_kwargs=True))
             handles += [
                 # prepended: hooks of the adapter may raise, too
                 site.module.register_forward_pre_hook(
@@ -151,6 +173,20 @@ class _Watch:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _look(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before a layer with an adapter of the user's own: whether its tokens are its own."""
+        try:
+            with same_random_numbers(module.parameters()):
+                crosses = _crosses(module, self.planned[name][1], args, kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # some layers run only without gradients
+            self.unchecked[name] = error
+        else:
+            if crosses:
+                self.crossing[name] = _CROSSES.format(name=name)
 
     def _leave(self, name: str | None, module: nn.Module, args: Any, output: Any) -> None:
         if name is not None:
@@ -229,48 +265,6 @@ def _changes(model: nn.Module, plain: Outputs, outputs: Outputs) -> dict[str | N
                 )
                 break
     return found
-
-
-def _crossing(model: nn.Module, planned: Planned, inputs: Any) -> dict[str, str]:
-    """The layers with an adapter of the user's own that attend to another sequence.
-
-    Layers that raise with gradients are named in a warning: some run only without.
-    """
-    crossing: dict[str, str] = {}
-    unchecked: dict[str, Exception] = {}
-
-    def look(name: str, filter: GraphFilter, module: nn.Module, args: Any, kwargs: Any) -> None:
-        try:
-            if _crosses(module, filter, args, kwargs):
-                crossing[name] = (
-                    f"{REASON}. In the trial forward it projects them from different arguments. If "
-                    "these hold the same tokens, as two norms of one x do, plug this layer on its "
-                    "own, without inputs=: gfsa.plug(model, ..., layers=lambda name, module: name "
-                    f"== {name!r})"
-                )
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            unchecked[name] = error
-
-    own = {name: pair for name, pair in planned.items() if is_registered(pair[0].adapter)}
-    if not own:
-        return {}
-    with ExitStack() as stack:
-        for name, (site, filter) in own.items():
-            hook = functools.partial(look, name, filter)
-            handle = site.module.register_forward_pre_hook(hook, with_kwargs=True)
-            stack.callback(handle.remove)
-        stack.enter_context(same_random_numbers((*model.parameters(), *model.buffers())))
-        call(model, inputs)
-    if unchecked:
-        error = next(iter(unchecked.values()))
-        warnings.warn(
-            f"whether {', '.join(unchecked)} attend to their own tokens was not checked, because "
-            f"with gradients the model raised {type(error).__name__}: {str(error)[:200]}",
-            stacklevel=2,
-        )
-    return crossing
 
 
 def _crosses(module: nn.Module, filter: GraphFilter, args: Any, kwargs: Any) -> bool:

@@ -136,7 +136,9 @@ class Watch(TorchFunctionMode):
             in_graph = isinstance(args[3], torch.fx.GraphModule)
             return self.run(func, args, kwargs) if in_graph else self._flex(func, *args)
         if func in SOFTMAX:
-            if not _is_over_last(args, kwargs):
+            x = args[0] if args else kwargs["input"]
+            axis = kwargs["dim"] if "dim" in kwargs else args[1] if len(args) > 1 else None
+            if axis not in (-1, x.dim() - 1):
                 return self.run(func, args, kwargs)
             self.steps.append(Step(self.softmax(func, args, kwargs)))
             return self.steps[-1].tensor
@@ -233,10 +235,3 @@ class Watch(TorchFunctionMode):
         values = values[tuple(slice(None) if letter in own else None for letter in lead)]
         y = self._product(step.tensor, values)
         return torch.einsum(f"{lead}{row}{features}->{out}", y)
-
-
-def _is_over_last(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a softmax with these arguments is over the last axis."""
-    x = args[0] if args else kwargs["input"]
-    axis = kwargs["dim"] if "dim" in kwargs else args[1] if len(args) > 1 else None
-    return axis in (-1, x.dim() - 1)

@@ -224,7 +224,10 @@ def _rehearse(
             if key in equal:
                 by_id[id(x)] = leaves[equal[key]]
             elif id(x) not in by_id:
-                leaves[key] = by_id[id(x)] = _leaf(x)
+                # zeros and masks would stop gradients
+                x, noise = x.detach(), noise_like(x)
+                leaf = torch.where((x != 0) & (x.abs() < _MASKED), x, noise).requires_grad_()
+                leaves[key] = by_id[id(inputs[key])] = leaf
         rehearsal, replica = Rehearsal(module), _replica(module)
         own = [own_argument(value, by_id) for value in args]
         named = {key: own_argument(value, by_id) for key, value in kwargs.items()}
@@ -276,12 +279,6 @@ def _uncompiled() -> Iterator[None]:
         with suppress(RuntimeError):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-
-
-def _leaf(x: Tensor) -> Tensor:
-    """A leaf with the values of x, but without zeros and masks: they would stop gradients."""
-    x = x.detach()
-    return torch.where((x != 0) & (x.abs() < _MASKED), x, noise_like(x)).requires_grad_()
 
 
 def own_argument(value: Any, leaves: Mapping[int, Tensor]) -> Any:

@@ -29,7 +29,7 @@ from gfsa.plugs.registry import is_registered
 from gfsa.plugs.running import call, same_random_numbers
 from gfsa.plugs.sites import Site, plugged_sites
 from gfsa.plugs.tracing.adapter import inputs_of
-from gfsa.plugs.tracing.rehearsal import Reached, own_argument
+from gfsa.plugs.tracing.capture import Reached, own_argument
 from gfsa.plugs.transaction import unchanged
 
 BYPASSED = "in the trial forward it, or the block around it, ran without calling its filter"

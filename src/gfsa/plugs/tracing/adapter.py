@@ -43,8 +43,16 @@ from gfsa.plugs.tracing.candidates import (
     refusal_by_class_name,
     refusal_by_code,
 )
-from gfsa.plugs.tracing.capture import Step, Watch
-from gfsa.plugs.tracing.rehearsal import NOT_SQUARE, HeadLayout, Memory, Verified, no_heads, prove
+from gfsa.plugs.tracing.capture import (
+    NOT_SQUARE,
+    HeadLayout,
+    Memory,
+    Step,
+    Verified,
+    Watch,
+    no_heads,
+    prove,
+)
 
 NO_PRODUCT = (
     "its forward has no product of a softmax with values that torch dispatches (a softmax written "

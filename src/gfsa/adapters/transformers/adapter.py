@@ -81,19 +81,28 @@ class InterfaceAdapter(Adapter):
         )
 
     def refusal(self, name: str, module: Any) -> str | None:
-        refusal = _refusal_by_class(module)
-        if refusal is not None:
+        kind = type(module).__name__
+        if "crossattention" in kind.lower() or getattr(module, "is_cross_attention", False) is True:
+            return REASON
+        if "channel" in kind.lower():
+            return "its attention is over channels, not tokens"
+        if refusal := refusal_of_pooling(module) or refusal_of_reduction(module):
             return refusal
+        if getattr(module, "compressor", None) is not None:
+            return "its keys are its tokens and compressed ones: the map is not square"
+        parameters = inspect.signature(type(module).forward).parameters
+        required = {name for name, one in parameters.items() if one.default is one.empty}
+        if _OTHER_TOKENS & required or hasattr(module, "append_to_cache"):
+            return f"{REASON} (or some of them are)"
         if not hasattr(module, "config"):
-            return f"{type(module).__name__} keeps no config, so its attention cannot be redirected"
+            return f"{kind} keeps no config, so its attention cannot be redirected"
         if getattr(module, "reorder_and_upcast_attn", False):
             return "reorder_and_upcast_attn computes attention outside the interface"
         heads = heads_of(module, module.config)
         implementation = module.config._attn_implementation or "eager"
         is_eager = implementation == "eager"
-        function: Any = eager_function_of(module)
-        if not is_eager:
-            function = functions_of(type(module)).get(implementation)
+        registered: Any = functions_of(type(module)).get(implementation)
+        function = eager_function_of(module) if is_eager else registered
         if not (heads and function) or (not is_eager and is_trusted(function)):
             return None
         return refusal_by_trial(module, function, heads, is_eager)
@@ -135,25 +144,6 @@ class InterfaceAdapter(Adapter):
 INTERFACE = InterfaceAdapter()
 
 
-def _refusal_by_class(module: Any) -> str | None:
-    """Why a module has no square map over its own tokens, by its class, signature and settings."""
-    kind = type(module).__name__.lower()
-    if "crossattention" in kind or getattr(module, "is_cross_attention", False) is True:
-        return REASON
-    if "channel" in kind:
-        return "its attention is over channels, not tokens"
-    refusal = refusal_of_pooling(module) or refusal_of_reduction(module)
-    if refusal is not None:
-        return refusal
-    if getattr(module, "compressor", None) is not None:
-        return "its keys are its tokens and compressed ones: the map is not square"
-    parameters = inspect.signature(type(module).forward).parameters
-    required = {name for name, one in parameters.items() if one.default is one.empty}
-    if _OTHER_TOKENS & required or hasattr(module, "append_to_cache"):
-        return f"{REASON} (or some of them are)"
-    return None
-
-
 class ModelTracerAdapter(TracerAdapter):
     """Traces modules of transformers outside the interface."""
 
@@ -173,11 +163,7 @@ TRACED = ModelTracerAdapter()
 
 
 def find(module: nn.Module) -> Adapter | None:
-    """The adapter for ``module`` if it is a transformers attention module.
-
-    Classes that compute their attention outside the interface (DeBERTa-v2, GPT-Neo, Swin-V2 …)
-    are traced.
-    """
+    """The adapter for ``module`` if it is a transformers attention module."""
     if _uses_interface(type(module)):
         return INTERFACE
     if not type(module).__module__.startswith("transformers."):
@@ -185,6 +171,7 @@ def find(module: nn.Module) -> Adapter | None:
     inside = any(_uses_interface(type(inner)) for inner in module.modules())
     if inside or not looks_like_attention(module) or not computes_softmax(module):
         return None
+    # it computes its attention outside the interface (DeBERTa-v2, GPT-Neo, Swin-V2 …)
     return TRACED
 
 
@@ -215,8 +202,6 @@ class _Arguments(NamedTuple):
     positional: tuple[str, ...]
     # the names of queries and keys, if it takes both
     pair: tuple[str, str] | None
-    # arguments that say which layer of the cache is meant
-    cache_index: tuple[str, ...]
     # how many positional arguments come before the first that the hook looks for
     others_first: int
     # as source_of the module
@@ -227,10 +212,9 @@ class _Arguments(NamedTuple):
         positional = tuple(inspect.signature(kind.forward).parameters)[1:]
         names = set(positional)
         pair = next((pair for pair in _QUERY_AND_KEY if names.issuperset(pair)), None)
-        index = tuple(name for name in _CACHE_INDEX if name in names)
-        wanted = _OTHER_TOKENS.union(_CACHES, pair or (), index).intersection(names)
+        wanted = _OTHER_TOKENS.union(_CACHES, _CACHE_INDEX, pair or ()).intersection(names)
         others_first = min(map(positional.index, wanted), default=len(positional))
-        return cls(positional, pair, index, others_first, source)
+        return cls(positional, pair, others_first, source)
 
 
 def _look_at_inputs(
@@ -254,10 +238,8 @@ def _look_at_inputs(
     for name in _CACHES:
         cache = given.get(name)
         if cache is not None:
-            index: int | None = getattr(module, "layer_idx", None)
-            if arguments.cache_index:
-                index = given.get("layer_idx", index)
-                index = None if index is None else index + given.get("cycle_offset", 0)
+            index: int | None = given.get("layer_idx", getattr(module, "layer_idx", None))
+            index = None if index is None else index + given.get("cycle_offset", 0)
             if module.gfsa.first_values is not None:
                 mix_into(cache, index, module)
             # a compiled call would check all that is read here, for every token

@@ -159,11 +159,9 @@ def _is_of_first_tokens(
         # more keys than queries are a prompt in a static cache; a decoded token is never the first
         return False
     q_offset, padding = asked.get("q_offset", 0), asked.get("attention_mask")
-    if isinstance(q_offset, Tensor):
-        # of a static cache, on the device: for a decoded token it is not read, which would wait
-        if masking_utils.is_tracing(q_offset) or bool(q_offset != 0):
-            return False
-    elif q_offset != 0:
+    # a static cache has it on the device; for a decoded token it is not read, which would wait
+    unknown = isinstance(q_offset, Tensor) and masking_utils.is_tracing(q_offset)
+    if unknown or bool(q_offset != 0):
         return False
     if padding is None or padding.shape[-1] == kv_length:
         return True
@@ -393,12 +391,10 @@ def set_mask_hooks(model: nn.Module) -> None:
 
 def _makes_masks(kind: type[nn.Module]) -> bool:
     """Whether the methods of a class make masks, and do not ask for the implementation's name."""
-    names: set[str] = set()
-    for base in kind.__mro__[: kind.__mro__.index(PreTrainedModel)]:
-        for name, function in vars(base).items():
-            # what is decided when a model is built, the real config decides
-            if name != "__init__" and callable(function):
-                names.update(names_in_code(function, depth=0))
+    own = kind.__mro__[: kind.__mro__.index(PreTrainedModel)]
+    # what is decided when a model is built, the real config decides
+    methods = (f for base in own for n, f in vars(base).items() if n != "__init__" and callable(f))
+    names = {name for method in methods for name in names_in_code(method, depth=0)}
     return bool(names & _CREATORS) and "_attn_implementation" not in names
 
 

@@ -193,12 +193,9 @@ class Evidence:
 
         The values come from ``of_values``; those of another input are at the same places.
         """
-        one_row = []
-        for place in (self.rows.numel() // 2, -1):
-            row = self._row(place)
-            one_row.append((self._of_scores(row, row, 1)[name], self._of_values(row)[of_values]))
-        names = (name, name, of_values, of_values)
-        halves = [tuple(x[n] for x, n in zip(half, names, strict=True)) for half in self.halves]
+        rows = [self._row(self.rows.numel() // 2), self._row(-1)]
+        one_row = [(self._of_scores(r, r, 1)[name], self._of_values(r)[of_values]) for r in rows]
+        halves = [(s[name], t[name], v[of_values], w[of_values]) for s, t, v, w in self.halves]
         n = self.rows[-1]
         mixes = (
             f"its map is {n}×{n} over channels, not tokens, or its projections mix tokens: a row "
@@ -261,22 +258,19 @@ class Evidence:
 
     def _touched(self, outputs: Sequence[Tensor], chosen: Sequence[Tensor]) -> dict[str, Tensor]:
         """The places of the inputs with a gradient of the chosen entries."""
-        used = [(x, mask) for x, mask in zip(outputs, chosen, strict=True) if x.requires_grad]
-        weights = [
-            torch.where(mask, torch.rand(x.shape, generator=self.random, device=x.device) + 0.5, 0)
-            for x, mask in used
-        ]
-        gradients: Sequence[Tensor | None] = [None] * len(self.inputs)
+        used: list[Tensor] = []
+        weights: list[Tensor] = []
+        for x, mask in zip(outputs, chosen, strict=True):
+            if x.requires_grad:
+                random = torch.rand(x.shape, generator=self.random, device=x.device) + 0.5
+                used.append(x)
+                weights.append(torch.where(mask, random, 0).to(x.dtype))
+        grads: Sequence[Tensor | None] = [None] * len(self.inputs)
         if used:
-            gradients = torch.autograd.grad(
-                [x for x, _ in used],
-                list(self.inputs.values()),
-                [weight.to(x.dtype) for (x, _), weight in zip(used, weights, strict=True)],
-                retain_graph=True,
-                allow_unused=True,
-            )
+            leaves = list(self.inputs.values())
+            grads = torch.autograd.grad(used, leaves, weights, retain_graph=True, allow_unused=True)
         found = {}
-        for (name, leaf), gradient in zip(self.inputs.items(), gradients, strict=True):
+        for (name, leaf), gradient in zip(self.inputs.items(), grads, strict=True):
             sizes = torch.zeros_like(leaf) if gradient is None else gradient.detach().abs()
             # what cancels exactly on one device leaves a rounding on another
             found[name] = sizes > 1e-7 * sizes.amax() if sizes.numel() else sizes.bool()

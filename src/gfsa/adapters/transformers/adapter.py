@@ -238,8 +238,11 @@ def _look_at_inputs(
     for name in _CACHES:
         cache = given.get(name)
         if cache is not None:
-            index: int | None = given.get("layer_idx", getattr(module, "layer_idx", None))
-            index = None if index is None else index + given.get("cycle_offset", 0)
+            index = (
+                given["layer_idx"] if "layer_idx" in given else getattr(module, "layer_idx", None)
+            )
+            if index is not None and "cycle_offset" in given:
+                index += given["cycle_offset"]
             if module.gfsa.first_values is not None:
                 mix_into(cache, index, module)
             # a compiled call would check all that is read here, for every token

@@ -74,13 +74,12 @@ def eager_function(kind: type[nn.Module]) -> Callable[..., Any] | None:
     names = [name for name in forward.__code__.co_names if name.startswith("eager")]
     if len(names) != 1:
         return None
-    function: Callable[..., Any] | None = forward.__globals__.get(names[0])
-    return function
+    return forward.__globals__.get(names[0])
 
 
 def operator_maker(implementation: str) -> OperatorMaker:
     """The function that returns ``(operator, value)`` for the map that ``implementation`` uses."""
-    known = {"sdpa": _sdpa_operator, "eager": _eager_operator}
+    known: dict[str, OperatorMaker] = {"sdpa": _sdpa_operator, "eager": _eager_operator}
     return known.get(implementation) or functools.partial(_any_operator, implementation)
 
 

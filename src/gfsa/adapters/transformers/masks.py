@@ -105,8 +105,7 @@ def written_out(mask: Any) -> Any:
 
 def _of_tensor(name: str) -> Callable[..., Tensor]:
     def operator(self: DescribedMask, *operands: Any) -> Tensor:
-        result: Tensor = getattr(self.tensor(), name)(*map(written_out, operands))
-        return result
+        return getattr(self.tensor(), name)(*map(written_out, operands))
 
     return operator
 

@@ -7,10 +7,9 @@ cropped, memory moved). Where several layers of a model attend to the keys and v
 all tokens for every new one, and with grouped queries the decode kernel could not read U.
 
 The powers must belong to the tokens in the layer, although another model may have used the cache in
-between. Lengths show it where they are numbers of the host; a static layer, and a window in a
-compiled graph, count how often they were filled since powers were added. A layer also remembers its
-keys and values until the next forward, because a caller may assign or write rows. What a replayed
-CUDA graph adds is not noticed: no Python runs.
+between. Its length shows it where a layer grows; others count how often they were filled since
+powers were added. A layer also remembers its keys and values until the next forward, because a
+caller may assign or write rows. What a replayed CUDA graph adds is not noticed: no Python runs.
 """
 
 from __future__ import annotations
@@ -72,8 +71,7 @@ class LayerPast:
     def power(self, k: int) -> Tensor | None:
         """``A^k·v`` of the tokens before, ``(B, H, rows, D)``, and free rows; None if unknown."""
         companions = getattr(self.layer, "gfsa_powers", {}).get(self.owner)
-        rows: Tensor | None = companions[k - 1].rows if companions else None
-        return rows
+        return companions[k - 1].rows if companions else None
 
     def prepare(self, count: int, heads: tuple[int, ...]) -> None:
         """Raise unless ``count`` powers of these heads belong to the tokens before."""
@@ -118,8 +116,7 @@ class LayerPast:
         # few questions: every token comes here in each layer
         if type(companion) is not GrowingPowers or companion.length + 1 != layer.keys.shape[2]:
             self._refuse_another((companion,))
-        rows: Tensor = companion.make_room(like, layer)
-        return rows
+        return companion.make_room(like, layer)
 
     def counters(self, heads: int, device: torch.device) -> Tensor | None:
         """Zeros that the decode kernel may use and leaves at zero, if the layer keeps some."""
@@ -144,12 +141,13 @@ class LayerPast:
     def _refuse_another(self, companions: Any) -> None:
         """Raise unless these companions belong to the tokens that the layer holds."""
         for companion in companions:
-            known = companion.tokens()
-            # only a companion that counts its tokens is compared by length
-            if known is not None and known + self.new != (held := self.layer.get_seq_length()):
+            if type(companion) is not GrowingPowers:
+                # these count fillings
+                break
+            if companion.length + self.new != (held := self.layer.get_seq_length()):
                 raise ValueError(
                     f"the cache holds {int(held) - self.new} earlier tokens, but the powers of "
-                    f"{int(known)}: {_CAUSES}"
+                    f"{companion.length}: {_CAUSES}"
                 )
         name = _fillings_for(self.owner)
         fillings = getattr(self.layer, name, None)
@@ -192,8 +190,7 @@ _FREE_BYTES = 20 * 1024
 class GrowingPowers(DynamicLayer):
     """Powers in a layer that grows, into free rows after its tokens.
 
-    Every companion has ``rows``, free ones too. ``tokens`` returns how many tokens they belong to,
-    None where the layer of the cache alone counts them; ``add`` appends the newest and returns all;
+    Every companion has ``rows``, free ones too. ``add`` appends the newest and returns all;
     ``make_room`` returns rows with one for the newest, which the caller writes.
 
     Where gradients are recorded or a graph is traced, ``torch.cat`` copies the rows for each token:
@@ -234,8 +231,6 @@ class GrowingPowers(DynamicLayer):
 
     def get_seq_length(self) -> int:
         return self.length
-
-    tokens = get_seq_length
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         rows, is_writable = self.rows, self._is_writable
@@ -305,17 +300,12 @@ class WindowPowers(DynamicSlidingWindowLayer):
     _layer_type = None
     rows = property(lambda self: self.keys)
 
-    def tokens(self) -> int | None:
-        # torch 2.11 names equal numbers in a graph by one, and loses the layer's or this one
-        return None if torch.compiler.is_compiling() else self.cumulative_length
-
     def add(self, tokens: Tensor, layer: Any) -> Tensor:
         self.prefetch()
         if torch.compiler.is_compiling():
             self.cumulative_length = layer.cumulative_length - tokens.shape[2]
         # the slot for values gets a tensor without features
-        every: Tensor = self.update(tokens, tokens[..., :0])[0]
-        return every
+        return self.update(tokens, tokens[..., :0])[0]
 
     def make_room(self, like: Tensor, layer: Any) -> Tensor:
         return self.add(like.new_empty(like.shape), layer)
@@ -338,9 +328,6 @@ class TracedStaticPowers(StaticLayer):
 
     def get_seq_length(self) -> int:
         return self.max_cache_len if self.is_initialized else 0
-
-    def tokens(self) -> int | None:
-        return None
 
     def add(self, tokens: Tensor, layer: Any) -> Tensor:
         if not self.is_initialized:
@@ -502,14 +489,15 @@ def _state(layer: Any) -> tuple[int, tuple[int, int] | None]:
     if layer.keys is None or layer.keys.ndim < 2:
         return 0, None
     filled = layer.__dict__.get("cumulative_length", layer.keys.shape[-2])
-    if isinstance(filled, Tensor):
-        filled = _version(filled)
-    return filled, (_version(layer.keys), _version(layer.values))
-
-
-def _version(x: Tensor) -> int:
     # tensors of inference mode do not count how often they are written
-    return 0 if x.is_inference() else x._version
+    try:
+        filled = filled if type(filled) is int else filled._version
+    except RuntimeError:
+        filled = 0
+    try:
+        return filled, (layer.keys._version, layer.values._version)
+    except RuntimeError:
+        return filled, None
 
 
 def _count_fillings(layer: Any, owner: int) -> None:

@@ -195,7 +195,9 @@ class Evidence:
         """
         rows = [self._row(self.rows.numel() // 2), self._row(-1)]
         one_row = [(self._of_scores(r, r, 1)[name], self._of_values(r)[of_values]) for r in rows]
-        halves = [(s[name], t[name], v[of_values], w[of_values]) for s, t, v, w in self.halves]
+        halves: list[tuple[Tensor, ...]] = [
+            (s[name], t[name], v[of_values], w[of_values]) for s, t, v, w in self.halves
+        ]
         n = self.rows[-1]
         mixes = (
             f"its map is {n}×{n} over channels, not tokens, or its projections mix tokens: a row "

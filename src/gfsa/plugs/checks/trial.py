@@ -125,10 +125,10 @@ def _failures(watch: _Watch, inputs: Any) -> dict[str, str]:
             ) from error
         return {watch.running[-1]: f"the trial forward raised {_shown(error)}"}
     if watch.unchecked:
-        error = next(iter(watch.unchecked.values()))
+        first = next(iter(watch.unchecked.values()))
         warnings.warn(
             f"whether {', '.join(watch.unchecked)} attend to their own tokens was not checked, "
-            f"because with gradients the model raised {type(error).__name__}: {str(error)[:200]}",
+            f"because with gradients the model raised {type(first).__name__}: {str(first)[:200]}",
             stacklevel=2,
         )
     return watch.crossing

@@ -75,8 +75,7 @@ class Step:
         source = self.parent.tensor
         args = (other if x is source else x for x in self.args)
         kwargs = {name: other if x is source else x for name, x in self.kwargs.items()}
-        result: Tensor = self.func(*args, **kwargs)
-        return result
+        return self.func(*args, **kwargs)
 
     def ancestors(self) -> list[Step]:
         """This step and those before it, the softmax last."""
@@ -187,8 +186,7 @@ class Watch(TorchFunctionMode):
 
     def softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The map of a softmax over the last axis."""
-        result: Tensor = self.run(func, args, kwargs)
-        return result
+        return self.run(func, args, kwargs)
 
     def _dropout(self, *args: Any, **kwargs: Any) -> Tensor:
         given = {**dict(zip(("input", "p", "training", "inplace"), args, strict=False)), **kwargs}
@@ -198,8 +196,7 @@ class Watch(TorchFunctionMode):
         drops = given.get("training", given.get("train", True)) and p
         if not drops or self.takes_dropout(p):
             return x
-        dropped: Tensor = self.follow(F.dropout, (x, p, True, given.get("inplace", False)), {})
-        return dropped
+        return self.follow(F.dropout, (x, p, True, given.get("inplace", False)), {})
 
     def _attention(
         self, query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **options: Any
@@ -218,8 +215,7 @@ class Watch(TorchFunctionMode):
         # multi-query attention has one head of values
         lead = torch.broadcast_shapes(matrix.shape[:-2], values.shape[:-2])
         expanded = (x.expand(*lead, *x.shape[-2:]) for x in (matrix, values))
-        y: Tensor = self.of_map(self.find(matrix), *expanded)
-        return y
+        return self.of_map(self.find(matrix), *expanded)
 
     def _matmul(self, left: Any, right: Any) -> Tensor:
         if self.find_map(left) is not None:
@@ -240,8 +236,7 @@ class Watch(TorchFunctionMode):
         lead, row, column = of_map[:-2], of_map[-2], of_map[-1]
         if arrow and {row, column} <= set(out):
             # the einsum mixes heads: its result is still a map
-            mixed: Tensor = self.follow(torch.einsum, (equation, *operands), {})
-            return mixed
+            return self.follow(torch.einsum, (equation, *operands), {})
         of_values = inputs[1 - place] if len(inputs) == 2 else ""
         features = "".join(letter for letter in of_values if letter not in of_map)
         understood = arrow and "." not in equation and len(features) == 1

@@ -205,10 +205,8 @@ def _describe(
 _CAUSAL = masking_utils.causal_mask_function
 _TO_BOTH_SIDES = masking_utils.bidirectional_mask_function
 _TOGETHER = and_masks().__name__
-_WINDOWS = (
-    masking_utils.sliding_window_overlay(2),
-    masking_utils.sliding_window_bidirectional_overlay(2),
-)
+_WINDOW = masking_utils.sliding_window_overlay(2)
+_WINDOW_TO_BOTH_SIDES = masking_utils.sliding_window_bidirectional_overlay(2)
 # five tokens, the last three of a second document
 _PACKED = masking_utils.packed_sequence_mask_function({(0, token): token > 1 for token in range(5)})
 
@@ -216,8 +214,8 @@ _PACKED = masking_utils.packed_sequence_mask_function({(0, token): token > 1 for
 _MEANT: dict[Any, Callable[[int, int], bool]] = {
     _CAUSAL: lambda query, key: key <= query,
     _TO_BOTH_SIDES: lambda query, key: True,
-    _WINDOWS[0]: lambda query, key: key > query - 2,
-    _WINDOWS[1]: lambda query, key: abs(query - key) <= 2,
+    _WINDOW: lambda query, key: key > query - 2,
+    _WINDOW_TO_BOTH_SIDES: lambda query, key: abs(query - key) <= 2,
     _PACKED: lambda query, key: (query > 1) == (key > 1),
 }
 # the code of those parts of masks that do in this version what a description says
@@ -236,7 +234,7 @@ def _is_known(function: Any, local_size: int | None, config: Any, causal: bool) 
         if function.__name__ != _TOGETHER:
             return bool(function.__name__ == (_CAUSAL if causal else _TO_BOTH_SIDES).__name__)
         return local_size is None or getattr(config, "attention_chunk_size", None) is None
-    windows = {window.__code__ for window in _WINDOWS}
+    windows = (_WINDOW.__code__, _WINDOW_TO_BOTH_SIDES.__code__)
     for part in _parts(function):
         if getattr(part, "__code__", None) not in _KNOWN:
             return False

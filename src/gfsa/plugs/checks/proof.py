@@ -142,15 +142,8 @@ class Evidence:
     def refusal(self) -> str | None:
         """Why this is not attention of tokens to themselves, or None if it is."""
         halves = [self._half(self.rows) for _ in range(_HALVES)]
-        self.halves = [
-            (
-                self._of_scores(half, half),
-                self._of_scores(~half, ~half),
-                self._of_values(half),
-                self._of_values(~half),
-            )
-            for half in halves
-        ]
+        pairs = [(half, ~half) for half in halves]
+        self.halves = [(*map(self._of_scores, p, p), *map(self._of_values, p)) for p in pairs]
         within, beyond, *of_values = self.halves[0]
         across = self._of_scores(halves[0], ~halves[0])
         rows = {name for name in self.inputs if _meet(across[name], within[name])}
@@ -166,9 +159,8 @@ class Evidence:
                     f"how its {side} follow from its inputs could not be followed, so whether "
                     "queries and keys are the same tokens is unknown"
                 )
-        sequences = {
-            n for n in rows if self.inputs[n].shape in [self.inputs[v].shape for v in values]
-        }
+        shapes = {self.inputs[name].shape for name in values}
+        sequences = {name for name in rows if self.inputs[name].shape in shapes}
         if self.hidden and not sequences <= values:
             return (
                 f"its softmax is an autograd function of its own, so which of {_listed(sequences)} "

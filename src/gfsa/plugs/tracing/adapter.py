@@ -213,22 +213,18 @@ class Trace(Watch):
         returned = _transferred(new, step, own) if new.shape == step.tensor.shape else None
         if returned is None:
             self.refuse(
-                "it returns attention weights that are not the map that multiplies its values, so "
-                "there is no filtered map in their place. Do not ask it for attention weights"
+                "it returns attention weights that are not the map that multiplies its values, or "
+                "have it in another order, so there is no filtered map in their place. Do not ask "
+                "it for attention weights"
             )
         return returned.to(x.dtype)
 
 
-# operations that give every entry another place and change none
-_MOVES = {
+# operations that a map goes through on its way to the product, and that leave its entries in order
+_IN_ORDER = {
     "view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze",
-    "ravel", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "adjoint",
-}  # fmt: skip
-_TRANSPOSES = [vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH")]
-# operations on single entries that a map goes through on its way to the product
-_ON_THE_WAY = {
-    "dropout", "to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous",
-    "clone", "masked_fill", "masked_fill_", "nan_to_num", "where", "mul", "mul_", "__mul__",
+    "ravel", "dropout", "to", "type", "type_as", "float", "half", "bfloat16", "double", "clone",
+    "contiguous", "masked_fill", "masked_fill_", "nan_to_num", "where", "mul", "mul_", "__mul__",
     "__rmul__", "__imul__", "div", "div_", "__truediv__", "__itruediv__",
 }  # fmt: skip
 
@@ -236,33 +232,28 @@ _ON_THE_WAY = {
 def _transferred(new: Tensor, at: Step, to: Step) -> Tensor | None:
     """What ``to`` would have been if ``at`` had been ``new``, or None if that is unknown.
 
-    From ``at`` back to what both were computed from, operations that move entries are undone.
-    Those that change single entries (a cast, a dropout, a mask) are passed over.
+    A map before the product, with entries of its own, stands for the map of the product.
     """
     back, forth = at.ancestors(), to.ancestors()
     common = next((step for step in back if step in forth), None)
-    if common is None or not all(step.is_map for step in back):
+    if common is None:
         return None
-    source = common.tensor
-    places = torch.arange(source.numel(), device=source.device).view(source.shape)
-    moved = _replayed(back[: back.index(common)], places)
-    if moved is None or moved.shape != new.shape:
+    before, after = back[: back.index(common)], forth[: forth.index(common)]
+    if not all(step.is_map and _keeps_order(step) for step in before):
         return None
-    if moved is not places:
-        new = new.reshape(-1)[moved.reshape(-1).argsort()].view(source.shape)
-    return _replayed(forth[: forth.index(common)], new, whole=common is at)
-
-
-def _replayed(steps: list[Step], x: Tensor, whole: bool = False) -> Tensor | None:
-    """What steps, the last one first, make of ``x``; None if one of them is not understood."""
-    for step in reversed(steps):
-        name = str(getattr(step.func, "__name__", step.func))
-        moves = name in _MOVES or (name == "__get__" and step.func in _TRANSPOSES)
-        if whole or not step.is_map or moves:
-            x = step.redo(x)
-        elif name not in _ON_THE_WAY:
+    new = new.reshape(common.tensor.shape)
+    for step in reversed(after):
+        if not before or not step.is_map:
+            new = step.redo(new)
+        elif _keeps_order(step):
+            new = new.reshape(step.tensor.shape)
+        else:
             return None
-    return x
+    return new
+
+
+def _keeps_order(step: Step) -> bool:
+    return getattr(step.func, "__name__", "") in _IN_ORDER
 
 
 # arguments of known classes that may hold the tokens of another sequence

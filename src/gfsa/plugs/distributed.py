@@ -58,8 +58,7 @@ def _reasons(model: nn.Module, changed: Iterable[nn.Module]) -> Iterator[str]:
             )
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    # a wrapper around the model, which has no reference to it; one that is no longer in use may
-    # still wait for the garbage collector
+    # a wrapper around the model, which has no reference to it; unused ones are collected first
     gc.collect()
     # by type(), because objects of other libraries may raise when their class is asked for
     for found in [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]:

@@ -20,10 +20,7 @@ from gfsa.plugs.transaction import all_or_nothing
 
 
 def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> None:
-    """Attach each filter to its site of ``model``; the next forward checks that all are called.
-
-    If anything raises, Ctrl-C included, the model is as it was.
-    """
+    """Attach all filters to their sites, or none; the next forward checks that all are called."""
     _refuse_offloaded_whole(model, [site for site, _ in planned])
     with all_or_nothing(model):
         for site, filter in planned:

@@ -204,10 +204,8 @@ class PlugReport:
         raise TypeError(f"a PlugReport cannot be called. {IN_PLACE}")
 
     def __str__(self) -> str:
-        layers, numbers = (
-            counted(len(self.plugged), "layer"),
-            counted(self.parameters, "learned number"),
-        )
+        layers = counted(len(self.plugged), "layer")
+        numbers = counted(self.parameters, "learned number")
         headline = f"{'would plug' if self.dry_run else 'plugged'} {layers}, {numbers}"
         heads = {name: counted(number, "head") for name, number in self.plugged.items()}
         changed = {name: f"{heads[name]}, {how}" for name, how in self.how.items()}

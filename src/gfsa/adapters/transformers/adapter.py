@@ -220,10 +220,7 @@ class _Arguments(NamedTuple):
 def _look_at_inputs(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before the forward of a plugged module: raise if the keys are those of another sequence.
-
-    The cache, with the index of its layer, becomes a keyword that reaches the attention function.
-    """
+    """Before the forward of a plugged module: raise if the keys are those of another sequence."""
     arguments: _Arguments = module._gfsa_arguments
     given = kwargs
     if len(args) > arguments.others_first:
@@ -250,6 +247,7 @@ def _look_at_inputs(
                 own = getattr(cache, "self_attention_cache", cache)
                 for layer in getattr(own, "layers", ())[index : index + 1]:
                     refuse_other_rows(layer)
+            # transformers passes keywords on to the attention function
             return args, {**kwargs, _CACHE: (cache, index)}
     return None
 

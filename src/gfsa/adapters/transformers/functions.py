@@ -47,10 +47,7 @@ _REGISTRIES: dict[type, AttentionInterface] = {}
 
 
 def functions_of(kind: type[nn.Module]) -> AttentionInterface:
-    """The registry in which a class looks its attention function up.
-
-    A model file may have a registry of its own, which overrides entries of the common one.
-    """
+    """The registry in which a class looks its attention function up; a model file may have one."""
     registry = _REGISTRIES.get(kind)
     if registry is None:
         if torch.compiler.is_compiling():

@@ -355,21 +355,15 @@ def set_mask_hooks(model: nn.Module) -> None:
     for module in model.modules():
         for handle in module.__dict__.pop(_HANDLES, ()):
             handle.remove()
-        if isinstance(module, PreTrainedModel):
-            # torch calls no hook after a forward that Ctrl-C ended
-            _leave_view(module)
+    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    plugged = [m for m in inner if any(PLUGGED in part.__dict__ for part in m.modules())]
+    makers = [module for module in plugged if _makes_masks(type(module))]
+    for module in inner:
+        # torch calls no hook after a forward that Ctrl-C ended
+        _leave_view(module)
         if module.__dict__.get(_FOR_GENERATE) is _describe_for_generate:
             del module.__dict__[_FOR_GENERATE]
-    # the models that make masks for plugged layers
-    makers = [
-        module
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel)
-        and _makes_masks(type(module))
-        and any(PLUGGED in inner.__dict__ for inner in module.modules())
-    ]
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and _makes_masks_before(module, makers):
+        if _makes_masks_before(module, makers):
             module.__dict__[_FOR_GENERATE] = _describe_for_generate
     for maker in makers:
         names = tuple(inspect.signature(type(maker).forward).parameters)[1:]

@@ -85,7 +85,8 @@ class Trace(Watch):
         self.dropout_p = 0.0
         self.is_dropped = False
         self.layout = HeadLayout(0, -3)
-        self.late_refusal: str | None = None
+        # why the forward is refused once it has ended
+        self.late_refusal: str | None = NO_PRODUCT
         # the map that multiplied the values, with its heads apart, its shape there, the values
         self.filtered: tuple[Step, Tensor, torch.Size, Tensor] | None = None
 
@@ -100,8 +101,6 @@ class Trace(Watch):
         if self.error is not None:
             # the module caught it
             raise self.error
-        if not self.count:
-            self.refuse(NO_PRODUCT)
         if self.late_refusal is not None:
             self.refuse(self.late_refusal)
         for check in checks_of(self.filter):
@@ -189,6 +188,7 @@ class Trace(Watch):
         """Why a product with a map of this shape cannot be filtered; if it can, sets the layout."""
         if torch.compiler.is_compiling() is not compiling:
             return _BROKEN
+        self.late_refusal = None
         self.count += 1
         if self.count > 1:
             return "its forward has more than one attention product"

@@ -157,10 +157,8 @@ def _largest(stride: Any) -> int:
 
 
 def computes_softmax(module: nn.Module) -> bool:
-    """Whether the code of a module, or of what it calls, has a softmax or torch's attention.
-
-    Mixers of other kinds (state spaces, Fourier transforms, linear attention) have heads, too.
-    """
+    """Whether the code of a module, or of what it calls, has a softmax or torch's attention."""
+    # mixers of other kinds (state spaces, Fourier transforms, linear attention) have heads, too
     return any(
         isinstance(inner, nn.Softmax)
         or _has_softmax(type(inner))

@@ -36,7 +36,6 @@ SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 # what flex_attention calls, compiled or not
 FLEX = getattr(torch.ops.higher_order, "flex_attention", None)
 _STARTS = (F.scaled_dot_product_attention, FLEX, *SOFTMAX)
-_DROPOUT = (F.dropout, torch.dropout)
 _MATMUL = (
     *(torch.matmul, torch.linalg.matmul, torch.bmm, torch.mm),
     *(Tensor.matmul, Tensor.__matmul__, Tensor.bmm, Tensor.mm),
@@ -170,7 +169,7 @@ class Watch(TorchFunctionMode):
                     "a product takes a part or a sum of its map, and the filter needs all of it"
                 )
             return self.follow(func, args, kwargs)
-        if func in _DROPOUT:
+        if func in (F.dropout, torch.dropout):
             return self._dropout(*args, **kwargs)
         if func in _ADDED_MATMUL or (multiplies and "out" in kwargs):
             self.refuse(

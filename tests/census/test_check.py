@@ -15,7 +15,7 @@ from census.reference import DenseReference, Layout, Observer, layout_of
 from census.tokens import TokenProbe
 from gfsa.filters import GraphFilter
 from gfsa.operators.base import value_of
-from gfsa.plugs.tracing.rehearsal import HeadLayout
+from gfsa.plugs.tracing.capture import HeadLayout
 
 
 @pytest.fixture(scope="module")

@@ -198,13 +198,8 @@ def test_gradients_are_those_of_a_written_mask(monkeypatch: pytest.MonkeyPatch) 
         torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize(("entries", "kind"), [(2**25, Tensor), (40, DescribedMask)])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
-def test_layers_without_a_filter_get_what_torch_takes(
-    name: str, entries: int, kind: type[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tensors, or descriptions of masks that would be large."""
-    monkeypatch.setattr(blocked, "MOST_ENTRIES", entries)
+def test_layers_without_a_filter_get_tensors(name: str) -> None:
     model, batch = plugged(name, layers=[2]), batches()["left"]
     got: list[Any] = []
     first = model.transformer.h[0].attn if name == "gpt2" else model.model.layers[0].self_attn
@@ -215,7 +210,7 @@ def test_layers_without_a_filter_get_what_torch_takes(
         y = result(model(**batch))
         with written_by_transformers():
             torch.testing.assert_close(y, result(model(**batch)))
-    assert isinstance(got[0], kind)
+    assert type(got[0]) is Tensor
 
 
 def test_a_compiled_layer_without_a_filter_is_causal_by_its_kernel() -> None:
@@ -287,14 +282,13 @@ def test_a_compiled_decoder_is_one_graph_and_the_same(name: str, kind: str) -> N
         assert graphs.attention() == [(None, True)] * 2
 
 
-@pytest.mark.parametrize("layers", ["all", [2]])
-def test_no_tensor_of_all_queries_and_keys(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor for a layer without a filter, nor for a prompt in a static cache."""
+def test_no_tensor_of_all_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for a prompt in a static cache."""
     length = 1024
     monkeypatch.setattr(blocked, "MOST_ENTRIES", 2 * 32 * length)
     model = gpt2(attn_implementation="sdpa").eval()
     model.transformer.wpe = torch.nn.Embedding(length, 16)
-    gfsa.plug(model, K=3, wK=0.1, layers=layers)
+    gfsa.plug(model, K=3, wK=0.1)
     ids = torch.zeros(2, length, dtype=torch.long)
     mask = torch.ones_like(ids)
     mask[0, :300] = 0
@@ -458,7 +452,7 @@ def test_a_description_answers_like_the_mask() -> None:
     torch.manual_seed(0)
     keys = torch.rand(2, 1, 5) < 0.7
     visible = gfsa.operators.Visibility(keys, causal=True)
-    described = DescribedMask(visible, 2, 5, "cpu")
+    described = DescribedMask(visible, (2, 1, 5, 5), "cpu")
     mask = visible.rows(0, 5, 5, keys.device).expand(2, 1, 5, 5)
     assert described.shape == mask.shape
     assert described.dim() == described.ndim == 4
@@ -476,7 +470,7 @@ def test_a_description_answers_like_the_mask() -> None:
     assert torch.equal(described == 0, mask == 0)
     assert torch.equal(described != mask.mT, mask != mask.mT)
     assert described.sum() == mask.sum()
-    longer = DescribedMask(visible, 2, 5, "cpu", keys=7)
+    longer = DescribedMask(visible, (2, 1, 5, 7), "cpu")
     assert torch.equal(longer.tensor(), torch.nn.functional.pad(mask, (0, 2)))
     assert longer.shape == longer.to("meta").shape == (2, 1, 5, 7)
 

@@ -1,9 +1,7 @@
 """Models and parameters that are distributed over processes.
 
-New parameters are refused in a model that is already distributed: DistributedDataParallel and
-fully_shard register the parameters that a model has when they wrap it. The gradient of a parameter
-that is added later is not synchronised, and the filters of the processes drift apart without an
-error.
+DistributedDataParallel and fully_shard register the parameters that a model has when they wrap it:
+gradients of later ones would not be synchronised, so new parameters are refused afterwards.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# by name along the class hierarchy, because most of these classes are not imported with torch, and
-# other libraries have classes of their own with these names; with what a message calls them
+# by name, because most of these classes are not imported with torch, and other libraries have
+# classes of their own with these names; with what a message calls them
 _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel",
     "FullyShardedDataParallel": "FullyShardedDataParallel",
@@ -60,8 +58,7 @@ def _reasons(model: nn.Module, changed: Iterable[nn.Module]) -> Iterator[str]:
             )
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    # a wrapper around the model, which has no reference to it; one that is no longer in use may
-    # still wait for the garbage collector
+    # a wrapper around the model, which has no reference to it; unused ones are collected first
     gc.collect()
     # by type(), because objects of other libraries may raise when their class is asked for
     for found in [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]:

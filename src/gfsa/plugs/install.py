@@ -12,12 +12,7 @@ from torch import nn
 from gfsa.filters import GraphFilter
 from gfsa.filters.depth import FirstValues
 from gfsa.plugs.adapter import ADAPTER, CHILD, CLASS, GIVEN_COPIES, NAME, has_bound_forward
-from gfsa.plugs.checks.called import (
-    modules_around,
-    remove_checks,
-    stop_checking,
-    watch_forwards,
-)
+from gfsa.plugs.checks.called import checks_of, modules_around, remove_checks, watch_forwards
 from gfsa.plugs.optim import watch_optimizers
 from gfsa.plugs.saving.identity import numbers_in, pattern_of
 from gfsa.plugs.sites import Site, plugged_sites
@@ -25,10 +20,7 @@ from gfsa.plugs.transaction import all_or_nothing
 
 
 def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> None:
-    """Attach each filter to its site of ``model``; the next forward checks that all are called.
-
-    If anything raises, Ctrl-C included, the model is as it was.
-    """
+    """Attach all filters to their sites, or none; the next forward checks that all are called."""
     _refuse_offloaded_whole(model, [site for site, _ in planned])
     with all_or_nothing(model):
         for site, filter in planned:
@@ -139,7 +131,9 @@ def attach(site: Site, filter: GraphFilter) -> None:
 
 def detach(site: Site) -> None:
     """Remove the filter of one site."""
-    stop_checking(site.filter)
+    for check in checks_of(site.filter):
+        check.called = True
+    remove_checks(site.filter)
     if has_bound_forward(site.module):
         del site.module.__dict__["forward"]
     site.adapter.remove(site.module)
@@ -189,11 +183,8 @@ def dtype_for(module: nn.Module) -> torch.dtype | None:
 
 
 def device_of(module: nn.Module) -> torch.device | None:
-    """The device the module computes on, None if it has no tensors.
-
-    accelerate may have offloaded the weights, or those of a part of the module only: then they are
-    on the meta device, and its hooks know where the module computes.
-    """
+    """The device the module computes on, None if it has no tensors."""
+    # weights that accelerate has offloaded are on the meta device; its hooks know better
     for part in module.modules():
         for hook in _accelerate_hooks(getattr(part, "_hf_hook", None)):
             execution_device = getattr(hook, "execution_device", None)

@@ -45,11 +45,7 @@ class _Detached(TorchFunctionMode):
 
 @contextmanager
 def same_random_numbers(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """The generators of torch, Python and numpy are afterwards as they were before.
-
-    Args:
-        tensors: those of a model; the generators of their devices count.
-    """
+    """The generators of these tensors' devices, Python and numpy are afterwards as before."""
     import numpy
 
     devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}

@@ -204,17 +204,12 @@ class PlugReport:
         raise TypeError(f"a PlugReport cannot be called. {IN_PLACE}")
 
     def __str__(self) -> str:
-        verb = "would plug" if self.dry_run else "plugged"
-        text = report_text(
-            f"{verb} {counted(len(self.plugged), 'layer')}, "
-            f"{counted(self.parameters, 'learned number')}",
-            {
-                name: f"{counted(heads, 'head')}, {self.how[name]}"
-                for name, heads in self.plugged.items()
-            },
-            self.skipped,
-            self.numbers,
-        )
+        layers = counted(len(self.plugged), "layer")
+        numbers = counted(self.parameters, "learned number")
+        headline = f"{'would plug' if self.dry_run else 'plugged'} {layers}, {numbers}"
+        heads = {name: counted(number, "head") for name, number in self.plugged.items()}
+        changed = {name: f"{heads[name]}, {how}" for name, how in self.how.items()}
+        text = report_text(headline, changed, self.skipped, self.numbers)
         return f"{text}\n  {self.note}" if self.note else text
 
 
@@ -313,28 +308,14 @@ def select_layers(candidates: Mapping[str, nn.Module], layers: Layers) -> set[st
         "lower": names[: len(names) // 2],
         "upper": names[len(names) // 2 :],
     }
-    selected: set[str] = set()
     if callable(layers):
         selected = {name for name, module in candidates.items() if layers(name, module)}
     elif not isinstance(layers, Iterable):
         raise ValueError(f"{_EXPECTED}; got {layers!r}")
-    elif isinstance(layers, str) and layers in halves:
-        selected.update(halves[layers])
+    elif isinstance(layers, str):
+        selected = set(halves[layers] if layers in halves else _meant(layers, names))
     else:
-        for one in [layers] if isinstance(layers, str) else layers:
-            if isinstance(one, str):
-                selected.update(_matching(one, names))
-                continue
-            if isinstance(one, bool) or not hasattr(one, "__index__"):
-                raise ValueError(f"{_EXPECTED}; got {one!r} among them")
-            number = operator.index(one)
-            if not 1 <= number <= len(names):
-                raise ValueError(
-                    f"there is no layer {number}: the model has "
-                    f"{counted(len(names), 'self-attention layer')} that can be plugged, counted "
-                    "from 1"
-                )
-            selected.add(names[number - 1])
+        selected = {name for one in layers for name in _meant(one, names)}
     if names and not selected:
         raise ValueError(
             f"layers={layers!r} selects none of the model's "
@@ -344,10 +325,20 @@ def select_layers(candidates: Mapping[str, nn.Module], layers: Layers) -> set[st
     return selected
 
 
-def _matching(pattern: str, names: list[str]) -> list[str]:
-    """The layers that a name or a pattern means; a name also means what is inside that module."""
-    found = fnmatch.filter(names, pattern) + fnmatch.filter(names, f"{pattern}.*")
-    if not found:
-        shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-        raise ValueError(f"{_EXPECTED}; got {pattern!r}, which matches none of {shown}")
-    return found
+def _meant(one: Any, names: list[str]) -> list[str]:
+    """The layers that a number, a name or a pattern means; a name: what is inside that, too."""
+    if isinstance(one, str):
+        found = fnmatch.filter(names, one) + fnmatch.filter(names, f"{one}.*")
+        if not found:
+            shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+            raise ValueError(f"{_EXPECTED}; got {one!r}, which matches none of {shown}")
+        return found
+    if isinstance(one, bool) or not hasattr(one, "__index__"):
+        raise ValueError(f"{_EXPECTED}; got {one!r} among them")
+    number = operator.index(one)
+    if not 1 <= number <= len(names):
+        raise ValueError(
+            f"there is no layer {number}: the model has "
+            f"{counted(len(names), 'self-attention layer')} that can be plugged, counted from 1"
+        )
+    return [names[number - 1]]

@@ -1,9 +1,8 @@
 """Hugging Face Transformers: models that look their attention function up in its registry.
 
-Such a model looks up ``config._attn_implementation``. A plugged attention module gets a view of its
-config that returns ``gfsa|sdpa`` where the config has ``sdpa``; the function registered under that
-name passes an operator for A to the module's filter. The model itself and its other layers see the
-real config.
+A plugged attention module gets a view of its config that returns ``gfsa|sdpa`` where the config has
+``sdpa``; the function registered under that name passes an operator for A to the module's filter.
+The model itself and its other layers see the real config.
 """
 
 from __future__ import annotations
@@ -82,19 +81,28 @@ class InterfaceAdapter(Adapter):
         )
 
     def refusal(self, name: str, module: Any) -> str | None:
-        refusal = _refusal_by_class(module)
-        if refusal is not None:
+        kind = type(module).__name__
+        if "crossattention" in kind.lower() or getattr(module, "is_cross_attention", False) is True:
+            return REASON
+        if "channel" in kind.lower():
+            return "its attention is over channels, not tokens"
+        if refusal := refusal_of_pooling(module) or refusal_of_reduction(module):
             return refusal
+        if getattr(module, "compressor", None) is not None:
+            return "its keys are its tokens and compressed ones: the map is not square"
+        parameters = inspect.signature(type(module).forward).parameters
+        required = {name for name, one in parameters.items() if one.default is one.empty}
+        if _OTHER_TOKENS & required or hasattr(module, "append_to_cache"):
+            return f"{REASON} (or some of them are)"
         if not hasattr(module, "config"):
-            return f"{type(module).__name__} keeps no config, so its attention cannot be redirected"
+            return f"{kind} keeps no config, so its attention cannot be redirected"
         if getattr(module, "reorder_and_upcast_attn", False):
             return "reorder_and_upcast_attn computes attention outside the interface"
         heads = heads_of(module, module.config)
         implementation = module.config._attn_implementation or "eager"
         is_eager = implementation == "eager"
-        function: Any = eager_function_of(module)
-        if not is_eager:
-            function = functions_of(type(module)).get(implementation)
+        registered: Any = functions_of(type(module)).get(implementation)
+        function = eager_function_of(module) if is_eager else registered
         if not (heads and function) or (not is_eager and is_trusted(function)):
             return None
         return refusal_by_trial(module, function, heads, is_eager)
@@ -111,8 +119,7 @@ class InterfaceAdapter(Adapter):
         module.__dict__[_ARGUMENTS] = _Arguments.of(type(module), source_of(module))
         handle = module.register_forward_pre_hook(_look_at_inputs, with_kwargs=True)
         module.__dict__[PLUGGED] = handle
-        # looked up and registered here, not in a forward that may be compiled: a side effect in a
-        # compiled call would make the next call compile again
+        # here, because a side effect in a compiled forward would make the next call compile again
         module.__dict__["_gfsa_eager"] = eager_function(type(module))
         functions_of(type(module))
         _filtered_name(module.config.real._attn_implementation)
@@ -128,33 +135,13 @@ class InterfaceAdapter(Adapter):
         module: Any
         for module in model.modules():
             if PLUGGED in module.__dict__:
-                # one view for all layers, as they have one config: a compiled call checks what it
-                # reads of it once, not once a layer
+                # one view for all layers: a compiled call checks what it reads of it once
                 module.config = views.setdefault(id(module.config.real), module.config)
         set_mask_hooks(model)
         _set_batching_entries(model)
 
 
 INTERFACE = InterfaceAdapter()
-
-
-def _refusal_by_class(module: Any) -> str | None:
-    """Why a module has no square map over its own tokens, by its class, signature and settings."""
-    kind = type(module).__name__.lower()
-    if "crossattention" in kind or getattr(module, "is_cross_attention", False) is True:
-        return REASON
-    if "channel" in kind:
-        return "its attention is over channels, not tokens"
-    refusal = refusal_of_pooling(module) or refusal_of_reduction(module)
-    if refusal is not None:
-        return refusal
-    if getattr(module, "compressor", None) is not None:
-        return "its keys are its tokens and compressed ones: the map is not square"
-    parameters = inspect.signature(type(module).forward).parameters
-    required = {name for name, one in parameters.items() if one.default is one.empty}
-    if _OTHER_TOKENS & required or hasattr(module, "append_to_cache"):
-        return f"{REASON} (or some of them are)"
-    return None
 
 
 class ModelTracerAdapter(TracerAdapter):
@@ -176,11 +163,7 @@ TRACED = ModelTracerAdapter()
 
 
 def find(module: nn.Module) -> Adapter | None:
-    """The adapter for ``module`` if it is a transformers attention module.
-
-    Classes that compute their attention outside the interface (DeBERTa-v2, GPT-Neo, Swin-V2 …)
-    are traced.
-    """
+    """The adapter for ``module`` if it is a transformers attention module."""
     if _uses_interface(type(module)):
         return INTERFACE
     if not type(module).__module__.startswith("transformers."):
@@ -188,6 +171,7 @@ def find(module: nn.Module) -> Adapter | None:
     inside = any(_uses_interface(type(inner)) for inner in module.modules())
     if inside or not looks_like_attention(module) or not computes_softmax(module):
         return None
+    # it computes its attention outside the interface (DeBERTa-v2, GPT-Neo, Swin-V2 …)
     return TRACED
 
 
@@ -211,21 +195,16 @@ _CACHE_INDEX = ("layer_idx", "cycle_offset")
 class _Arguments(NamedTuple):
     """What the forward of a plugged module takes, and whose keys and values it uses.
 
-    A tuple of names and numbers, and a function as the hook that reads it: with an object of
-    another class among a module's attributes, torch.compile checks them all in every call.
-
-    Args:
-        positional: its arguments in order, without ``self``.
-        pair: the names of queries and keys, if it takes both.
-        cache_index: arguments that say which layer of the cache is meant.
-        others_first: how many positional arguments come before the first that the hook looks for.
-        source: as :func:`source_of` the module.
+    A tuple of names and numbers: with an object of another class among a module's attributes,
+    torch.compile checks them all in every call.
     """
 
     positional: tuple[str, ...]
+    # the names of queries and keys, if it takes both
     pair: tuple[str, str] | None
-    cache_index: tuple[str, ...]
+    # how many positional arguments come before the first that the hook looks for
     others_first: int
+    # as source_of the module
     source: int | None = None
 
     @classmethod
@@ -233,20 +212,15 @@ class _Arguments(NamedTuple):
         positional = tuple(inspect.signature(kind.forward).parameters)[1:]
         names = set(positional)
         pair = next((pair for pair in _QUERY_AND_KEY if names.issuperset(pair)), None)
-        index = tuple(name for name in _CACHE_INDEX if name in names)
-        wanted = _OTHER_TOKENS.union(_CACHES, pair or (), index).intersection(names)
+        wanted = _OTHER_TOKENS.union(_CACHES, _CACHE_INDEX, pair or ()).intersection(names)
         others_first = min(map(positional.index, wanted), default=len(positional))
-        return cls(positional, pair, index, others_first, source)
+        return cls(positional, pair, others_first, source)
 
 
 def _look_at_inputs(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The hook before the forward of a plugged module.
-
-    It raises if the keys are those of another sequence, and adds the cache, with the index of its
-    layer, to the keywords, which transformers passes on to the attention function.
-    """
+    """Before the forward of a plugged module: raise if the keys are those of another sequence."""
     arguments: _Arguments = module._gfsa_arguments
     given = kwargs
     if len(args) > arguments.others_first:
@@ -261,20 +235,19 @@ def _look_at_inputs(
     for name in _CACHES:
         cache = given.get(name)
         if cache is not None:
-            index: int | None = getattr(module, "layer_idx", None)
-            if arguments.cache_index:
-                index = given.get("layer_idx", index)
-                index = None if index is None else index + given.get("cycle_offset", 0)
+            index = (
+                given["layer_idx"] if "layer_idx" in given else getattr(module, "layer_idx", None)
+            )
+            if index is not None and "cycle_offset" in given:
+                index += given["cycle_offset"]
             if module.gfsa.first_values is not None:
                 mix_into(cache, index, module)
             # a compiled call would check all that is read here, for every token
             if index is not None and not torch.compiler.is_compiling():
-                try:
-                    layer = getattr(cache, "self_attention_cache", cache).layers[index]
-                except (AttributeError, IndexError):
-                    pass
-                else:
+                own = getattr(cache, "self_attention_cache", cache)
+                for layer in getattr(own, "layers", ())[index : index + 1]:
                     refuse_other_rows(layer)
+            # transformers passes keywords on to the attention function
             return args, {**kwargs, _CACHE: (cache, index)}
     return None
 
@@ -288,10 +261,8 @@ _BATCHING = "init_continuous_batching"
 
 
 def _refuse_batching(*_: Any, **__: Any) -> NoReturn:
-    """In place of the method by which ``generate_batch`` and transformers' server start.
-
-    An error in a forward, which runs in a thread of transformers, is in the results alone.
-    """
+    """In place of the method by which ``generate_batch`` and transformers' server start."""
+    # an error in a forward, which runs in a thread of transformers, is in the results alone
     raise NotImplementedError(_NO_BATCHING)
 
 
@@ -347,7 +318,7 @@ def _filtered_attention(
     operator, value = operator_for(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
-    operator = _with_past(module, filter, operator, query, value, dropout, cache)
+    operator = _with_past(module, operator, query.shape, value.shape[2], dropout, cache)
     weights: Tensor | None = None
     if cache is not None and filter.first_values is not None:
         # the cache holds V + r·V⁰
@@ -361,16 +332,10 @@ def _filtered_attention(
 
 
 def _with_past(
-    module: Any,
-    filter: Any,
-    operator: Operator,
-    query: Tensor,
-    value: Tensor,
-    dropout: float,
-    cache: Any,
+    module: Any, operator: Operator, queries: torch.Size, keys: int, dropout: float, cache: Any
 ) -> Operator:
     """Give the operator the powers of past tokens, if there is a cache that keeps them."""
-    new, keys = query.shape[2], value.shape[2]
+    new = queries[2]
     if cache is None:
         if new != keys:
             got = f"{new} queries attend to {keys} keys without a cache (a prefix, say)"
@@ -379,6 +344,7 @@ def _with_past(
     # models fill a cache in training, too, but nothing is decoded from it
     if new == keys and module.training and (torch.is_grad_enabled() or dropout):
         return operator
+    filter = module.gfsa
     if dropout and (filter.degree > 1 or filter.dropout_after == "filter"):
         raise ValueError(
             f"{name_of(module)} has attention dropout, which cannot be combined with a cache and "
@@ -392,7 +358,7 @@ def _with_past(
     layer = layer_in(held, index, module)
     if filter.degree > 1 and not torch.compiler.is_compiling():
         layer.gfsa_rows = HeldRows(layer)
-    return CachedOperator(operator, LayerPast(layer, index, new), query.shape[1], keys)
+    return CachedOperator(operator, LayerPast(layer, index, new), queries[1], keys)
 
 
 def _wants_maps(module: Any, config: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -410,8 +376,7 @@ def _wants_maps(module: Any, config: Any, kwargs: Mapping[str, Any]) -> bool:
     elif getattr(config, "output_attentions", False):
         return True
     if compiling:
-        # the collector cannot be read while a graph is traced; transformers' recording hooks are
-        # installed from the first call that asked for maps
+        # the collector cannot be read there; hooks record from the first call that asked for maps
         hooks = module._forward_hooks.values()
         return any(hook.__module__ == _active_collector.__module__ for hook in hooks)
     recorded = _active_collector.get()
@@ -454,5 +419,5 @@ def _as_matrix(operator: Operator) -> DenseOperator:
 
 
 # registered at import for plugged models that are unpickled or switch their implementation
-for _implementation in ("sdpa", "eager"):
-    _filtered_name(_implementation)
+_filtered_name("sdpa")
+_filtered_name("eager")

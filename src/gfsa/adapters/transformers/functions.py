@@ -3,12 +3,11 @@ r"""The attention functions of transformers as operators, one maker per implemen
 A maker takes what transformers passes to an attention function. It returns the operator for A, and
 the values in the layout that the operator expects.
 
-A filter needs a function that multiplies the values by a map. An eager function returns the map's
-weights, so its product must be :math:`A\,v`: one that scales its output afterwards (attention sinks
-as a factor), or reorders tokens, returns another map than the one it used. A function that a user
-registered is called once per power, so it must be linear in v. ``plug`` tries the function on a few
-random tokens. The first forward of each layer checks it again, because the function may need
-arguments that only the model has, or may have been replaced.
+A filter needs a function that multiplies the values by a map. The weights that an eager function
+returns must be the map of its product: one that scales its output afterwards (attention sinks as a
+factor) used another. A function that a user registered is called once per power, so it must be
+linear in v. ``plug`` tries the function on a few random tokens, and the first forward of each layer
+checks it again: it may need arguments that only the model has, or may have been replaced.
 """
 
 from __future__ import annotations
@@ -48,10 +47,7 @@ _REGISTRIES: dict[type, AttentionInterface] = {}
 
 
 def functions_of(kind: type[nn.Module]) -> AttentionInterface:
-    """The registry in which a class looks its attention function up.
-
-    A model file may have a registry of its own, which overrides entries of the common one.
-    """
+    """The registry in which a class looks its attention function up; a model file may have one."""
     registry = _REGISTRIES.get(kind)
     if registry is None:
         if torch.compiler.is_compiling():
@@ -65,11 +61,8 @@ def functions_of(kind: type[nn.Module]) -> AttentionInterface:
 def eager_function_of(module: Any) -> Callable[..., Any] | None:
     """The function that a module calls for eager attention: a registered one, or its own."""
     registered: Callable[..., Any] | None = functions_of(type(module)).get("eager")
-    if registered is not None:
-        return registered
-    # looked up once, when the module is plugged
-    known = module.__dict__
-    return known["_gfsa_eager"] if "_gfsa_eager" in known else eager_function(type(module))
+    # a plugged module knows its own
+    return registered or module.__dict__.get("_gfsa_eager") or eager_function(type(module))
 
 
 def eager_function(kind: type[nn.Module]) -> Callable[..., Any] | None:
@@ -78,13 +71,12 @@ def eager_function(kind: type[nn.Module]) -> Callable[..., Any] | None:
     names = [name for name in forward.__code__.co_names if name.startswith("eager")]
     if len(names) != 1:
         return None
-    function: Callable[..., Any] | None = forward.__globals__.get(names[0])
-    return function
+    return forward.__globals__.get(names[0])
 
 
 def operator_maker(implementation: str) -> OperatorMaker:
     """The function that returns ``(operator, value)`` for the map that ``implementation`` uses."""
-    known = {"sdpa": _sdpa_operator, "eager": _eager_operator}
+    known: dict[str, OperatorMaker] = {"sdpa": _sdpa_operator, "eager": _eager_operator}
     return known.get(implementation) or functools.partial(_any_operator, implementation)
 
 
@@ -101,7 +93,7 @@ def _sdpa_operator(
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
     """The map of transformers' own sdpa function; gfsa chooses the kernel."""
-    if not _CHOICES.isdisjoint(kwargs):
+    if _INDICES in kwargs or _BLOCKS in kwargs:
         attention_mask = _with_chosen_keys(module, query, key, attention_mask, kwargs)
     if _REFUSES_SOFTCAP and kwargs.get("softcap") is not None:
         raise ValueError(
@@ -112,14 +104,10 @@ def _sdpa_operator(
     registered = (functions_of(type(module)) if registry is None else registry)["sdpa"]
     if registered is not sdpa_attention_forward:
         # a function that the user registered under this name is what the unplugged model calls
+        kwargs |= {"dropout": dropout, "scaling": scaling}
         optional = {"position_bias": position_bias, "is_causal": is_causal}
         kwargs |= {name: argument for name, argument in optional.items() if argument is not None}
-        return _any_operator(
-            *("sdpa", module, query, key, value, attention_mask),
-            dropout=dropout,
-            scaling=scaling,
-            **kwargs,
-        )
+        return _any_operator("sdpa", module, query, key, value, attention_mask, **kwargs)
     mask, new = attention_mask, query.shape[2]
     visible = None
     if isinstance(mask, DescribedMask):
@@ -169,17 +157,10 @@ def _biased_mask(bias: Tensor, mask: Tensor | None, causal: bool, query: Tensor)
 
 
 def _eager_operator(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, **kwargs: Any
 ) -> tuple[Operator, Tensor]:
     """The map that the model's own eager code computes, including its dropout."""
-    attention_mask = written_out(_with_chosen_keys(module, query, key, attention_mask, kwargs))
+    mask = written_out(_with_chosen_keys(module, query, key, mask, kwargs))
     later = dropout if module.gfsa.dropout_after == "filter" else 0.0
     function = eager_function_of(module)
     if function is None:
@@ -189,8 +170,7 @@ def _eager_operator(
         )
 
     def attend(dropout: float) -> Any:
-        given = (module, query, key, value, attention_mask)
-        return function(*given, dropout=dropout, scaling=scaling, **kwargs)
+        return function(module, query, key, value, mask, dropout=dropout, **kwargs)
 
     dropout = 0.0 if later else dropout
     product, weights = attend(dropout)
@@ -236,21 +216,14 @@ class _EagerOperator(Operator):
 
 
 def _any_operator(
-    implementation: str,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    dropout: float,
-    **kwargs: Any,
+    name: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
 ) -> tuple[Operator, Tensor]:
     """Flash, flex or any other registered attention function, called once per pass."""
-    function = functions_of(type(module))[implementation]
-    mask = written_out(attention_mask)
+    function = functions_of(type(module))[name]
+    mask, dropout = written_out(mask), kwargs.pop("dropout")
     if module.gfsa.dropout_after == "filter" and dropout:
         raise ValueError(
-            f"dropout_after='filter' drops entries of H, which {implementation} never builds; "
+            f"dropout_after='filter' drops entries of H, which {name} never builds; "
             "use attn_implementation 'sdpa' or 'eager' for training"
         )
 
@@ -291,10 +264,8 @@ class _ModuleView:
         return getattr(self._module, name)
 
 
-_INDICES = "indices"
-_BLOCKS = "block_indices"
 # the arguments by which a module passes on the keys that its indexer has chosen
-_CHOICES = frozenset((_INDICES, _BLOCKS))
+_INDICES, _BLOCKS = "indices", "block_indices"
 
 
 def _with_chosen_keys(
@@ -302,9 +273,8 @@ def _with_chosen_keys(
 ) -> Any:
     """The mask with the keys that an indexer chose (DeepSeek-V3.2, MiniMax-M3).
 
-    Such a module looks at the name of its attention implementation. For ``eager`` and ``sdpa`` it
-    adds the choice to the mask; a plugged module has another name and passes the indices on, which
-    are removed from ``kwargs`` here.
+    Such a module adds the choice to the mask for ``eager`` and ``sdpa``. For the implementation of
+    a plugged module it passes the indices on, which are removed from ``kwargs`` here.
     """
     indices, blocks = kwargs.pop(_INDICES, None), kwargs.pop(_BLOCKS, None)
     keys = key.shape[2]

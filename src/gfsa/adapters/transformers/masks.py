@@ -7,12 +7,11 @@ images that see themselves, a user's own function), and those of new tokens afte
 are transformers' own.
 
 During the forward of a model with plugged layers inside, its config is a view that returns the name
-of this mask function. Attention layers inside that have no filter get masks as tensors, unless
-torch's attention alone reads them and they would be large.
+of this mask function. Attention layers inside that have no filter get masks as tensors.
 
 For a static cache ``generate`` makes the masks itself, before the model's forward, by the model's
 ``create_masks_for_generate`` if it has one. A model with plugged layers gets one that describes the
-mask of the prompt: all of its tokens and the free rows of the cache.
+mask of the prompt.
 """
 
 from __future__ import annotations
@@ -27,22 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import masking_utils
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    and_masks,
-    bidirectional_mask_function,
-    causal_mask_function,
-    create_masks_for_generate,
-    packed_sequence_mask_function,
-    sdpa_mask,
-    sliding_window_bidirectional_overlay,
-    sliding_window_overlay,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
-from gfsa.operators import AttentionCall, Visibility
-from gfsa.operators.blocked import apply_by_rows, rows_at_once
-from gfsa.operators.call import TORCH_ATTENTION, is_exporting
+from gfsa.operators import Visibility
+from gfsa.operators.call import is_exporting
 from gfsa.plugs.tracing.candidates import looks_like_attention, names_in_code
 
 NAME = "gfsa|sdpa"
@@ -52,28 +40,17 @@ NAME = "gfsa|sdpa"
 class DescribedMask:
     """What a bool mask ``(B, 1, N, M)`` says, True where a query sees a key.
 
-    A plugged attention layer reads :attr:`visible`, and torch's attention takes it in eager mode.
-    Any other code may treat it as the tensor: what it asks for is answered by the mask, which is
-    then written out, once for all layers.
-
-    Args:
-        visible: what the N queries see of the first N keys.
-        keys: M, N by default; a static cache has rows after its tokens, which no query sees.
+    A plugged attention layer reads :attr:`visible`, which says what the N queries see of the first
+    N keys; a static cache has rows after its tokens, which no query sees. Other code may treat it
+    as the tensor: the mask is then written out, once for all layers.
     """
 
     ndim = 4
     dtype = torch.bool
 
-    def __init__(
-        self,
-        visible: Visibility,
-        batch: int,
-        length: int,
-        device: torch.device | str,
-        keys: int | None = None,
-    ) -> None:
+    def __init__(self, visible: Visibility, shape: Sequence[int], device: Any) -> None:
         self.visible = visible
-        self.shape = torch.Size((batch, 1, length, length if keys is None else keys))
+        self.shape = torch.Size(shape)
         self.device = torch.device(device)
 
     def tensor(self) -> Tensor:
@@ -103,7 +80,7 @@ class DescribedMask:
             return self
         keys, documents = (None if x is None else x.to(device) for x in (old.keys, old.documents))
         visible = Visibility(keys, None, old.causal, old.window, documents, old.in_order)
-        return DescribedMask(visible, self.shape[0], self.shape[-2], device, self.shape[-1])
+        return DescribedMask(visible, self.shape, device)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("visible", "shape", "device"):
@@ -117,17 +94,7 @@ class DescribedMask:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        mask = kwargs.get("attn_mask")
-        if function is TORCH_ATTENTION and isinstance(mask, cls) and len(args) == 3:
-            query, key, value = args
-            if mask.fits(query, key) and not kwargs.get("is_causal"):
-                tokens = query.shape[-2]
-                key, value = key[..., :tokens, :], value[..., :tokens, :]
-                dropout_p, scale = kwargs.get("dropout_p", 0.0), kwargs.get("scale")
-                call = AttentionCall(query, key, dropout_p=dropout_p, scale=scale)
-                return apply_by_rows(call, mask.visible, value)
-        args, kwargs = tree_map(written_out, (args, kwargs))
+        args, kwargs = tree_map(written_out, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
@@ -138,8 +105,7 @@ def written_out(mask: Any) -> Any:
 
 def _of_tensor(name: str) -> Callable[..., Tensor]:
     def operator(self: DescribedMask, *operands: Any) -> Tensor:
-        result: Tensor = getattr(self.tensor(), name)(*map(written_out, operands))
-        return result
+        return getattr(self.tensor(), name)(*map(written_out, operands))
 
     return operator
 
@@ -157,7 +123,7 @@ def describe_mask(batch_size: int, q_length: int, kv_length: int, **asked: Any) 
     if isinstance(asked.get("attention_mask"), DescribedMask):
         # an outer model has made it
         return asked["attention_mask"]
-    function = asked.setdefault("mask_function", causal_mask_function)
+    function = asked.setdefault("mask_function", _CAUSAL)
     skip = asked.get("allow_is_bidirectional_skip")
     causal = skip is None
     asked["allow_is_bidirectional_skip"] = bool(skip)
@@ -177,7 +143,8 @@ def describe_mask(batch_size: int, q_length: int, kv_length: int, **asked: Any) 
             # the model asked for the mask itself; packed documents ask for it, too
             visible = None
     if visible is not None:
-        return DescribedMask(visible, batch_size, q_length, asked.get("device", "cpu"), kv_length)
+        shape = (batch_size, 1, q_length, kv_length)
+        return DescribedMask(visible, shape, asked.get("device", "cpu"))
     return sdpa_mask(batch_size, q_length, kv_length, **asked)
 
 
@@ -191,11 +158,9 @@ def _is_of_first_tokens(
         # more keys than queries are a prompt in a static cache; a decoded token is never the first
         return False
     q_offset, padding = asked.get("q_offset", 0), asked.get("attention_mask")
-    if isinstance(q_offset, Tensor):
-        # of a static cache, on the device: for a decoded token it is not read, which would wait
-        if masking_utils.is_tracing(q_offset) or bool(q_offset != 0):
-            return False
-    elif q_offset != 0:
+    # a static cache has it on the device; for a decoded token it is not read, which would wait
+    unknown = isinstance(q_offset, Tensor) and masking_utils.is_tracing(q_offset)
+    if unknown or bool(q_offset != 0):
         return False
     if padding is None or padding.shape[-1] == kv_length:
         return True
@@ -237,19 +202,20 @@ def _describe(
     return Visibility(keys, None, causal, window, documents, in_order=documents is not None)
 
 
-_CAUSAL = causal_mask_function.__name__
-_TO_BOTH_SIDES = bidirectional_mask_function.__name__
+_CAUSAL = masking_utils.causal_mask_function
+_TO_BOTH_SIDES = masking_utils.bidirectional_mask_function
 _TOGETHER = and_masks().__name__
-_WINDOWS = (sliding_window_overlay(2), sliding_window_bidirectional_overlay(2))
+_WINDOW = masking_utils.sliding_window_overlay(2)
+_WINDOW_TO_BOTH_SIDES = masking_utils.sliding_window_bidirectional_overlay(2)
 # five tokens, the last three of a second document
-_PACKED = packed_sequence_mask_function({(0, token): token > 1 for token in range(5)})
+_PACKED = masking_utils.packed_sequence_mask_function({(0, token): token > 1 for token in range(5)})
 
 
 _MEANT: dict[Any, Callable[[int, int], bool]] = {
-    causal_mask_function: lambda query, key: key <= query,
-    bidirectional_mask_function: lambda query, key: True,
-    _WINDOWS[0]: lambda query, key: key > query - 2,
-    _WINDOWS[1]: lambda query, key: abs(query - key) <= 2,
+    _CAUSAL: lambda query, key: key <= query,
+    _TO_BOTH_SIDES: lambda query, key: True,
+    _WINDOW: lambda query, key: key > query - 2,
+    _WINDOW_TO_BOTH_SIDES: lambda query, key: abs(query - key) <= 2,
     _PACKED: lambda query, key: (query > 1) == (key > 1),
 }
 # the code of those parts of masks that do in this version what a description says
@@ -266,16 +232,15 @@ def _is_known(function: Any, local_size: int | None, config: Any, causal: bool) 
         # the compiler cannot look into a closure. Chunks are the only other conjunction that
         # transformers makes without use_vmap
         if function.__name__ != _TOGETHER:
-            return bool(function.__name__ == (_CAUSAL if causal else _TO_BOTH_SIDES))
+            return bool(function.__name__ == (_CAUSAL if causal else _TO_BOTH_SIDES).__name__)
         return local_size is None or getattr(config, "attention_chunk_size", None) is None
-    windows = {window.__code__ for window in _WINDOWS}
+    windows = (_WINDOW.__code__, _WINDOW_TO_BOTH_SIDES.__code__)
     for part in _parts(function):
         if getattr(part, "__code__", None) not in _KNOWN:
             return False
         if part.__code__ in windows and part.__closure__[0].cell_contents != local_size:
             return False
-    expected = causal_mask_function if causal else bidirectional_mask_function
-    return any(part is expected for part in _parts(function))
+    return (_CAUSAL if causal else _TO_BOTH_SIDES) in _parts(function)
 
 
 def _parts(function: Any) -> Iterator[Any]:
@@ -376,15 +341,11 @@ def _write_out(
     """Before the forward of an attention layer without a filter: masks become what it takes."""
 
     def taken(mask: Any) -> Any:
-        if not isinstance(mask, DescribedMask):
-            return mask
-        visible, length = mask.visible, mask.shape[-2]
-        if visible.causal and not visible.needs_rows() and getattr(module, "is_causal", False):
-            # causal by itself, as in eager mode; a compiled transformers model writes the triangle
-            return None
-        if not torch.compiler.is_compiling() and rows_at_once(visible, length) < length:
-            return mask
-        return mask.tensor()
+        if isinstance(mask, DescribedMask) and getattr(module, "is_causal", False):
+            # causal by itself; a compiled transformers model would write the triangle
+            no_rows = mask.visible.causal and not mask.visible.needs_rows()
+            return None if no_rows else mask.tensor()
+        return written_out(mask)
 
     return tuple(map(taken, args)), {name: taken(value) for name, value in kwargs.items()}
 
@@ -394,21 +355,15 @@ def set_mask_hooks(model: nn.Module) -> None:
     for module in model.modules():
         for handle in module.__dict__.pop(_HANDLES, ()):
             handle.remove()
-        if isinstance(module, PreTrainedModel):
-            # torch calls no hook after a forward that Ctrl-C ended
-            _leave_view(module)
+    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    plugged = [m for m in inner if any(PLUGGED in part.__dict__ for part in m.modules())]
+    makers = [module for module in plugged if _makes_masks(type(module))]
+    for module in inner:
+        # torch calls no hook after a forward that Ctrl-C ended
+        _leave_view(module)
         if module.__dict__.get(_FOR_GENERATE) is _describe_for_generate:
             del module.__dict__[_FOR_GENERATE]
-    # the models that make masks for plugged layers
-    makers = [
-        module
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel)
-        and _makes_masks(type(module))
-        and any(PLUGGED in inner.__dict__ for inner in module.modules())
-    ]
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and _makes_masks_before(module, makers):
+        if _makes_masks_before(module, makers):
             module.__dict__[_FOR_GENERATE] = _describe_for_generate
     for maker in makers:
         names = tuple(inspect.signature(type(maker).forward).parameters)[1:]
@@ -427,18 +382,16 @@ def set_mask_hooks(model: nn.Module) -> None:
 
 def _makes_masks(kind: type[nn.Module]) -> bool:
     """Whether the methods of a class make masks, and do not ask for the implementation's name."""
-    names: set[str] = set()
-    for base in kind.__mro__[: kind.__mro__.index(PreTrainedModel)]:
-        for name, function in vars(base).items():
-            # what is decided when a model is built, the real config decides
-            if name != "__init__" and callable(function):
-                names.update(names_in_code(function, depth=0))
+    own = kind.__mro__[: kind.__mro__.index(PreTrainedModel)]
+    # what is decided when a model is built, the real config decides
+    methods = (f for base in own for n, f in vars(base).items() if n != "__init__" and callable(f))
+    names = {name for method in methods for name in names_in_code(method, depth=0)}
     return bool(names & _CREATORS) and "_attn_implementation" not in names
 
 
 def _describe_for_generate(config: Any, **arguments: Any) -> Any:
     """In place of transformers' function, for one model."""
-    return create_masks_for_generate(config=_OneConfig(config), **arguments)
+    return masking_utils.create_masks_for_generate(config=_OneConfig(config), **arguments)
 
 
 class _OneConfig(MaskConfigView):

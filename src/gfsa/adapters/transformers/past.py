@@ -3,19 +3,18 @@ r"""The past of a decoded token in a cache of transformers: powers beside keys a
 A layer of the cache gets companions, one for each power ``A^k·v`` that is needed again: cache
 layers of its own kind, on which every operation on the layer is repeated (beams reordered, tokens
 cropped, memory moved). Where several layers of a model attend to the keys and values of one
-(Gemma 3n), each has companions of its own. One tensor ``[V | U]`` would need no companions, but
-``torch.cat`` would copy U of all tokens for every new one, and with grouped queries U would have no
-stride from head to head, by which the decode kernel reads it.
+(Gemma 3n), each has companions of its own. In one tensor ``[V | U]``, ``torch.cat`` would copy U of
+all tokens for every new one, and with grouped queries the decode kernel could not read U.
 
-The powers must belong to the tokens in the layer, and another model may have used the cache in
-between. Lengths show it where they are numbers of the host; a static layer, and a window in a
-compiled graph, count instead how often they were filled since powers were added. A caller may also
-assign or write rows; the layer therefore remembers its keys and values until the next forward. What
-a replayed CUDA graph adds is not noticed, because no Python runs.
+The powers must belong to the tokens in the layer, although another model may have used the cache in
+between. Its length shows it where a layer grows; others count how often they were filled since
+powers were added. A layer also remembers its keys and values until the next forward, because a
+caller may assign or write rows. What a replayed CUDA graph adds is not noticed: no Python runs.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -72,8 +71,7 @@ class LayerPast:
     def power(self, k: int) -> Tensor | None:
         """``A^k·v`` of the tokens before, ``(B, H, rows, D)``, and free rows; None if unknown."""
         companions = getattr(self.layer, "gfsa_powers", {}).get(self.owner)
-        rows: Tensor | None = companions[k - 1].rows if companions else None
-        return rows
+        return companions[k - 1].rows if companions else None
 
     def prepare(self, count: int, heads: tuple[int, ...]) -> None:
         """Raise unless ``count`` powers of these heads belong to the tokens before."""
@@ -95,7 +93,7 @@ class LayerPast:
             self._refuse_tokens_without_powers()
             companions = layer.gfsa_powers[owner] = [empty_like(layer) for _ in range(count)]
             companions[0].gfsa_heads = heads
-            # the length of a layer that grows without a window tells everything
+            # of a layer that grows without a window, the length is enough
             if type(companions[0]) is not GrowingPowers:
                 _count_fillings(layer, owner)
         elif len(companions) < count or companions[0].gfsa_heads != heads:
@@ -118,8 +116,7 @@ class LayerPast:
         # few questions: every token comes here in each layer
         if type(companion) is not GrowingPowers or companion.length + 1 != layer.keys.shape[2]:
             self._refuse_another((companion,))
-        rows: Tensor = companion.make_room(like, layer)
-        return rows
+        return companion.make_room(like, layer)
 
     def counters(self, heads: int, device: torch.device) -> Tensor | None:
         """Zeros that the decode kernel may use and leaves at zero, if the layer keeps some."""
@@ -144,20 +141,20 @@ class LayerPast:
     def _refuse_another(self, companions: Any) -> None:
         """Raise unless these companions belong to the tokens that the layer holds."""
         for companion in companions:
-            known = companion.tokens()
-            # only a companion that counts its tokens is compared by length
-            if known is not None and known + self.new != (held := self.layer.get_seq_length()):
+            if type(companion) is not GrowingPowers:
+                # these count fillings
+                break
+            if companion.length + self.new != (held := self.layer.get_seq_length()):
                 raise ValueError(
                     f"the cache holds {int(held) - self.new} earlier tokens, but the powers of "
-                    f"{int(known)}: {_CAUSES}"
+                    f"{companion.length}: {_CAUSES}"
                 )
         name = _fillings_for(self.owner)
         fillings = getattr(self.layer, name, None)
-        if fillings is None:
-            return
-        if fillings != 1:
+        if fillings not in (None, 1):
             raise ValueError(f"the cache holds tokens without their powers: {_CAUSES}")
-        setattr(self.layer, name, 0)
+        if fillings is not None:
+            setattr(self.layer, name, 0)
 
     def _refuse_tokens_without_powers(self) -> None:
         # a tensor if the device counts the tokens
@@ -193,12 +190,11 @@ _FREE_BYTES = 20 * 1024
 class GrowingPowers(DynamicLayer):
     """Powers in a layer that grows, into free rows after its tokens.
 
-    Every companion has ``rows``, free ones too, and three verbs: ``tokens`` returns how many tokens
-    they belong to, None where the layer of the cache alone counts them; ``add`` appends the newest
-    and returns all; ``make_room`` returns rows with one for the newest, which the caller writes.
+    Every companion has ``rows``, free ones too. ``add`` appends the newest and returns all;
+    ``make_room`` returns rows with one for the newest, which the caller writes.
 
     Where gradients are recorded or a graph is traced, ``torch.cat`` copies the rows for each token:
-    autograd may hold them, and they are not written again, cropped or not.
+    autograd may hold them, so they are not written again.
     """
 
     # transformers registers a class by it, for caches that it builds itself
@@ -235,8 +231,6 @@ class GrowingPowers(DynamicLayer):
 
     def get_seq_length(self) -> int:
         return self.length
-
-    tokens = get_seq_length
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         rows, is_writable = self.rows, self._is_writable
@@ -306,18 +300,12 @@ class WindowPowers(DynamicSlidingWindowLayer):
     _layer_type = None
     rows = property(lambda self: self.keys)
 
-    def tokens(self) -> int | None:
-        # a compiled call would have two numbers that are equal, the layer's and this one. Torch
-        # 2.11 names both by one, and loses it where nothing else in the graph uses it
-        return None if torch.compiler.is_compiling() else self.cumulative_length
-
     def add(self, tokens: Tensor, layer: Any) -> Tensor:
         self.prefetch()
         if torch.compiler.is_compiling():
             self.cumulative_length = layer.cumulative_length - tokens.shape[2]
         # the slot for values gets a tensor without features
-        every: Tensor = self.update(tokens, tokens[..., :0])[0]
-        return every
+        return self.update(tokens, tokens[..., :0])[0]
 
     def make_room(self, like: Tensor, layer: Any) -> Tensor:
         return self.add(like.new_empty(like.shape), layer)
@@ -340,9 +328,6 @@ class TracedStaticPowers(StaticLayer):
 
     def get_seq_length(self) -> int:
         return self.max_cache_len if self.is_initialized else 0
-
-    def tokens(self) -> int | None:
-        return None
 
     def add(self, tokens: Tensor, layer: Any) -> Tensor:
         if not self.is_initialized:
@@ -380,11 +365,10 @@ class TracedStaticPowers(StaticLayer):
 
 
 class StaticPowers(TracedStaticPowers, nn.Module):
-    """:class:`TracedStaticPowers` as a module, because of what a compiled call checks each time.
+    """:class:`TracedStaticPowers` as a module, of which a compiled call checks less.
 
-    Torch skips the checks of a module whose attributes are the same objects as in the last call, if
-    they are tensors, numbers or names (a device is none of these); the attributes of other objects
-    are checked one by one.
+    Torch skips the checks of a module whose attributes (tensors, numbers, names) are the objects of
+    the last call; the attributes of other objects are checked one by one.
     """
 
     def __init__(self, max_cache_len: int, slides: bool = False) -> None:
@@ -399,9 +383,8 @@ def _new_counters(heads: int, device: torch.device | str) -> Tensor:
     return counters
 
 
-# layers that keep something beside keys and values: the state of a recurrent mixer in the same
-# block (Falcon-H1, Zamba), or the keys of an indexer (DeepSeek-V3.2); by name, because older
-# versions of transformers lack some of them
+# layers that also keep the state of a recurrent mixer in the same block (Falcon-H1, Zamba), or the
+# keys of an indexer (DeepSeek-V3.2); by name, because older transformers lack some of them
 _ATTENTION_PART: dict[str, type[Any]] = {
     "DynamicIndexedLayer": DynamicLayer,
     "LinearAttentionAndFullAttentionLayer": DynamicLayer,
@@ -452,15 +435,13 @@ class _RepeatedMethod:
         if name != "reset" and not compiling:
             refuse_other_rows(layer)
         result = getattr(type(layer), name)(layer, *args, **kwargs)
-        for companions in layer.gfsa_powers.values():
-            for companion in companions:
-                # what only the state beside keys and values needs, a companion does not have
-                if hasattr(companion, name):
-                    getattr(companion, name)(*args, **kwargs)
-        update = layer.__dict__.get("update")
-        if name == "reset" and isinstance(update, _TracedUpdate):
+        for companion in itertools.chain(*layer.gfsa_powers.values()):
+            # what only the state beside keys and values needs, a companion does not have
+            if hasattr(companion, name):
+                getattr(companion, name)(*args, **kwargs)
+        if name == "reset":
             # there is no past to which powers could fail to belong
-            for counted in update.counted:
+            for counted in getattr(layer.__dict__.get("update"), "counted", ()):
                 setattr(layer, counted, 0)
         if not compiling:
             layer.gfsa_rows = HeldRows(layer)
@@ -504,8 +485,7 @@ class HeldRows:
 
 def _state(layer: Any) -> tuple[int, tuple[int, int] | None]:
     """A number that changes when tokens are added, and how often keys and values were written."""
-    # newer versions of transformers drop the rows of a layer that is reset; a quantised layer,
-    # which is refused where its powers are made, begins with keys of no dimension
+    # a layer that is reset may drop its rows; a quantised one begins with keys of no dimension
     if layer.keys is None or layer.keys.ndim < 2:
         return 0, None
     filled = layer.__dict__.get("cumulative_length", layer.keys.shape[-2])
@@ -601,14 +581,12 @@ def source_of(module: Any) -> int | None:
     """
     if not getattr(module, "is_kv_shared_layer", False):
         return None
-    listed = getattr(module.config, "kv_source_layers", None)
-    if listed is not None:
-        source: int = listed[module.layer_idx]
-        return source
-    kinds = module.config.layer_types
-    own = len(kinds) - module.config.num_kv_shared_layers
-    alike = [i for i, kind in enumerate(kinds[:own]) if kind == kinds[module.layer_idx]]
-    return alike[-1] if alike else -1
+    config, index = module.config, module.layer_idx
+    if getattr(config, "kv_source_layers", None) is not None:
+        return int(config.kv_source_layers[index])
+    kinds = config.layer_types
+    own = kinds[: len(kinds) - config.num_kv_shared_layers]
+    return max((i for i, kind in enumerate(own) if kind == kinds[index]), default=-1)
 
 
 def mix_into(cache: Any, index: int | None, module: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
@@ -20,27 +21,23 @@ class FilterNotCalledError(RuntimeError):
     """The layers whose filters were not called."""
 
 
+@dataclass(eq=False)
 class CallCheck:
     """Whether the filter of one layer is called; its hooks are removed once it was.
 
-    A layer whose forward ends without a call of its filter raises an error that names it. So does,
-    in evaluation, a block that ends without having run its layer: in training it may skip it on
-    purpose (stochastic depth). A block that does not run is not checked: an input without images
-    does not reach a vision tower.
+    A layer whose forward ends without a call of its filter raises. So does, in evaluation, a block
+    that ends without having run its layer: in training it may skip it on purpose (stochastic
+    depth). A block that does not run is not checked: a vision tower needs images.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.called = False
+    name: str
+    called: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallCheck:
         # a filter that is copied alone takes the place of the original in its model (peft)
         if isinstance(next(iter(memo.values()), None), GraphFilter):
             return self
-        copied = CallCheck(self.name)
-        copied.called = self.called
-        memo[id(self)] = copied
-        return copied
+        return memo.setdefault(id(self), CallCheck(self.name, self.called))
 
     def conclude(self, module: nn.Module) -> None:
         """Raise if a layer or a block has ended without a call of the filter inside."""
@@ -61,12 +58,12 @@ class CallCheck:
         remove_checks(module)
 
 
+@dataclass(eq=False)
 class _CallHook:
     """A hook after the forward of a filter, its layer or the block around that."""
 
-    def __init__(self, check: CallCheck, on: Literal["filter", "layer", "block"]) -> None:
-        self.check = check
-        self.on = on
+    check: CallCheck
+    on: Literal["filter", "layer", "block"]
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         # while a graph is traced nothing runs, so nothing can be concluded
@@ -103,13 +100,6 @@ def watch_forwards(model: nn.Module, plugged: Mapping[str, tuple[nn.Module, Grap
         # the block is the nearest module around the layer that has a forward
         for block in islice(modules_around(model, [name]), 1):
             block.register_forward_hook(_CallHook(check, "block"))
-
-
-def stop_checking(filter: GraphFilter) -> None:
-    """End the check of one filter that has not been called yet."""
-    for key, hook in list(filter._forward_hooks.items()):
-        if isinstance(hook, _CallHook):
-            del filter._forward_hooks[key]
 
 
 def modules_around(model: nn.Module, names: Sequence[str]) -> Iterator[nn.Module]:

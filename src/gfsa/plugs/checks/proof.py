@@ -9,7 +9,7 @@ different orders, whatever operations the module uses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,15 @@ from gfsa.plugs.adapter import GIVEN_COPIES, NAME, plain_class
 
 REASON = "cross-attention has no powers: its queries and keys are different tokens"
 
-OTHER_SEQUENCE = (
-    "key_value_states",
-    "encoder_hidden_states",
-    "cross_attention_states",
-    "context",
-)
+OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context")
 """Arguments in which the forwards of many libraries take the tokens of another sequence."""
 
 
 def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
     """Raise unless ``query`` and ``key`` hold the same tokens, as :func:`are_same_tokens` says.
 
-    Where a graph is compiled or captured, two tensors are accepted if an earlier forward has shown
-    that this module is called with equal copies. The graph compares those each time it runs.
+    A graph that is compiled or captured compares two tensors each time it runs, if an earlier
+    forward has shown that this module is called with equal copies.
     """
     same = are_same_tokens(query, key)
     if same is None and GIVEN_COPIES in module.__dict__:
@@ -70,8 +65,7 @@ def refusal_of_call(module: nn.Module, got: str) -> str:
 def are_same_tokens(first: Tensor, second: Tensor) -> bool | None:
     """Whether two tensors are one, the same view of one, or equal copies; None if it is unknown.
 
-    Values cannot be read while a graph is compiled or captured; views of a whole tensor are known
-    to be the same then.
+    Where values cannot be read, views of a whole tensor are known to be the same.
     """
     if first is second:
         return True
@@ -114,38 +108,28 @@ def name_of(module: nn.Module) -> str:
 _HALVES = 2
 
 
+@dataclass(eq=False)
 class Evidence:
-    """Which tokens of a module's inputs one attention product depends on, by gradients.
+    """Which tokens of a module's inputs one attention product depends on, by gradients."""
 
-    Args:
-        inputs: leaves of the graph, by name.
-        scores: the map before its softmax, ``(..., H, N, N)``; or queries and keys, ``(..., H, N,
-            D)``.
-        values: ``(..., H, N, D)``.
-        hidden: whether the softmax has a gradient of its own (an autograd function), so that each
-            score depends on its whole row. Then the order of queries and keys is not compared.
-    """
+    # leaves of the graph, by name
+    inputs: Mapping[str, Tensor]
+    # the map before its softmax, (..., H, N, N); or queries and keys
+    scores: Sequence[Tensor]
+    # (..., H, N, D)
+    values: Tensor
+    # whether each score depends on its whole row, because the softmax is an autograd function; then
+    # the order of queries and keys is not compared
+    hidden: bool = False
 
-    def __init__(
-        self,
-        inputs: Mapping[str, Tensor],
-        scores: Sequence[Tensor],
-        values: Tensor,
-        hidden: bool = False,
-    ) -> None:
-        self.hidden = hidden
-        self.inputs = inputs
-        self.scores = scores
-        self.values = values
-        self.rows = torch.Size((*values.shape[:-3], 1, values.shape[-2]))
-        self.random = torch.Generator(values.device).manual_seed(0)
+    def __post_init__(self) -> None:
+        self.rows = torch.Size((*self.values.shape[:-3], 1, self.values.shape[-2]))
+        self.random = torch.Generator(self.values.device).manual_seed(0)
 
     def separates_lead(self, merged: bool) -> bool:
         """Whether no token is in two places of the leading axes, the heads apart.
 
-        Args:
-            merged: whether an axis of the inputs may hold tokens and their features, so that no
-                axis is known to hold features alone.
+        If ``merged``, an axis of the inputs may hold tokens and features, so none holds the latter.
         """
         half = self._half(self.rows[:-1])[..., None].expand(self.rows)
         one, other, row = map(self._of_values, (half, ~half, self._row(0)))
@@ -158,15 +142,8 @@ class Evidence:
     def refusal(self) -> str | None:
         """Why this is not attention of tokens to themselves, or None if it is."""
         halves = [self._half(self.rows) for _ in range(_HALVES)]
-        self.halves = [
-            (
-                self._of_scores(half, half),
-                self._of_scores(~half, ~half),
-                self._of_values(half),
-                self._of_values(~half),
-            )
-            for half in halves
-        ]
+        pairs = [(half, ~half) for half in halves]
+        self.halves = [(*map(self._of_scores, p, p), *map(self._of_values, p)) for p in pairs]
         within, beyond, *of_values = self.halves[0]
         across = self._of_scores(halves[0], ~halves[0])
         rows = {name for name in self.inputs if _meet(across[name], within[name])}
@@ -176,15 +153,14 @@ class Evidence:
             every = torch.ones_like(halves[0])
             rows = columns = {n for n, x in self._of_scores(every, every).items() if bool(x.any())}
         values = {n for n in self.inputs if bool((of_values[0][n] | of_values[1][n]).any())}
-        for side, names in (("queries", rows), ("keys", columns), ("values", values)):
+        for side, names in {"queries": rows, "keys": columns, "values": values}.items():
             if not names:
                 return (
                     f"how its {side} follow from its inputs could not be followed, so whether "
                     "queries and keys are the same tokens is unknown"
                 )
-        sequences = {
-            n for n in rows if self.inputs[n].shape in [self.inputs[v].shape for v in values]
-        }
+        shapes = {self.inputs[name].shape for name in values}
+        sequences = {name for name in rows if self.inputs[name].shape in shapes}
         if self.hidden and not sequences <= values:
             return (
                 f"its softmax is an autograd function of its own, so which of {_listed(sequences)} "
@@ -205,18 +181,15 @@ class Evidence:
         return None if None in found else found[0]
 
     def _refusal_of(self, name: str, of_values: str) -> str | None:
-        """Why rows and columns are not the same tokens of an input, or None if they are.
+        """Why rows and columns are not the same tokens of the input ``name``, or None if they are.
 
-        Args:
-            name: the input of queries and keys.
-            of_values: that of the values; if it is another, its tokens are at the same places.
+        The values come from ``of_values``; those of another input are at the same places.
         """
-        one_row = []
-        for place in (self.rows.numel() // 2, -1):
-            row = self._row(place)
-            one_row.append((self._of_scores(row, row, 1)[name], self._of_values(row)[of_values]))
-        names = (name, name, of_values, of_values)
-        halves = [tuple(x[n] for x, n in zip(half, names, strict=True)) for half in self.halves]
+        rows = [self._row(self.rows.numel() // 2), self._row(-1)]
+        one_row = [(self._of_scores(r, r, 1)[name], self._of_values(r)[of_values]) for r in rows]
+        halves: list[tuple[Tensor, ...]] = [
+            (s[name], t[name], v[of_values], w[of_values]) for s, t, v, w in self.halves
+        ]
         n = self.rows[-1]
         mixes = (
             f"its map is {n}×{n} over channels, not tokens, or its projections mix tokens: a row "
@@ -251,7 +224,6 @@ class Evidence:
         return None
 
     def _row(self, place: int) -> Tensor:
-        """One row alone."""
         row = torch.zeros(self.rows, dtype=torch.bool, device=self.values.device)
         row.view(-1)[place] = True
         return row
@@ -280,22 +252,19 @@ class Evidence:
 
     def _touched(self, outputs: Sequence[Tensor], chosen: Sequence[Tensor]) -> dict[str, Tensor]:
         """The places of the inputs with a gradient of the chosen entries."""
-        used = [(x, mask) for x, mask in zip(outputs, chosen, strict=True) if x.requires_grad]
-        weights = [
-            torch.where(mask, torch.rand(x.shape, generator=self.random, device=x.device) + 0.5, 0)
-            for x, mask in used
-        ]
-        gradients: Sequence[Tensor | None] = [None] * len(self.inputs)
+        used: list[Tensor] = []
+        weights: list[Tensor] = []
+        for x, mask in zip(outputs, chosen, strict=True):
+            if x.requires_grad:
+                random = torch.rand(x.shape, generator=self.random, device=x.device) + 0.5
+                used.append(x)
+                weights.append(torch.where(mask, random, 0).to(x.dtype))
+        grads: Sequence[Tensor | None] = [None] * len(self.inputs)
         if used:
-            gradients = torch.autograd.grad(
-                [x for x, _ in used],
-                list(self.inputs.values()),
-                [weight.to(x.dtype) for (x, _), weight in zip(used, weights, strict=True)],
-                retain_graph=True,
-                allow_unused=True,
-            )
+            leaves = list(self.inputs.values())
+            grads = torch.autograd.grad(used, leaves, weights, retain_graph=True, allow_unused=True)
         found = {}
-        for (name, leaf), gradient in zip(self.inputs.items(), gradients, strict=True):
+        for (name, leaf), gradient in zip(self.inputs.items(), grads, strict=True):
             sizes = torch.zeros_like(leaf) if gradient is None else gradient.detach().abs()
             # what cancels exactly on one device leaves a rounding on another
             found[name] = sizes > 1e-7 * sizes.amax() if sizes.numel() else sizes.bool()
@@ -341,10 +310,7 @@ def noise_like(x: Tensor) -> Tensor:
 
 
 # make_fx records operations, a fake mode computes shapes
-_MODES_WITHOUT_VALUES = (
-    torch._C._TorchDispatchModeKey.PROXY,
-    torch._C._TorchDispatchModeKey.FAKE,
-)
+_MODES_WITHOUT_VALUES = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
 
 
 def has_no_values(x: Tensor) -> bool:
@@ -366,20 +332,3 @@ def is_transformed() -> bool:
 
 # all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def leaves_of(x: Tensor) -> set[int]:
-    """The ids of the leaves that a tensor was computed from."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    nodes = [x.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found.add(id(leaf))
-        nodes += [following for following, _ in node.next_functions]
-    return found

@@ -2,8 +2,7 @@
 
 The model runs in evaluation mode without gradients, first without the planned filters, then with
 them. Filters that start as ordinary attention must reproduce the output of each layer; others are
-replaced by one that does for this comparison. Afterwards the model is as it was before: modules,
-buffers, training modes, gradients and random generators.
+replaced by one that does for this comparison. Afterwards the model is as it was before.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +21,15 @@ from torch.utils._pytree import tree_leaves
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.operators import LinearOperator
 from gfsa.operators.call import AttentionCall
+from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.checks.called import FilterNotCalledError, checks_of
-from gfsa.plugs.checks.proof import REASON, are_same_tokens, leaves_of
+from gfsa.plugs.checks.proof import REASON, are_same_tokens
 from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import is_registered
 from gfsa.plugs.running import call, same_random_numbers
 from gfsa.plugs.sites import Site, plugged_sites
+from gfsa.plugs.tracing.adapter import inputs_of
+from gfsa.plugs.tracing.capture import Reached, own_argument
 from gfsa.plugs.transaction import unchanged
 
 BYPASSED = "in the trial forward it, or the block around it, ran without calling its filter"
@@ -52,11 +55,8 @@ def try_forward(
 ) -> tuple[dict[str, str], list[str]]:
     """Run ``model`` on ``inputs`` with the planned filters; layers that fail are left out in turn.
 
-    The model is unchanged afterwards, and the filters are free to be installed.
-
     Returns:
-        Layer → why it cannot keep its filter; and the layers that the inputs do not reach, about
-        whose filters nothing is known.
+        Layer → why it cannot keep its filter; and the layers that the inputs do not reach.
 
     Raises:
         ValueError: if the model does not run on these inputs without the filters, or fails
@@ -72,7 +72,9 @@ def try_forward(
         plain = _run_plain(model, plan, inputs)
         plans: list[Planned] = [plan]
         if not all(_starts_as_attention(filter) for _, filter in planned):
-            plans.append({name: (site, _stand_in(f)) for name, (site, f) in plan.items()})
+            # ordinary attention as a filter of the same heads and degree
+            stand_in = {n: Polynomial(f.num_heads, max(1, f.degree)) for n, (_, f) in plan.items()}
+            plans.append({name: (site, stand_in[name]) for name, (site, _) in plan.items()})
         for plan in plans:
             while remaining := {n: pair for n, pair in plan.items() if n not in refused}:
                 install(model, list(remaining.values()))
@@ -112,10 +114,9 @@ def _failures(watch: _Watch, inputs: Any) -> dict[str, str]:
     except torch.OutOfMemoryError:
         raise
     except FilterNotCalledError as error:
-        refused = {name: BYPASSED for name in error.names if name in watch.planned}
-        if not refused:
-            raise
-        return refused
+        if refused := {name: BYPASSED for name in error.names if name in watch.planned}:
+            return refused
+        raise
     except Exception as error:
         if not watch.running:
             raise ValueError(
@@ -123,22 +124,42 @@ def _failures(watch: _Watch, inputs: Any) -> dict[str, str]:
                 f"raised outside of the attention layers: {_shown(error)}"
             ) from error
         return {watch.running[-1]: f"the trial forward raised {_shown(error)}"}
-    return _crossing(watch.model, watch.planned, inputs)
+    if watch.unchecked:
+        first = next(iter(watch.unchecked.values()))
+        warnings.warn(
+            f"whether {', '.join(watch.unchecked)} attend to their own tokens was not checked, "
+            f"because with gradients the model raised {type(first).__name__}: {str(first)[:200]}",
+            stacklevel=2,
+        )
+    return watch.crossing
 
 
+_CROSSES = (
+    f"{REASON}. In the trial forward it projects them from different arguments. If these hold the "
+    "same tokens, as two norms of one x do, plug this layer on its own, without inputs=: "
+    "gfsa.plug(model, ..., layers=lambda name, module: name == {name!r})"
+)
+
+
+@dataclass(eq=False)
 class _Watch:
     """Hooks that know which planned layer is running, and what each returned."""
 
-    def __init__(self, model: nn.Module, planned: Planned) -> None:
-        self.model = model
-        self.planned = planned
-        self.running: list[str] = []
-        self.outputs: Outputs = {}
+    model: nn.Module
+    planned: Planned
+    running: list[str] = field(default_factory=list)
+    outputs: Outputs = field(default_factory=dict)
+    # layers that attend to another sequence, and those of which that is not known
+    crossing: dict[str, str] = field(default_factory=dict)
+    unchecked: dict[str, Exception] = field(default_factory=dict)
 
     def run(self, inputs: Any) -> None:
         """One forward of the model; ``running`` keeps the layers in which it raised."""
         handles = [self.model.register_forward_hook(functools.partial(self._leave, None))]
-        for name, (site, _) in self.planned.items():
+        for name, (site, filter) in self.planned.items():
+            if is_registered(site.adapter) and getattr(site.module, CHILD, None) is filter:
+                look = functools.partial(self._look, name)
+                handles.append(site.module.register_forward_pre_hook(look, with_kwargs=True))
             handles += [
                 # prepended: hooks of the adapter may raise, too
                 site.module.register_forward_pre_hook(
@@ -152,6 +173,20 @@ class _Watch:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _look(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before a layer with an adapter of the user's own: whether its tokens are its own."""
+        try:
+            with same_random_numbers(module.parameters()):
+                crosses = _crosses(module, self.planned[name][1], args, kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # some layers run only without gradients
+            self.unchecked[name] = error
+        else:
+            if crosses:
+                self.crossing[name] = _CROSSES.format(name=name)
 
     def _leave(self, name: str | None, module: nn.Module, args: Any, output: Any) -> None:
         if name is not None:
@@ -175,23 +210,16 @@ def _starts_as_attention(filter: GraphFilter) -> bool:
     return torch.allclose(coefficients, plain, atol=1e-6)
 
 
-def _stand_in(filter: GraphFilter) -> GraphFilter:
-    """Ordinary attention as a filter of the same heads and degree."""
-    identity = Polynomial(filter.num_heads, degree=max(1, filter.degree))
-    identity.dropout_after = filter.dropout_after
-    return identity
-
-
 def _changed(
     model: nn.Module, planned: Planned, inputs: Any, plain: Outputs, outputs: Outputs
 ) -> dict[str, str]:
     """The first layer whose output the filters changed, with that as a reason."""
     changes = _changes(model, plain, outputs)
-    if changes:
-        # a model whose outputs differ from run to run shows nothing
-        unsteady = _changes(model, plain, _run_plain(model, planned, inputs))
-        changes = {name: change for name, change in changes.items() if name not in unsteady}
+    # a model whose outputs differ from run to run shows nothing
+    unsteady = _changes(model, plain, _run_plain(model, planned, inputs)) if changes else {}
     for name, change in changes.items():
+        if name in unsteady:
+            continue
         if name is not None:
             return {name: f"its output {change}. {_CAUSES}"}
         raise ValueError(
@@ -239,101 +267,52 @@ def _changes(model: nn.Module, plain: Outputs, outputs: Outputs) -> dict[str | N
     return found
 
 
-def _crossing(model: nn.Module, planned: Planned, inputs: Any) -> dict[str, str]:
-    """The layers with an adapter of the user's own that attend to another sequence.
+def _crosses(module: nn.Module, filter: GraphFilter, args: Any, kwargs: Any) -> bool:
+    """Whether a layer projects its queries and keys itself, from arguments without a common one.
 
-    A forward with gradients shows it. Layers that it does not reach, because it raises before, are
-    named in a warning: some models run only without gradients.
+    It runs up to its filter, with gradients to its arguments and weights.
     """
-    own = {name: pair for name, pair in planned.items() if is_registered(pair[0].adapter)}
-    if not own:
-        return {}
-    calls = {name: _Call(site.module, filter) for name, (site, filter) in own.items()}
+    weights = [w for w in module.parameters() if w.is_floating_point() and w.dim() > 1]
+    given = list(inputs_of({**{str(i): x for i, x in enumerate(args)}, **kwargs}).values())
+    leaves: dict[int, Tensor] = {}
+    for x in given:
+        # equal tensors have one leaf
+        first = next(y for y in given if are_same_tokens(y, x))
+        leaves[id(x)] = leaves.get(id(first), x.detach().clone().requires_grad_())
+    operator: Any = None
+
+    def reach(filter: nn.Module, args: Any) -> None:
+        nonlocal operator
+        operator = next(iter(args), None)
+        raise Reached
+
     with ExitStack() as stack:
-        stack.enter_context(same_random_numbers((*model.parameters(), *model.buffers())))
-        for layer in calls.values():
-            stack.enter_context(layer)
-        try:
-            call(model, inputs)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            unchecked = ", ".join(name for name, layer in calls.items() if not layer.reached)
-            warnings.warn(
-                f"whether {unchecked} attend to their own tokens was not checked, because with "
-                f"gradients the model raised {type(error).__name__}: {str(error)[:200]}",
-                stacklevel=2,
-            )
-    return {
-        name: f"{REASON}. In the trial forward it projects them from different arguments. If these "
-        "hold the same tokens, as two norms of one x do, plug this layer on its own, without "
-        f"inputs=: gfsa.plug(model, ..., layers=lambda name, module: name == {name!r})"
-        for name, layer in calls.items()
-        if layer.crosses
-    }
-
-
-class _Call(ExitStack):
-    """Inside, a layer runs with gradients, and its arguments and its weights are leaves."""
-
-    def __init__(self, module: nn.Module, filter: GraphFilter) -> None:
-        super().__init__()
-        weights = [w for w in module.parameters() if w.is_floating_point() and w.dim() > 1]
-        self.weights = {id(weight) for weight in weights}
-        # each with its leaf; equal tensors have one
-        self.arguments: list[tuple[Tensor, Tensor]] = []
-        self.reached = self.crosses = False
+        stack.enter_context(torch.enable_grad())
+        stack.callback(filter.register_forward_pre_hook(reach, prepend=True).remove)
         for weight in weights:
-            if not weight.requires_grad:
-                weight.requires_grad_(True)
-                self.callback(weight.requires_grad_, False)
-        for handle in (
-            module.register_forward_pre_hook(self._begin, with_kwargs=True),
-            module.register_forward_hook(self._end, always_call=True),
-            filter.register_forward_pre_hook(self._look),
-        ):
-            self.callback(handle.remove)
-        self.callback(torch.set_grad_enabled, torch.is_grad_enabled())
-
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self.arguments = []
-        self.grad_before = torch.is_grad_enabled()
-        torch.set_grad_enabled(True)
-        named = {key: self._argument(value) for key, value in kwargs.items()}
-        return tuple(map(self._argument, args)), named
-
-    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
-        torch.set_grad_enabled(self.grad_before)
-        return output.detach() if isinstance(output, Tensor) else output
-
-    def _argument(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        same = (leaf for known, leaf in self.arguments if are_same_tokens(known, value))
-        leaf = next(same, None)
-        if leaf is None:
-            leaf = value.detach().clone().requires_grad_()
-            self.arguments.append((value, leaf))
-        # a copy: the layer may write into it
-        return leaf.clone()
-
-    def _look(self, filter: nn.Module, args: Any) -> None:
-        """Whether q and k are projected by the layer, from arguments of which none is common."""
-        self.reached = True
-        operator: Any = args[0] if args else None
+            stack.callback(weight.requires_grad_, weight.requires_grad)
+            weight.requires_grad_(True)
+        with suppress(Reached):
+            own = [own_argument(x, leaves) for x in args]
+            module.forward(*own, **{name: own_argument(x, leaves) for name, x in kwargs.items()})
         if isinstance(operator, LinearOperator):
             sides = operator.rows, operator.columns
         elif isinstance(getattr(operator, "call", None), AttentionCall):
             sides = operator.call.q, operator.call.k
         else:
             # of a map alone nothing can be said
-            return
-        q, k = map(leaves_of, sides)
-        leaves = {id(leaf) for _, leaf in self.arguments}
-        # what is projected elsewhere may come from one tensor
-        projected = bool(q & self.weights and k & self.weights)
-        if projected and q & leaves and k & leaves and not q & k & leaves:
-            self.crosses = True
+            return False
+        known = [*weights, *leaves.values()]
+        sources = []
+        for side in sides:
+            if not side.requires_grad:
+                return False
+            gradients = torch.autograd.grad(side.sum(), known, allow_unused=True, retain_graph=True)
+            sources.append({id(x) for x, g in zip(known, gradients, strict=True) if g is not None})
+    (q, k), arguments = sources, set(map(id, leaves.values()))
+    # what is projected elsewhere may come from one tensor
+    projected = bool(q - arguments and k - arguments)
+    return bool(projected and q & arguments and k & arguments) and not q & k & arguments
 
 
 def _shown(error: Exception) -> str:

@@ -1,15 +1,23 @@
-"""Attention that no adapter knows: traced on request, refused with a reason otherwise."""
+"""Attention that no adapter knows: traced on request, refused with a reason otherwise.
+
+A traced module's own forward runs under a :class:`Trace`, with the filter in its one product.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Hashable, Mapping
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from gfsa.filters import GraphFilter
+from gfsa.operators import AttentionOperator, DenseOperator
+from gfsa.operators.base import FunctionOperator
 from gfsa.operators.call import check_kinds
 from gfsa.plugs.adapter import (
     ADAPTER,
@@ -20,6 +28,7 @@ from gfsa.plugs.adapter import (
     heads_of,
     refusal_of_own_forward,
 )
+from gfsa.plugs.checks.called import checks_of
 from gfsa.plugs.checks.proof import (
     OTHER_SEQUENCE,
     REASON,
@@ -34,15 +43,225 @@ from gfsa.plugs.tracing.candidates import (
     refusal_by_class_name,
     refusal_by_code,
 )
-from gfsa.plugs.tracing.product import Trace
-from gfsa.plugs.tracing.rehearsal import Memory, Verified, prove
+from gfsa.plugs.tracing.capture import (
+    NOT_SQUARE,
+    HeadLayout,
+    Memory,
+    Step,
+    Verified,
+    Watch,
+    no_heads,
+    prove,
+)
+
+NO_PRODUCT = (
+    "its forward has no product of a softmax with values that torch dispatches (a softmax written "
+    "out, a softmax over another axis, or an extension of its own)"
+)
+_BROKEN = (
+    "torch.compile breaks the graph inside of its forward, and the parts that it compiles on their "
+    "own cannot be followed"
+)
+
+
+class Trace(Watch):
+    """A forward with the filter ``module.gfsa`` in its product.
+
+    ``verified`` is what is proven of this call, the reason why it is not, or None for a class that
+    tests have verified. ``wants_maps``: whether attention weights that the module returns count.
+    """
+
+    def __init__(
+        self, module: Any, name: str, verified: Verified | str | None, wants_maps: bool
+    ) -> None:
+        super().__init__(module, name)
+        self.filter: GraphFilter = module.gfsa
+        self.memory: Memory = module.__dict__["_gfsa_memory"]
+        self.verified = verified
+        self.wants_maps = wants_maps
+        self.compiling = torch.compiler.is_compiling()
+        # how many products the forward has had so far
+        self.count = 0
+        self.dropout_p = 0.0
+        self.is_dropped = False
+        self.layout = HeadLayout(0, -3)
+        # why the forward is refused once it has ended
+        self.late_refusal: str | None = NO_PRODUCT
+        # the map that multiplied the values, with its heads apart, its shape there, the values
+        self.filtered: tuple[Step, Tensor, torch.Size, Tensor] | None = None
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is not None:
+            # on its way to the caller; kept here, it would keep the tensors of the forward
+            self.error = None
+        super().__exit__(*error)
+
+    def end(self, result: Any) -> Any:
+        """Check the forward after it ran; returns its result, with H where it has A."""
+        if self.error is not None:
+            # the module caught it
+            raise self.error
+        if self.late_refusal is not None:
+            self.refuse(self.late_refusal)
+        for check in checks_of(self.filter):
+            # hooks inside of a compiled flex_attention do nothing
+            check.called = True
+        if self.filtered is None:
+            return result
+        # H in place of A, in whatever the module returned
+        return tree_map_only(Tensor, self._filtered_map, result)
+
+    def takes_dropout(self, p: float) -> bool:
+        # entries of H are dropped instead, if the filter's dropout comes after it
+        if self.filter.dropout_after != "filter":
+            self.is_dropped = True
+            return False
+        self.dropout_p = p
+        return True
+
+    def of_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **options: Any
+    ) -> Tensor:
+        layout = self._verify((*query.shape[:-1], key.shape[-2]))
+        heads, shape = self.filter.num_heads, query.shape
+        query, key, value = (layout.split(x, heads) for x in (query, key, value))
+        if mask is not None and mask.dim() > 2:
+            mask = layout.split(mask[(None,) * (len(shape) - mask.dim())], heads)
+        options["dropout_after"] = self.filter.dropout_after
+        operator = AttentionOperator(query, key, mask, *args, **options)
+        return layout.join(self.filter(operator, value), heads, shape)
+
+    def of_flex(self, flex: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
+        # torch compiles this call even where nothing else is; it would hide an error of ours
+        compiling = self.compiling or torch.compiler.is_compiling()
+        self.late_refusal = self._refusal((*query.shape[:-1], key.shape[-2]), compiling)
+        if self.late_refusal is not None:
+            return flex(query, key, value, *args)
+        layout, heads, shape = self.layout, self.filter.num_heads, value.shape
+        calls: list[Any] = []
+
+        def apply(x: Tensor) -> Tensor:
+            # flex_attention is linear in v, so each power is a call of it
+            calls.append(flex(query, key, layout.join(x, heads, shape), *args))
+            return layout.split(calls[-1][0], heads)
+
+        y = self.filter(FunctionOperator(apply), layout.split(value, heads))
+        # the sums of the rows' exponentials, and their largest scores
+        return layout.join(y, heads, shape), *calls[0][1:]
+
+    def of_map(self, step: Step, matrix: Tensor, values: Tensor) -> Tensor:
+        layout = self._verify(matrix.shape)
+        heads, shape = self.filter.num_heads, values.shape
+        self._check_rows(matrix)
+        split = layout.split(matrix, heads)
+        operator = DenseOperator(split, self.dropout_p, self.filter.dropout_after)
+        values = self.filter.mixed(operator, layout.split(values, heads))
+        if self.wants_maps:
+            self.filtered = step, split, matrix.shape, values
+        return layout.join(self.filter(operator, values), heads, shape)
+
+    def _check_rows(self, matrix: Tensor) -> None:
+        """Warn once if the map takes no averages: its powers may then grow or vanish."""
+        # entries that were dropped are missing in their row
+        if self.memory.rows_checked or self.is_dropped or self.compiling:
+            return
+        if matrix.is_meta or has_no_values(matrix):
+            return
+        self.memory.rows_checked = True
+        sums = matrix.detach().sum(-1, dtype=torch.float32)
+        # a fully masked row may be zeros
+        off = torch.where(sums == 0, 0.0, (sums - 1).abs())
+        if bool((off > 1e-2).any()):
+            warnings.warn(
+                f"the rows of the attention map of {self.name} do not sum to one (by up to "
+                f"{off.max().item():.3g}); the filter uses the map as it is",
+                stacklevel=2,
+            )
+
+    def _verify(self, scores: Sequence[int]) -> HeadLayout:
+        refusal = self._refusal(scores, self.compiling)
+        if refusal is not None:
+            self.refuse(refusal)
+        return self.layout
+
+    def _refusal(self, scores: Sequence[int], compiling: bool) -> str | None:
+        """Why a product with a map of this shape cannot be filtered; if it can, sets the layout."""
+        if torch.compiler.is_compiling() is not compiling:
+            return _BROKEN
+        self.late_refusal = None
+        self.count += 1
+        if self.count > 1:
+            return "its forward has more than one attention product"
+        if scores[-2] != scores[-1]:
+            return NOT_SQUARE.format(*scores[-2:])
+        verified = self.verified
+        if isinstance(verified, str):
+            return verified
+        self.layout = HeadLayout(len(scores), -3) if verified is None else verified.layout
+        heads = self.filter.num_heads
+        return None if self.layout.fits(scores, heads) else no_heads(scores, heads)
+
+    def _filtered_map(self, x: Tensor) -> Tensor:
+        """H in place of ``x``, if that is an attention map that the module returns."""
+        own = self.find(x)
+        if own is None or self.filtered is None:
+            return x
+        # built here, because H costs a product of maps and few modules return them
+        step, split, shape, values = self.filtered
+        new = self.filter.map(DenseOperator(split), values).to(split.dtype)
+        new = self.layout.join(new, self.filter.num_heads, shape)
+        returned = _transferred(new, step, own) if new.shape == step.tensor.shape else None
+        if returned is None:
+            self.refuse(
+                "it returns attention weights that are not the map that multiplies its values, or "
+                "have it in another order, so there is no filtered map in their place. Do not ask "
+                "it for attention weights"
+            )
+        return returned.to(x.dtype)
+
+
+# operations that a map goes through on its way to the product, and that leave its entries in order
+_IN_ORDER = {
+    "view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze",
+    "ravel", "dropout", "to", "type", "type_as", "float", "half", "bfloat16", "double", "clone",
+    "contiguous", "masked_fill", "masked_fill_", "nan_to_num", "where", "mul", "mul_", "__mul__",
+    "__rmul__", "__imul__", "div", "div_", "__truediv__", "__itruediv__",
+}  # fmt: skip
+
+
+def _transferred(new: Tensor, at: Step, to: Step) -> Tensor | None:
+    """What ``to`` would have been if ``at`` had been ``new``, or None if that is unknown.
+
+    A map before the product, with entries of its own, stands for the map of the product.
+    """
+    back, forth = at.ancestors(), to.ancestors()
+    common = next((step for step in back if step in forth), None)
+    if common is None:
+        return None
+    before, after = back[: back.index(common)], forth[: forth.index(common)]
+    if not all(step.is_map and _keeps_order(step) for step in before):
+        return None
+    new = new.reshape(common.tensor.shape)
+    for step in reversed(after):
+        if not before or not step.is_map:
+            new = step.redo(new)
+        elif _keeps_order(step):
+            new = new.reshape(step.tensor.shape)
+        else:
+            return None
+    return new
+
+
+def _keeps_order(step: Step) -> bool:
+    return getattr(step.func, "__name__", "") in _IN_ORDER
+
 
 # arguments of known classes that may hold the tokens of another sequence
 _MAY_BE_OTHER_TOKENS = (*OTHER_SEQUENCE, "key", "memory", "q_global")
 
 
 class Traced(nn.Module):
-    """Mixed into the class of a traced module: its forward runs under a :class:`Trace`."""
+    """Mixed into the class of a traced module."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         memory: Memory = self.__dict__["_gfsa_memory"]
@@ -64,7 +283,7 @@ class Traced(nn.Module):
 
                 return run(self, args, kwargs)
         else:
-            verified = self._verified(memory, inputs, given, args, kwargs)
+            verified = self._verified(inputs, given, args, kwargs)
         if isinstance(verified, Verified):
             for first, second in verified.equal_inputs:
                 require_same_tokens(self, inputs[first], inputs[second])
@@ -74,14 +293,10 @@ class Traced(nn.Module):
         return trace.end(result)
 
     def _verified(
-        self,
-        memory: Memory,
-        inputs: Mapping[str, Tensor],
-        given: Mapping[str, Any],
-        args: Any,
-        kwargs: Any,
+        self, inputs: Mapping[str, Tensor], given: Mapping[str, Any], args: Any, kwargs: Any
     ) -> Verified | str:
         """What is proven of this call: now, or by an earlier one with the same signature."""
+        memory: Memory = self.__dict__["_gfsa_memory"]
         kind = _kind(inputs, given)
         signature = (kind, *map(_described, given.values()), _state(self))
         if signature in memory.verified:
@@ -154,8 +369,8 @@ def _state(module: nn.Module) -> Hashable:
             return id(value)
         return value if isinstance(value, (bool, str)) else type(value)
 
-    own = [(n, described(x)) for n, x in vars(module).items() if not n.startswith("_gfsa")]
-    return tuple(own)
+    own = vars(module).items()
+    return tuple((name, described(x)) for name, x in own if not name.startswith("_gfsa"))
 
 
 _UNREADABLE = (
@@ -178,9 +393,8 @@ def _new(cls: type[nn.Module]) -> nn.Module:
 class TracerAdapter(Adapter):
     """Follows a module's softmax to its product with v, and its inputs to queries, keys and values.
 
-    The module's own forward runs. It must contain exactly one attention product, whose map is over
-    the tokens of one input; otherwise the forward raises a ``TraceError`` that names the
-    module. Attention weights that the module returns are those of the filter.
+    The module's own forward runs. It raises a ``TraceError`` unless it has exactly one attention
+    product, whose map is over the tokens of one input. Weights that it returns are the filter's.
     """
 
     how = "tracer"

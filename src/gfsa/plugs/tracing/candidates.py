@@ -80,15 +80,12 @@ def may_be_attention(module: nn.Module) -> bool:
 def _seems_attention(module: nn.Module) -> bool:
     """Two of three signs: a name like attention, projections to q, a number of heads.
 
-    Without heads and projections, a softmax shows that a module named after attention is one.
+    Beside a name alone, a softmax in the code is enough; reading it takes longer than the others.
     """
-    named = _NAMED.search(type(module).__name__) is not None
-    projects = _projects(module)
-    has_heads = heads_of(module) is not None
-    if named:
-        # reading code takes longer than looking names up
-        return projects or has_heads or _has_softmax(type(module))
-    return projects and has_heads
+    signs = _projects(module), heads_of(module) is not None
+    if _NAMED.search(type(module).__name__):
+        return any(signs) or _has_softmax(type(module))
+    return all(signs)
 
 
 def _projects(module: nn.Module) -> bool:
@@ -104,10 +101,8 @@ def refusal_by_class_name(module: nn.Module) -> str | None:
 
 
 def refusal_of_pooling(module: nn.Module) -> str | None:
-    """Why attention that pools tokens cannot be filtered, or None.
-
-    A name with "pool" does not show it alone: the layer has a query (or a position) as a parameter.
-    """
+    """Why attention that pools tokens cannot be filtered, or None."""
+    # a name with "pool" does not show it alone
     owns_query = any(p.dim() > 1 for p in module.parameters(recurse=False))
     if "pool" in type(module).__name__.lower() and owns_query:
         return "pooling attention has learned queries: its map is not square"
@@ -142,18 +137,16 @@ def refusal_by_code(module: nn.Module) -> str | None:
 def refusal_of_reduction(module: nn.Module) -> str | None:
     """Why attention with fewer queries or keys than tokens cannot be filtered, or None."""
     strides = {name: getattr(module, name, 1) for name in _REDUCTIONS}
-    pools = []
     for name, child in module.named_children():
         if name in _POOLS:
             inner = (getattr(part, "stride", 1) for part in child.modules())
             strides[f"{name}.stride"] = max(inner, key=_largest)
-        if isinstance(child, _FIXED):
-            pools.append(f"{name} = {child}")
-    found = [f"{name} = {stride}" for name, stride in strides.items() if _largest(stride) > 1]
-    for reduction in found + pools:
+    found = {name: stride for name, stride in strides.items() if _largest(stride) > 1}
+    found |= {n: child for n, child in module.named_children() if isinstance(child, _FIXED)}
+    for name, reduction in found.items():
         return (
-            f"{type(module).__name__} has {reduction}: its queries or keys are fewer than its "
-            "tokens, so its map is not square"
+            f"{type(module).__name__} has {name} = {reduction}: its queries or keys are fewer than "
+            "its tokens, so its map is not square"
         )
     return None
 
@@ -164,10 +157,8 @@ def _largest(stride: Any) -> int:
 
 
 def computes_softmax(module: nn.Module) -> bool:
-    """Whether the code of a module, or of what it calls, has a softmax or torch's attention.
-
-    Mixers of other kinds (state spaces, Fourier transforms, linear attention) have heads, too.
-    """
+    """Whether the code of a module, or of what it calls, has a softmax or torch's attention."""
+    # mixers of other kinds (state spaces, Fourier transforms, linear attention) have heads, too
     return any(
         isinstance(inner, nn.Softmax)
         or _has_softmax(type(inner))
@@ -229,35 +220,27 @@ _ATTRIBUTE = re.compile(
 
 _WRAPPING = {"self", "attention", "attn"}
 
-# layers whose only attention attends to another sequence
-_CROSSING_LAYERS = {("ConformerDecoderLayer", "mha_layer")}
-
 
 def crosses_by_design(owners: Owners) -> bool:
-    """Whether a module's place in the model shows that it attends to another sequence.
-
-    Shapes are not enough to decide: a decoder and its memory may have equal lengths.
-    """
-    # there may be one wrapper in between, or some that only hold this module; names further out say
-    # nothing about it
+    """Whether a module's place in the model shows that it attends to another sequence."""
+    # shapes are not enough: a decoder and its memory may have equal lengths. There may be one
+    # wrapper in between, or some that only hold this module; names further out say nothing about it
     for place, (owner, attribute) in enumerate(owners):
         if place > 1 and not all(name in _WRAPPING for _, name in owners[:place]):
             break
-        if _ATTRIBUTE.search(attribute.lower()):
+        kind = type(owner).__name__
+        if _ATTRIBUTE.search(attribute.lower()) or "crossattention" in kind.lower():
             return True
-        if "crossattention" in type(owner).__name__.lower():
-            return True
-        # torch's and SpeechBrain's decoder layers; the name alone is not enough, because many
-        # models use it for their only attention
+        # torch's and SpeechBrain's decoder layers; elsewhere it may be the only attention
         if attribute == "multihead_attn" and hasattr(owner, "self_attn"):
             return True
-        if (type(owner).__name__, attribute) in _CROSSING_LAYERS:
+        # its only attention attends to another sequence
+        if (kind, attribute) == ("ConformerDecoderLayer", "mha_layer"):
             return True
-    if not owners:
-        return False
-    # a pooling head attends to the tokens with a learned query, or with their mean (Molmo 2)
-    owner, attribute = owners[0]
-    return "pool" in type(owner).__name__.lower() or "pooling" in attribute.lower()
+        # a pooling head attends to the tokens with a learned query, or with their mean (Molmo 2)
+        if place == 0 and ("pool" in kind.lower() or "pooling" in attribute.lower()):
+            return True
+    return False
 
 
 # class names of token mixers without an attention map, and what they compute
@@ -279,8 +262,8 @@ _MIXERS = {
 def token_mixers(model: nn.Module, found: Collection[str]) -> dict[str, str]:
     """The token mixers of a model that are not softmax attention, by name, with the reason.
 
-    Hybrids have them beside attention layers. Of nested ones the outermost is named. Modules that
-    contain a site of ``found``, or are part of one, have a line of their own in the report.
+    Of nested ones the outermost is named; those that contain a site of ``found``, or are part of
+    one, are not.
     """
     mixers: dict[str, str] = {}
     for name, module in model.named_modules():

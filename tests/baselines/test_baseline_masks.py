@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa_experiments import baselines
+from gfsa_experiments.baselines.blocks import visible
 from support.families import FAMILIES, METHODS
 from support.small_baselines import IDS, apply, causal_lm
 
@@ -147,3 +148,14 @@ def test_packed_documents_do_not_see_each_other(method: str, filtered: bool) -> 
     packed = model(IDS[:1], position_ids=positions, use_cache=False).logits
     alone = model(IDS[:1, 3:], use_cache=False).logits
     assert (packed[:, 3:] - alone).abs().max() <= 1e-10
+
+
+def test_pairs_with_a_batch_dimension_beside_padding_and_causality() -> None:
+    samples, tokens = 3, 5
+    pairs = (torch.rand(samples, tokens, tokens) < 0.5) | torch.eye(tokens, dtype=torch.bool)
+    keys = torch.ones(samples, tokens, dtype=torch.bool)
+    keys[0, 0] = False
+    seen = visible(pairs, keys, causal=True)
+    expected = pairs & keys[:, None] & torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    assert seen.pairs is not None
+    assert torch.equal(seen.pairs[:, 0], expected)

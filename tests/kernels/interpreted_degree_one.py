@@ -7,7 +7,6 @@ Not collected by itself: ``test_interpreted.py`` runs this file in a process of 
 
 import support.triton_interpreter  # isort:skip  (before anything imports triton)
 
-import copy
 import math
 from collections.abc import Iterator
 
@@ -19,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 import gfsa
 from gfsa.kernels import one_pass, op
-from gfsa.kernels.coefficients import side_by_side
 from gfsa.kernels.degree_one import combine_degree_one
 from gfsa.kernels.launching import Options, Saved, Tiles, empty_like
 from gfsa.kernels.op import FusedOperator, filter_attention, run_forward
@@ -74,17 +72,6 @@ def test_agrees_with_the_specification(
         assert x.shape == y.shape, name
         most = 2e-6 * max(y.norm(), 1e-3) if y.any() else rounding
         assert (x.double() - y).norm() <= most, name
-
-
-@pytest.mark.parametrize("heads", [1, 3])
-def test_a_fixed_share_is_read_where_it_is(heads: int) -> None:
-    layer = copy.deepcopy(gfsa.Exclusive(heads, share=0.6)).float()
-    numbers, share = layer.coefficients(), layer.share()
-    assert share is not None
-    together, apart = side_by_side((numbers, share)), side_by_side((numbers, share.clone()))
-    assert together.data_ptr() == numbers.data_ptr() != apart.data_ptr()
-    assert torch.equal(together, apart)
-    assert together.is_contiguous()
 
 
 @pytest.mark.parametrize("exclusive", [False, True])

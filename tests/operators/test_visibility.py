@@ -78,16 +78,6 @@ def test_an_operator_sees_where_its_map_is_not_zero(
     assert torch.equal(torch.ones_like(expected) if keys is None else keys.expand(B, N), expected)
 
 
-def test_masks_of_libraries_with_a_batch_dimension() -> None:
-    """Three dimensions are sequences here, and heads in an attention call."""
-    pairs = (torch.rand(B, N, N) < 0.5) | torch.eye(N, dtype=torch.bool)
-    keys = torch.ones(B, N, dtype=torch.bool)
-    keys[0, 0] = False
-    visible = Visibility.from_masks(pairs, keys, causal=True)
-    expected = pairs & keys[:, None] & torch.ones(N, N, dtype=torch.bool).tril()
-    assert torch.equal(visible.pairs[:, 0], expected)
-
-
 def test_padding_of_efficient_attention(qk: tuple[Tensor, Tensor]) -> None:
     padding = torch.zeros(B, N, dtype=torch.bool)
     padding[1, 3:] = True

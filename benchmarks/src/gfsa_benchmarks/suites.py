@@ -112,9 +112,9 @@ def _filtered(
         "backend": backend,
     }
     if exclusive:
-        # as gfsa.Exclusive keeps them, side by side; neither coefficients nor shares are learned
-        numbers = torch.tensor([[0.0, 1.0, 1.0]] * shape.heads, device=setting.device)
-        coeffs, options["exclusive"] = numbers[:, :2], numbers[:, 2]
+        # as gfsa.Exclusive: neither coefficients nor shares are learned
+        coeffs = torch.tensor([[0.0, 1.0]] * shape.heads, device=setting.device)
+        options["exclusive"] = torch.ones(shape.heads, device=setting.device)
 
     def run(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor = coeffs) -> Tensor:
         return graph_filter_attention(q, k, v, coeffs, **options)

@@ -368,13 +368,8 @@ class GraphFilter(nn.Module):
         with torch.inference_mode(False):
             self.base = self._exact_base.to(device, dtype)
             self.basis = self._exact_basis.to(device, dtype)
-            if self._exact_share is None:
-                return
-            self.base_share = self._exact_share.to(device, dtype)
-            if self._start.shape[1] == 0:
-                # side by side in memory, as kernels read them
-                both = torch.cat((self.base, self.base_share[:, None]), 1)
-                self.base, self.base_share = both[:, :-1], both[:, -1]
+            if self._exact_share is not None:
+                self.base_share = self._exact_share.to(device, dtype)
 
     def reset_parameters(self) -> None:
         """Set θ back to its initial value; deferred initialisation calls this."""

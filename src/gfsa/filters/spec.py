@@ -113,7 +113,7 @@ def build(
     ``name`` is that of the layer, which has ``heads``; ``source`` is where the description is from.
     """
     arguments = entry.get("arguments")
-    described = arguments.get("num_heads") if isinstance(arguments, dict) else None
+    described = arguments.get("num_heads", heads) if isinstance(arguments, dict) else heads
     if type(described) is not int or described != heads:
         raise ValueError(
             f"{source} has a filter for {described!r:.40} heads, {name} has {heads}; load it into "

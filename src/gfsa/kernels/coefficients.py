@@ -113,23 +113,12 @@ def columns(
             values[:, 2] = share
         return values
     if share is not None:
-        return side_by_side((numbers, share))
+        return torch.cat((numbers, share[:, None]), 1)
     numbers = numbers.contiguous()
     if numbers.shape[1] < count:
         # one launch, where torch takes two; nothing is learned, so θ and its basis are not read
         return _folded(numbers, numbers, numbers, 0)
     return numbers
-
-
-def side_by_side(columns: tuple[Tensor, Tensor]) -> Tensor:
-    """Coefficients and then a share, without a launch where memory has them so already."""
-    numbers, share = columns
-    heads, powers = numbers.shape
-    width = powers + 1
-    behind = numbers.data_ptr() + powers * numbers.element_size()
-    if numbers.stride() == (width, 1) and share.stride() == (width,) and share.data_ptr() == behind:
-        return numbers.as_strided((heads, width), (width, 1))
-    return torch.column_stack(columns)
 
 
 def gradients(

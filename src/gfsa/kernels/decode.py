@@ -29,7 +29,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from gfsa.kernels.coefficients import side_by_side
 from gfsa.kernels.launching import (
     LOG2E,
     Direct,
@@ -324,15 +323,11 @@ def decode(
         share: of the exclusive term, ``(H,)`` or one number for all heads.
     """
     theta, base, basis = numbers_of(coeffs if share is None else value_of(coeffs), q.shape[1])
-    exclusive, is_registered = share is not None, needs_registered_operator(q)
+    exclusive = share is not None
     if share is not None:
-        share = share.float().expand(q.shape[1])
-        # what records this call has no addresses
-        join = torch.column_stack if is_registered else side_by_side
-        base = join((base, share))
-    base = base.contiguous()
+        base = torch.cat((base, share.float().expand(q.shape[1])[:, None]), 1)
     token = Token(q, k, v, u, theta, base, basis, mask, length)
-    if is_registered:
+    if needs_registered_operator(q):
         if u is None and counters is None and torch.compiler.is_compiling():
             # torch's compiler fails on an operator none of whose written arguments is given
             counters = new_counters(q.shape[0] * q.shape[1], q.device)
@@ -357,7 +352,7 @@ def numbers_of(
             and basis.is_contiguous()
         ):
             return theta, base, basis
-    return None, value_of(coeffs).float().expand(heads, -1), None
+    return None, value_of(coeffs).float().expand(heads, -1).contiguous(), None
 
 
 def launch_for(

@@ -322,7 +322,7 @@ class FusedOperator(Operator):
             coeffs = _by_head(coeffs, (q.shape[1], -1))
             powers = coeffs.shape[1]
         if exclusive is not None:
-            exclusive = _by_head(exclusive, (q.shape[1],))
+            exclusive = _by_head(exclusive, (q.shape[1],)).contiguous()
             options = options._replace(exclusive=True)
         operation, kernels = self._decided(powers - 1, options, registered)
         if operation == "around":

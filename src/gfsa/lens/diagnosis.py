@@ -291,7 +291,10 @@ class _Recorder:
         # the layer whose filter ran last, and its record
         self._last: tuple[Layer, _Record] | None = None
         self.watch.start(self._valid, batch)
-        self.options.forward(self.model, batch)
+        try:
+            self.options.forward(self.model, batch)
+        finally:
+            self.watch.is_idle = True
 
     def features(self) -> list[FeatureReading]:
         records = (record for record in self.records.values() if record.features)

@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from gfsa.plugs.running import call
 from gfsa.plugs.saving.checkpoint import load
@@ -154,12 +153,15 @@ def other_inputs(batches: list[Any], other: Source, data: Data, batch: int, toke
     if data.kind in ("random", "tensors"):
         return False
     try:
-        own, own_names = tree_flatten(load_batches(other, data, batch, tokens))
+        own_batches = load_batches(other, data, batch, tokens)
     # whatever a library raises for a tokenizer or settings of images that are not there
     except Exception:
         return False
-    given, names = tree_flatten(batches)
-    return own_names != names or not all(map(torch.equal, own, given))
+    for pair in zip(own_batches, batches, strict=True):
+        own, given = (x if isinstance(x, dict) else {"": x} for x in pair)
+        if own.keys() != given.keys() or not all(torch.equal(own[k], given[k]) for k in own):
+            return True
+    return False
 
 
 def refuse_unfit(source: Source, batch: Any, data: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import Operator
@@ -69,6 +68,12 @@ class Watch:
         self.attention = attention
         self.on_layer = on_layer
         self.on_filter = on_filter
+        # what the modules that run now were called with
+        self._calls: dict[str, _Call] = {}
+        # the layer whose blocks run now
+        self._layer: Layer | None = None
+        # what runs for a measurement, or between two forwards, is not followed
+        self.is_idle = True
         blocks = _blocks_around(model, attention)
         self._layer_of = {block: name for name, around in blocks.items() for block in around}
         # the model, "", and all modules in it that contain blocks
@@ -97,16 +102,16 @@ class Watch:
         """
         self._valid = valid
         self._batch = _Call(_with_batches({"batch": batch}))
-        # what the modules that run now were called with
-        self._calls: dict[str, _Call] = {}
-        # the layer whose blocks run now
-        self._layer: Layer | None = None
-        self._is_measuring = False
+        self._calls.clear()
+        self._layer, self.is_idle = None, False
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not name and not self.is_idle:
+            # an earlier call of the model may have ended in a layer
+            self._layer = None
         self._calls[name] = _Call.of(module, args, kwargs)
         # the first block to begin is the outermost one around its attention
-        if self._layer is None and name in self._layer_of and not self._is_measuring:
+        if self._layer is None and name in self._layer_of and not self.is_idle:
             self._layer = Layer(self._layer_of[name], module, first_tensor((args, kwargs)))
 
     @torch.no_grad()
@@ -115,7 +120,7 @@ class Watch:
     ) -> None:
         self._calls.pop(name, None)
         layer, x = self._layer, first_tensor(output)
-        if layer is None or name not in self._layer_of or self._is_measuring:
+        if layer is None or name not in self._layer_of or self.is_idle:
             return
         # blocks end from the inside out, so what leaves the outermost one is kept
         if layer.attended is not None and x is not None:
@@ -133,7 +138,7 @@ class Watch:
         """The hook on a filter, whose arguments show the tokens and the masks of the layer."""
         # what is checkpointed runs again in a backward
         is_forward = torch._C._current_graph_task_id() == -1
-        if self._is_measuring or args[1].is_nested or not is_forward:
+        if self.is_idle or args[1].is_nested or not is_forward:
             return
         layer = self._layer
         if layer is None or layer.name != name:
@@ -153,10 +158,9 @@ class Watch:
         if layer.mask((*samples, length), v.device) is None:
             # this one reads all entries of a map
             layer.masks.append([shown_by_map(operator, v)])
-        # what runs for a measurement is not followed itself
-        self._is_measuring = True
+        self.is_idle = True
         self.on_filter(layer, filter, operator, v, output)
-        self._is_measuring = False
+        self.is_idle = False
         if layer is not self._layer:
             self.on_layer(layer)
 
@@ -281,11 +285,15 @@ def _is_in(container: str, name: str) -> bool:
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first floating-point tensor in a block's input or output, which may be nested tuples."""
-    tensors = (part for part in tree_leaves(value) if isinstance(part, Tensor))
-    # a nested tensor has no axis of tokens
-    found = (x for x in tensors if x.is_floating_point() and not x.is_nested and x.dim() >= 2)
-    return next(found, None)
+    """The first floating-point tensor in a block's input or output: nested tuples, lists, dicts."""
+    if isinstance(value, Tensor):
+        # a nested tensor has no axis of tokens
+        has_tokens = value.is_floating_point() and value.dim() >= 2 and not value.is_nested
+        return value if has_tokens else None
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    parts = value if isinstance(value, (tuple, list)) else ()
+    return next((x for x in map(first_tensor, parts) if x is not None), None)
 
 
 AXES_IN_DOUBT = (

@@ -45,21 +45,6 @@ class Visibility:
     )
 
     @classmethod
-    def from_masks(
-        cls, pairs: Tensor | None = None, keys: Tensor | None = None, causal: bool = False
-    ) -> Visibility:
-        """The visibility that a library's masks describe.
-
-        Args:
-            pairs: bool (True is visible) or additive, ``(N, N)``, ``(B, N, N)`` or
-                ``(B, H, N, N)``, the queries' axis possibly of size 1.
-            keys: bool ``(B, N)``, True where a token counts.
-        """
-        if pairs is not None:
-            pairs = pairs[:, None] if pairs.dim() == 3 else pairs[(None,) * (4 - pairs.dim())]
-        return cls._of(pairs, None if keys is None else keys[:, None], causal)
-
-    @classmethod
     def packed(cls, cu_seqlens: Tensor, length: int, window: int | None = None) -> Visibility:
         """Causal documents packed into one row of ``length`` tokens.
 
@@ -76,27 +61,19 @@ class Visibility:
         """The visibility in an attention call, whose mask broadcasts to ``(..., H, N, N)``."""
         if call.visible is not None:
             return call.visible
-        mask = call.attn_mask
-        if mask is not None:
-            mask = mask[(None,) * (max(3, call.q.dim()) - mask.dim())]
-            mask = mask.expand(*mask.shape[:-1], call.k.shape[-2])
-        return cls._of(mask, None, call.is_causal)
-
-    @classmethod
-    def _of(cls, pairs: Tensor | None, keys: Tensor | None, causal: bool) -> Visibility:
-        """From a mask ``(..., H or 1, N or 1, N)`` and keys ``(..., 1, N)``."""
+        pairs = call.attn_mask
         if pairs is None:
-            return cls(keys, None, causal)
+            return cls(causal=call.is_causal)
+        pairs = pairs[(None,) * (max(3, call.q.dim()) - pairs.dim())]
+        pairs = pairs.expand(*pairs.shape[:-1], call.k.shape[-2])
         if pairs.is_floating_point():
             # libraries write -inf, or the smallest number
             pairs = pairs > torch.finfo(pairs.dtype).min / 2
         pairs = pairs.bool()
-        if keys is not None:
-            pairs = pairs & keys[..., None, :]
         if pairs.shape[-2] == 1:
             # the same keys for every query
-            return cls(pairs[..., 0, :], None, causal)
-        if causal:
+            return cls(pairs[..., 0, :], None, call.is_causal)
+        if call.is_causal:
             size = pairs.shape[-2], max(pairs.shape[-2:])
             pairs = pairs & torch.ones(size, dtype=torch.bool, device=pairs.device).tril()
         return cls(None, pairs)

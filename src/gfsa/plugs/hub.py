@@ -59,8 +59,8 @@ def push_to_hub(
         weights: upload what ``model.save_pretrained`` writes, too: a whole transformers model for
             :func:`gfsa.from_pretrained`, or an adapter of peft for :func:`gfsa.load_peft`. Weights
             of an earlier upload under other file names are deleted.
-        base_model: the backbone's name on the Hub, for the card; by default the name that a
-            model of transformers was loaded from.
+        base_model: the backbone's name on the Hub, for the card; by default the name that the
+            model was loaded from, if it knows one.
         results: metric → value, for the card.
         private: whether a new repository is private.
         revision: the branch to commit to.
@@ -78,7 +78,8 @@ def push_to_hub(
     results = {} if results is None else results
     _refuse(model, repository, weights, base_model, results)
     hub = hub_library("gfsa.push_to_hub")
-    loaded_from = getattr(getattr(model, "config", None), "_name_or_path", None)
+    of_timm: Any = getattr(model, "pretrained_cfg", None) or {}
+    loaded_from = getattr(getattr(model, "config", None), "_name_or_path", of_timm.get("hf_hub_id"))
     if base_model is None and isinstance(loaded_from, str) and is_hub_name(loaded_from):
         base_model = None if Path(loaded_from).exists() else loaded_from
     place = json.dumps(repository)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gfsa.filters.spec import check_number
+from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.saving.identity import some_of
 from gfsa.plugs.sites import filters_of
 
@@ -271,22 +272,17 @@ def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
     is_new_muon = "Muon" in kind and optimizer not in _MUONS
     if is_new_muon:
         _MUONS.add(optimizer)
+    orthogonalised = set()
     # keyrefs is one operation: meanwhile another thread may plug a model
     for model in [reference() for reference in _WATCHED.keyrefs()]:
         if model is None or (_WATCHED[model][0] == _STEPS and not is_new_muon):
             continue
         steps, before = _WATCHED[model]
-        learned = {p: n for n, f in filters_of(model).items() for p in f.parameters()}
+        filters = {f"{n}.{CHILD}".lstrip("."): f for n, f in filters_of(model).items()}
+        learned = {p: name for name, f in filters.items() for p in f.parameters()}
         # some implementations have groups for AdamW, too
         matrices = _held_by(g for g in optimizer.param_groups if g.get("use_muon", True))
-        names = {name for p, name in learned.items() if is_new_muon and id(p) in matrices}
-        if names:
-            warnings.warn(
-                f"{kind} has the filters {some_of(names)}, and orthogonalises their numbers "
-                "as if they were a matrix: give it the other weights, and the filters to AdamW "
-                "(gfsa.parameter_groups(model, ...) has a group of each)",
-                stacklevel=3,
-            )
+        orthogonalised |= {n for p, n in learned.items() if is_new_muon and id(p) in matrices}
         if steps == _STEPS:
             continue
         held = _held_by(optimizer.param_groups)
@@ -307,6 +303,13 @@ def _look_at(optimizer: Any, args: Any, kwargs: Any) -> None:
                     "filters as they are, call requires_grad_(False) on them",
                     stacklevel=3,
                 )
+    if orthogonalised:
+        warnings.warn(
+            f"{kind} has the filters {some_of(orthogonalised)}, and orthogonalises their numbers "
+            "as if they were a matrix: give it the other weights, and the filters to AdamW "
+            "(gfsa.parameter_groups(model, ...) has a group of each)",
+            stacklevel=3,
+        )
 
 
 def _held_by(groups: Iterable[dict[str, Any]]) -> set[int]:

@@ -204,10 +204,12 @@ def _read(state_dict: Any) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
     """The parameter of a checkpoint, layer → one number per head, and all other weights."""
     tensors = _unwrapped(state_dict)
     found = [key for key in tensors if key.endswith((".lamb", ".w_K"))] or [
-        # a normalisation may call its bias beta; it has a gamma beside it
+        # an activation may call a number beta, and a normalisation its bias, beside a gamma
         key
-        for key in tensors
-        if key.endswith(".beta") and f"{key.rpartition('.')[0]}.gamma" not in tensors
+        for key, x in tensors.items()
+        if key.endswith(".beta")
+        and (x.dim() and x.numel() == max(x.shape))
+        and f"{key.rpartition('.')[0]}.gamma" not in tensors
     ]
     parameters = {key.rpartition(".")[2] for key in found}
     # some versions have axes of length 1 beside that of the heads

@@ -26,6 +26,8 @@ from support.plugging import randomise
 
 VOCABULARY = 96
 NEW_TOKENS = 40
+VARIED = 6
+"""How many different tokens each text has at least."""
 LENGTHS = (3, 7, 12, 17, 21, 26, 33, 38, 47, 52, 61, 64, 70, 83, 97, 130)
 
 _SIZES: dict[str, Any] = {
@@ -174,10 +176,20 @@ def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 def make(recipe: str, folder: Path) -> None:
     """Build, plug and save a model, load it again, and let transformers generate."""
-    architecture, plug = RECIPES[recipe]
     # a forked process has none of the threads of its parent's pool
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    for seed in range(10):
+        texts = _made(recipe, folder, seed)
+        # some random weights repeat few tokens, which would hide an error
+        if min((len(set(text.tokens)) for text in texts[0]), default=VARIED) >= VARIED:
+            break
+    (folder / "texts").write_text(json.dumps([[asdict(text) for text in part] for part in texts]))
+
+
+def _made(recipe: str, folder: Path, seed: int) -> list[list[Text]]:
+    """What the plugged model of this seed generates, and the model without filters."""
+    architecture, plug = RECIPES[recipe]
+    torch.manual_seed(seed)
     model = build(architecture).eval()
     model.save_pretrained(folder / "plain")
     plug(model)
@@ -195,7 +207,7 @@ def make(recipe: str, folder: Path) -> None:
         )
         assert len(gfsa.filters_of(plugged)) == len(gfsa.filters_of(model))
         texts = [_texts(plugged, prompts_of()), _texts(load(folder / "plain"), prompts_of()[:4])]
-    (folder / "texts").write_text(json.dumps([[asdict(text) for text in part] for part in texts]))
+    return texts
 
 
 def _texts(model: Any, prompts: list[list[int]]) -> list[Text]:

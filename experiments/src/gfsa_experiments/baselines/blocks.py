@@ -178,6 +178,34 @@ def library_of(module: nn.Module) -> str:
     return type(module).__module__.partition(".")[0]
 
 
+def visible(
+    pairs: Tensor | None = None, keys: Tensor | None = None, causal: bool = False
+) -> Visibility:
+    """What queries see by a library's masks.
+
+    Args:
+        pairs: bool (True is visible) or additive, ``(N, N)``, ``(B, N, N)`` or ``(B, H, N, N)``,
+            the queries' axis possibly of size 1.
+        keys: bool ``(B, N)``, True where a token counts.
+    """
+    if pairs is None:
+        return Visibility(None if keys is None else keys[:, None], causal=causal)
+    pairs = pairs[:, None] if pairs.dim() == 3 else pairs[(None,) * (4 - pairs.dim())]
+    if pairs.is_floating_point():
+        # libraries write -inf, or the smallest number
+        pairs = pairs > torch.finfo(pairs.dtype).min / 2
+    pairs = pairs.bool()
+    if keys is not None:
+        pairs = pairs & keys[:, None, None]
+    if pairs.shape[-2] == 1:
+        # the same keys for every query
+        return Visibility(pairs[..., 0, :], causal=causal)
+    if causal:
+        size = pairs.shape[-2], max(pairs.shape[-2:])
+        pairs = pairs & torch.ones(size, dtype=torch.bool, device=pairs.device).tril()
+    return Visibility(pairs=pairs)
+
+
 def _transformers(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
     mask = given.get("attention_mask")
     described = getattr(mask, "visible", None)
@@ -192,12 +220,12 @@ def _transformers(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibi
         raise TypeError(f"a mask of type {kind} cannot be read; use attn_implementation='sdpa'")
     if mask.dim() == 2:
         # flash attention's mask contains padding only
-        return Visibility.from_masks(keys=mask.bool(), causal=causal)
-    return Visibility.from_masks(mask)
+        return visible(keys=mask.bool(), causal=causal)
+    return visible(mask)
 
 
 def _timm(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
-    return Visibility.from_masks(given.get("attn_mask"), causal=bool(given.get("is_causal", False)))
+    return visible(given.get("attn_mask"), causal=bool(given.get("is_causal", False)))
 
 
 def _torch(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
@@ -213,14 +241,14 @@ def _torch(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
     if padding is not None:
         seen = ~padding if padding.dtype == torch.bool else padding == 0
         padding = seen[None] if seen.dim() == 1 else seen
-    return Visibility.from_masks(pairs, padding)
+    return visible(pairs, padding)
 
 
 def _own(attention: Any, given: Mapping[str, Any], graph: tuple[Any, ...]) -> Visibility:
     mask = graph[0] if graph else None
     if isinstance(attention, SoftmaxAttention):
-        return Visibility.from_masks(mask)
-    return Visibility.from_masks(keys=None if mask is None else ~mask)
+        return visible(mask)
+    return visible(keys=None if mask is None else ~mask)
 
 
 _OF_TORCH = {"attn_mask", "key_padding_mask", "src_key_padding_mask", "src_mask"}

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -23,7 +25,6 @@ from torch.utils.data import Dataset, default_collate
 from gfsa_experiments.data import own
 from gfsa_experiments.data.files import check_count, read_npz, source_of
 from gfsa_experiments.engine.batches import SeededItems
-from gfsa_experiments.engine.checkpoints import isolated_generators
 from gfsa_experiments.engine.config import (
     CountOrZero,
     NotNegative,
@@ -336,6 +337,20 @@ class Normalise:
         return torch.addcmul(self._shift, images, self._scale).contiguous()
 
 
+@contextmanager
+def _seeded_by_torch() -> Iterator[None]:
+    """timm draws from Python and numpy: seeded from torch's generator, which checkpoints store."""
+    states = random.getstate(), np.random.get_state()
+    seed = int(torch.randint(2**31, ()))
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
 def crop_and_flip(pixels: Tensor, padding: int) -> Tensor:
     """Each image of ``(B, H, W, 3)`` shifted by up to ``padding`` pixels, filled with black, and
     randomly mirrored."""
@@ -412,8 +427,7 @@ class ImageTask(Task):
         config, images, labels = self.config, batch["images"], batch["labels"]
         if self.normalise is not None:
             images = self.normalise(crop_and_flip(images, _PADDING))
-        # timm draws from Python and numpy too: seeded from torch, whose state checkpoints store
-        with isolated_generators(int(torch.randint(2**31, ()))):
+        with _seeded_by_torch():
             if self.normalise is not None and config.erase:
                 images = RandomErasing(config.erase, mode="pixel", device=images.device)(images)
             if not (config.mixup or config.cutmix):

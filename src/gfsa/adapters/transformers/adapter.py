@@ -202,6 +202,8 @@ class _Arguments(NamedTuple):
     positional: tuple[str, ...]
     # the names of queries and keys, if it takes both
     pair: tuple[str, str] | None
+    # its arguments that say which layer of the cache is meant
+    cache_index: tuple[str, ...]
     # how many positional arguments come before the first that the hook looks for
     others_first: int
     # as source_of the module
@@ -212,9 +214,10 @@ class _Arguments(NamedTuple):
         positional = tuple(inspect.signature(kind.forward).parameters)[1:]
         names = set(positional)
         pair = next((pair for pair in _QUERY_AND_KEY if names.issuperset(pair)), None)
-        wanted = _OTHER_TOKENS.union(_CACHES, _CACHE_INDEX, pair or ()).intersection(names)
+        index = tuple(name for name in _CACHE_INDEX if name in names)
+        wanted = _OTHER_TOKENS.union(_CACHES, index, pair or ()).intersection(names)
         others_first = min(map(positional.index, wanted), default=len(positional))
-        return cls(positional, pair, others_first, source)
+        return cls(positional, pair, index, others_first, source)
 
 
 def _look_at_inputs(
@@ -235,11 +238,10 @@ def _look_at_inputs(
     for name in _CACHES:
         cache = given.get(name)
         if cache is not None:
-            index = (
-                given["layer_idx"] if "layer_idx" in given else getattr(module, "layer_idx", None)
-            )
-            if index is not None and "cycle_offset" in given:
-                index += given["cycle_offset"]
+            index: int | None = getattr(module, "layer_idx", None)
+            if arguments.cache_index:
+                index = given.get("layer_idx", index)
+                index = None if index is None else index + given.get("cycle_offset", 0)
             if module.gfsa.first_values is not None:
                 mix_into(cache, index, module)
             # a compiled call would check all that is read here, for every token

@@ -157,7 +157,14 @@ def _biased_mask(bias: Tensor, mask: Tensor | None, causal: bool, query: Tensor)
 
 
 def _eager_operator(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, **kwargs: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    /,
+    dropout: float,
+    **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
     """The map that the model's own eager code computes, including its dropout."""
     mask = written_out(_with_chosen_keys(module, query, key, mask, kwargs))
@@ -216,7 +223,7 @@ class _EagerOperator(Operator):
 
 
 def _any_operator(
-    name: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    name: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, /, **kwargs: Any
 ) -> tuple[Operator, Tensor]:
     """Flash, flex or any other registered attention function, called once per pass."""
     function = functions_of(type(module))[name]

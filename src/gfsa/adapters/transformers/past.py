@@ -141,13 +141,17 @@ class LayerPast:
     def _refuse_another(self, companions: Any) -> None:
         """Raise unless these companions belong to the tokens that the layer holds."""
         for companion in companions:
-            if type(companion) is not GrowingPowers:
-                # these count fillings
+            if type(companion) is GrowingPowers:
+                known = companion.length
+            elif type(companion) is WindowPowers and not torch.compiler.is_compiling():
+                known = companion.cumulative_length
+            else:
+                # the layer alone counts its tokens
                 break
-            if companion.length + self.new != (held := self.layer.get_seq_length()):
+            if known + self.new != (held := self.layer.get_seq_length()):
                 raise ValueError(
                     f"the cache holds {int(held) - self.new} earlier tokens, but the powers of "
-                    f"{companion.length}: {_CAUSES}"
+                    f"{int(known)}: {_CAUSES}"
                 )
         name = _fillings_for(self.owner)
         fillings = getattr(self.layer, name, None)

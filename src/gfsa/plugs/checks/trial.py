@@ -177,7 +177,8 @@ class _Watch:
     def _look(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a layer with an adapter of the user's own: whether its tokens are its own."""
         try:
-            with same_random_numbers(module.parameters()):
+            # the forward itself follows, and finds what a layer keeps as it was
+            with same_random_numbers(module.parameters()), unchanged(module):
                 crosses = _crosses(module, self.planned[name][1], args, kwargs)
         except torch.OutOfMemoryError:
             raise
@@ -281,6 +282,13 @@ def _crosses(module: nn.Module, filter: GraphFilter, args: Any, kwargs: Any) -> 
         leaves[id(x)] = leaves.get(id(first), x.detach().clone().requires_grad_())
     operator: Any = None
 
+    def own(argument: Any) -> Any:
+        try:
+            return own_argument(argument, leaves)
+        except Exception:
+            # some objects cannot be copied
+            return argument
+
     def reach(filter: nn.Module, args: Any) -> None:
         nonlocal operator
         operator = next(iter(args), None)
@@ -293,8 +301,7 @@ def _crosses(module: nn.Module, filter: GraphFilter, args: Any, kwargs: Any) -> 
             stack.callback(weight.requires_grad_, weight.requires_grad)
             weight.requires_grad_(True)
         with suppress(Reached):
-            own = [own_argument(x, leaves) for x in args]
-            module.forward(*own, **{name: own_argument(x, leaves) for name, x in kwargs.items()})
+            module.forward(*map(own, args), **{name: own(x) for name, x in kwargs.items()})
         if isinstance(operator, LinearOperator):
             sides = operator.rows, operator.columns
         elif isinstance(getattr(operator, "call", None), AttentionCall):

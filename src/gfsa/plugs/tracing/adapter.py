@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator
@@ -106,10 +105,7 @@ class Trace(Watch):
         for check in checks_of(self.filter):
             # hooks inside of a compiled flex_attention do nothing
             check.called = True
-        if self.filtered is None:
-            return result
-        # H in place of A, in whatever the module returned
-        return tree_map_only(Tensor, self._filtered_map, result)
+        return result if self.filtered is None else self._with_filtered_maps(result)
 
     def takes_dropout(self, p: float) -> bool:
         # entries of H are dropped instead, if the filter's dropout comes after it
@@ -200,6 +196,19 @@ class Trace(Watch):
         self.layout = HeadLayout(len(scores), -3) if verified is None else verified.layout
         heads = self.filter.num_heads
         return None if self.layout.fits(scores, heads) else no_heads(scores, heads)
+
+    def _with_filtered_maps(self, result: Any) -> Any:
+        """What a module returned, with H in place of A; dicts are changed in place."""
+        if isinstance(result, Tensor):
+            return self._filtered_map(result)
+        if isinstance(result, tuple) and hasattr(result, "_fields"):
+            return type(result)(*map(self._with_filtered_maps, result))
+        if isinstance(result, (list, tuple)):
+            return type(result)(map(self._with_filtered_maps, result))
+        if isinstance(result, dict):
+            for key in list(result):
+                result[key] = self._with_filtered_maps(result[key])
+        return result
 
     def _filtered_map(self, x: Tensor) -> Tensor:
         """H in place of ``x``, if that is an attention map that the module returns."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+from collections import UserDict
 from contextlib import nullcontext
 from typing import Any
 
@@ -144,6 +145,42 @@ def test_loaders_of_labelled_data_and_generators() -> None:
     generator = (torch.randn(2, 8, 16) for _ in range(3))
     report = diagnose({"a": model, "b": model}, generator, max_batches=2)
     assert [reading.samples for reading in report.models.values()] == [4, 4]
+
+
+def test_batches_that_the_measured_model_makes_are_not_measured() -> None:
+    model, x = TinyEncoder(), torch.randn(2, 8, 16)
+    with torch.no_grad():
+        made = [model.blocks[0](x) for _ in range(2)]
+        report = diagnose(model, (model.blocks[0](x) for _ in range(2)))
+    assert only(report).features == only(diagnose(model, iter(made))).features
+
+
+@pytest.mark.parametrize("kind", [UserDict, type("Output", (dict,), {})])
+def test_features_are_found_in_containers_of_other_classes(kind: Any) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+            return kind(hidden=self.block(x, mask))
+
+    class Opening(nn.Module):
+        def __init__(self, blocks: nn.ModuleList) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(map(Wrapped, blocks))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)["hidden"]
+            return x
+
+    model, x = TinyEncoder(depth=2).eval(), torch.randn(3, 8, 16)
+    found = only(diagnose(Opening(model.blocks), x))
+    with torch.no_grad():
+        states = [x, model.blocks[0](x), model.blocks[1](model.blocks[0](x))]
+    expected = expected_cosines(states, None)
+    assert [feature.cosine for feature in found.features] == pytest.approx(expected)
 
 
 def test_selected_layers_only() -> None:

@@ -233,6 +233,26 @@ def test_weights_that_a_module_returns_are_those_of_the_filter(way):
     assert weights.shape == plain.shape
 
 
+def test_weights_are_found_in_whatever_holds_them():
+    class Output(dict):
+        pass
+
+    class Holding(Returning):
+        def forward(self, x: Tensor):
+            y, weights = super().forward(x)
+            self.kept = Output(y=y, more=[weights])
+            return self.kept
+
+    module = Holding().eval()
+    module.way = "as_they_are"
+    plain = module(X)["more"][0]
+    gfsa.plug(module, unknown="trace", wK=0.3)
+    found = module(X)
+    assert not torch.allclose(found["more"][0], plain)
+    # as a module that fills its caller's dict expects
+    assert found is module.kept
+
+
 def test_maps_are_not_built_where_they_are_not_returned(monkeypatch):
     monkeypatch.delattr(gfsa.GraphFilter, "map")
     assert traced("matmul")(X).isfinite().all()

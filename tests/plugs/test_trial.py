@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -307,6 +309,33 @@ def test_an_adapter_that_computes_another_attention_is_refused(
     monkeypatch.setitem(_registered, Causal, SwapClass(Faithful, "num_heads"))
     model = Model(Causal(), Attention(), Causal()).to(dtype)
     assert not gfsa.plug(model, unknown="trace", inputs=x, filter=filter).skipped
+
+
+class Counting(Causal):
+    """Attention whose tokens depend on how often it ran, and that takes what cannot be copied."""
+
+    def forward(self, x: Tensor, lock: Any = None) -> Tensor:
+        self.turns = getattr(self, "turns", 0) + 1
+        return super().forward(x * self.turns)
+
+
+def test_an_adapter_of_the_users_own_finds_its_state_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Resetting(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                layer.turns = 0
+                x = x + layer(x, lock=threading.Lock())
+            return x
+
+    class Filtered(Counting):
+        attend = Faithful.attend
+
+    monkeypatch.setitem(_registered, Counting, SwapClass(Filtered, "num_heads"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(plug(Resetting(Counting(), Counting())).plugged) == 2
 
 
 def test_a_model_that_differs_from_run_to_run_is_not_judged() -> None:

@@ -112,7 +112,7 @@ def build(
 
     ``name`` is that of the layer, which has ``heads``; ``source`` is where the description is from.
     """
-    arguments = entry.get("arguments")
+    arguments: Any = entry.get("arguments")
     described = arguments.get("num_heads", heads) if isinstance(arguments, dict) else heads
     if type(described) is not int or described != heads:
         raise ValueError(
@@ -122,7 +122,7 @@ def build(
     try:
         # on the host and trainable, wherever load is called
         with torch.device("cpu"), torch.inference_mode(False):
-            built = kind_named(entry.get("kind"))(**entry["arguments"])
+            built = kind_named(entry.get("kind"))(**arguments)
             if entry.get("exclusive") is not None:
                 built.exclude(**entry["exclusive"])
             if entry.get("depth"):

@@ -93,9 +93,9 @@ def evaluate(coeffs: Coefficients) -> Tensor:
 
 def _folded(theta: Tensor, base: Tensor, basis: Tensor, learned: int) -> Tensor:
     heads, powers = base.shape
-    values = base.new_empty(heads, 3)
-    launch = _fold(base.device.index, heads, learned, powers)
-    on_device_of(base, launch, (), theta, base, basis, values)
+    values = theta.new_empty(heads, 3)
+    launch = _fold(theta.device.index, heads, learned, powers)
+    on_device_of(theta, launch, (), theta, base, basis, values)
     return values
 
 

@@ -158,7 +158,9 @@ def plug(
                 "others pass filter=lambda heads: gfsa.Polynomial(heads, degree=…)"
             )
         given["K"] = None if degree == 1 else given.get("K", 3)
-    place = check_dropout_place(given.pop("dropout_after", "attention"))
+    place: DropoutPlace = given.pop("dropout_after", "attention")
+    if place != "attention":
+        check_dropout_place(place)
     if unknown not in get_args(Unknown):
         raise ValueError(f"unknown must be one of {get_args(Unknown)}, got {unknown!r}")
     attempt = functools.partial(_tried, model, layers, _factory(filter, given), place)

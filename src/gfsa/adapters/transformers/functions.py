@@ -157,14 +157,7 @@ def _biased_mask(bias: Tensor, mask: Tensor | None, causal: bool, query: Tensor)
 
 
 def _eager_operator(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    /,
-    dropout: float,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Any, mask: Any, /, dropout: Any, **kwargs: Any
 ) -> tuple[Operator, Tensor]:
     """The map that the model's own eager code computes, including its dropout."""
     mask = written_out(_with_chosen_keys(module, query, key, mask, kwargs))

@@ -101,15 +101,6 @@ def test_attention_at_initialisation_has_attentions_bits(dtype: torch.dtype) -> 
         assert torch.equal(mine, plain), name
 
 
-@pytest.mark.parametrize("exclusive", [False, True])
-def test_torchs_attention_gets_a_gradient_laid_out_as_without_a_filter(exclusive: bool) -> None:
-    v, u = (torch.randn(2, 3, 40, 16, requires_grad=True) for _ in range(2))
-    g = torch.randn(2, 40, 3, 16).transpose(1, 2)
-    share = torch.rand(3) if exclusive else None
-    out = combine_degree_one(v, u, torch.tensor([[0.5, 0.9]] * 3), share)
-    assert torch.autograd.grad(out, u, g)[0].stride() == g.stride()
-
-
 @pytest.mark.parametrize("size", [0.0, 1e-25, 1e25, float("inf")])
 def test_a_token_without_a_direction_keeps_what_it_gathered(size: float) -> None:
     """Where the square of v is 0 or not finite, p is 0, in the gradient too."""

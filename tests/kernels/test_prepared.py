@@ -15,6 +15,7 @@ import gfsa
 from gfsa.kernels import coefficients, launching, short
 from gfsa.kernels import decode as kernels
 from gfsa.kernels.decode import PreparedToken
+from gfsa.kernels.degree_one import combine_degree_one
 from gfsa.kernels.launching import Forward, Inputs, Launch, Options, Prepared, Saved
 from gfsa.kernels.op import FusedOperator, kernels_for
 from gfsa.operators import AttentionCall, AttentionOperator, Coefficients
@@ -227,6 +228,26 @@ def test_a_tensor_is_described_once_for_each_place(monkeypatch: pytest.MonkeyPat
     assert keys[places[0].data_ptr()] == f"at {places[0].data_ptr()}"
     # keys and values stay where they are, and are described once
     assert asked.count(places[0].data_ptr()) <= 2 + 2
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize("kind", ["given", "learned"])
+def test_torchs_attention_gets_a_gradient_laid_out_as_without_a_filter(
+    kind: str, exclusive: bool
+) -> None:
+    v, u = (torch.zeros(2, 4, 40, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    g = torch.zeros(2, 40, 4, 16, dtype=torch.bfloat16).transpose(1, 2)
+    numbers = torch.zeros(4, 2, requires_grad=True)
+    learned = Coefficients(numbers, torch.zeros(4, 2), torch.eye(2))
+    share = torch.zeros(4, requires_grad=True) if exclusive else None
+    given = v, u, learned if kind == "learned" else numbers, share
+    with nothing_launched():
+        with torch.no_grad():
+            assert combine_degree_one(*given).stride() == u.stride()
+        wanted = [v, u, numbers, *([] if share is None else [share])]
+        found = torch.autograd.grad(combine_degree_one(*given), wanted, g)
+    assert [x.shape for x in found] == [x.shape for x in wanted]
+    assert found[1].stride() == g.stride()
 
 
 def test_coefficients_are_made_where_their_numbers_lie(monkeypatch: pytest.MonkeyPatch) -> None:

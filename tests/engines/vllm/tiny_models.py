@@ -178,7 +178,7 @@ def make(recipe: str, folder: Path) -> None:
     """Build, plug and save a model, load it again, and let transformers generate."""
     # a forked process has none of the threads of its parent's pool
     torch.set_num_threads(1)
-    for seed in range(10):
+    for seed in range(30):
         texts = _made(recipe, folder, seed)
         # some random weights repeat few tokens, which would hide an error
         if min((len(set(text.tokens)) for text in texts[0]), default=VARIED) >= VARIED:

@@ -285,8 +285,10 @@ def _crosses(module: nn.Module, filter: GraphFilter, args: Any, kwargs: Any) -> 
     def own(argument: Any) -> Any:
         try:
             return own_argument(argument, leaves)
+        except torch.OutOfMemoryError:
+            raise
         except Exception:
-            # some objects cannot be copied
+            # some objects cannot be copied, a lock say: the layer gets the caller's own
             return argument
 
     def reach(filter: nn.Module, args: Any) -> None:

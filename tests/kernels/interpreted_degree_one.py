@@ -1,14 +1,11 @@
-"""Filters of degree 1: the kernels around torch's attention, and the forward kernel of one pass.
+"""Filters of degree 1: the kernels around torch's attention, and the operator of one sweep.
 
-The gradient of one pass is Gluon's.
+The kernels of one sweep are Gluon's.
 
 Not collected by itself: ``test_interpreted.py`` runs this file in a process of its own.
 """
 
 import support.triton_interpreter  # isort:skip  (before anything imports triton)
-
-import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,10 +14,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gfsa
-from gfsa.kernels import one_pass, op
+from gfsa.kernels import op, sweep
 from gfsa.kernels.degree_one import combine_degree_one
-from gfsa.kernels.launching import Options, Saved, Tiles, empty_like
-from gfsa.kernels.op import FusedOperator, filter_attention, run_forward
+from gfsa.kernels.launching import Inputs, Options, Saved, empty_like
+from gfsa.kernels.op import FusedOperator, filter_attention
 from gfsa.kernels.routes import Kernels
 from gfsa.operators import AttentionCall, DenseOperator
 from support.fused_cases import (
@@ -29,7 +26,6 @@ from support.fused_cases import (
     assert_learns_by_the_kernels,
     error,
 )
-from support.nothing_launched import fresh_launches
 
 assert support.triton_interpreter
 
@@ -126,106 +122,42 @@ def test_rounded_once() -> None:
     assert (off <= 2**-11 * 1.001 * exact.abs() + 2**-25).all()
 
 
-IN_ONE_PASS = [
-    Problem(1, 2, 70, 16),
-    Problem(1, 2, 70, 24, is_causal=True, projected=True),
-    Problem(1, 1, 130, 64, is_causal=True),
-    Problem(1, 4, 20, 16, key_heads=2, is_causal=True, scale=0.7),
-    Problem(1, 1, 1, 8),
-]
-
-
-def run_once(problem: Problem, exclusive: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-    """The output and the logsumexps to base 2, by the kernel and in float64."""
-    q, k, v, coeffs, _ = problem.tensors()
-    scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
-    if not exclusive:
-        coeffs = coeffs[:, :2].contiguous()
-    options = Options(scale, problem.is_causal, exclusive=exclusive)
-    out, u, lse = run_forward("one_pass", q, k, v, coeffs, None, None, options)
-    q, k, v, coeffs = (x.double() for x in (q, k, v, coeffs))
-    operator = DenseOperator.from_qk(q, k, None, problem.is_causal, scale)
-    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
-    if problem.is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
-    exact = scores.logsumexp(-1) / math.log(2)
-    share = coeffs[:, 2] if exclusive else None
-    got = [out, lse[:, :, 0, : q.shape[2]], u]
-    return got, [operator.polynomial(coeffs[:, :2], v, share), exact, operator.apply(v)]
-
-
-def agrees(got: list[Tensor], expected: list[Tensor]) -> None:
-    for x, y in zip(got, expected, strict=True):
-        # A·V is kept for the exclusive term alone
-        if x.numel():
-            assert x.shape == y.shape
-            assert (x.double() - y).norm() <= 2e-6 * max(y.norm(), 1e-3)
-
-
-@pytest.mark.parametrize("exclusive", [False, True])
-@pytest.mark.parametrize("problem", IN_ONE_PASS, ids=str)
-def test_one_pass_agrees_with_the_specification(problem: Problem, exclusive: bool) -> None:
-    agrees(*run_once(problem, exclusive))
-
-
 @pytest.fixture
-def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    rows, cols = request.param
-    monkeypatch.setattr(one_pass, "tiles", lambda *_: Tiles(rows, cols, 4, 2))
-    with fresh_launches():
-        yield
+def dense_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweep and its gradient, whose kernels no interpreter runs, by the specification."""
 
-
-@pytest.mark.parametrize("tiles", [(16, 32), (32, 16)], indirect=True, ids=str)
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.usefixtures("tiles")
-def test_tiles_of_any_size(is_causal: bool) -> None:
-    agrees(*run_once(Problem(1, 1, 50, 24, is_causal=is_causal)))
-
-
-def test_every_block_of_every_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whatever order the programs take them: two heads together, then the one that is left."""
-    problem = Problem(1, 3, 70, 16, is_causal=True)
-    monkeypatch.setattr(one_pass, "_heads_together", lambda problem: 2)
-    with fresh_launches():
-        agrees(*run_once(problem))
-
-
-def test_heads_together_fill_the_cache() -> None:
-    problem = one_pass.problem_of
-    q = torch.empty(8, 12, 1024, 64, dtype=torch.bfloat16, device="meta")
-    together = one_pass._heads_together
-    assert together(problem(q, q, None, Options(0.1))) == 1
-    assert together(problem(q, q, None, Options(0.1, is_causal=True))) == 96
-    q = torch.empty(64, 12, 1024, 64, dtype=torch.bfloat16, device="meta")
-    assert together(problem(q, q, None, Options(0.1, is_causal=True))) == 96
-
-
-@pytest.fixture
-def dense_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient, whose kernels no interpreter runs, by the specification."""
+    def forward(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, coeffs, _, _, (scale, is_causal, *_), keeps, share = given
+        operator = DenseOperator.from_qk(q, k, None, is_causal, scale)
+        rooms = sweep.kept(q, share is not None and keeps)
+        u = rooms["u"]()
+        if u.numel():
+            u.copy_(operator.apply(v))
+        out = operator.polynomial(coeffs[:, :2], v, share)
+        return empty_like(q).copy_(out), u, rooms["lse"]()
 
     def backward(
         g: Tensor, saved: Saved, options: Options
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q, k, v, u, _, _, coeffs, _, _ = saved
-        scale, is_causal, _, exclusive = options
+        q, k, v, u, _, _, coeffs, _, _, share = saved
+        scale, is_causal, _, exclusive, _ = options
         assert bool(u.numel()) == exclusive
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v, coeffs)]
+            shares = [] if share is None else [share.detach().requires_grad_()]
             operator = DenseOperator.from_qk(*inputs[:2], None, is_causal, scale)
-            share = inputs[3][:, 2] if exclusive else None
-            y = operator.polynomial(inputs[3][:, :2], inputs[2], share)
-        dq, dk, dv, dc = torch.autograd.grad(y, inputs, g)
+            y = operator.polynomial(inputs[3][:, :2], inputs[2], *shares)
+        dq, dk, dv, dc, *da = torch.autograd.grad(y, inputs + shares, g)
         like = [empty_like(x).copy_(dx) for x, dx in ((q, dq), (k, dk), (v, dv))]
-        return *like, dc[:, : 2 + exclusive, None].contiguous()
+        return *like, torch.stack([dc[:, 0], dc[:, 1], *da], 1)[:, :, None]
 
-    decided = Kernels("one_pass", "hopper")
+    decided = Kernels("one_sweep", "hopper")
+    monkeypatch.setitem(op.FORWARD, "one_sweep", forward)
     monkeypatch.setitem(op.GRADIENT, "hopper once", backward)
     monkeypatch.setattr(op, "kernels_of", lambda situation: decided)
 
 
-@pytest.mark.usefixtures("dense_gradient")
+@pytest.mark.usefixtures("dense_sweep")
 def test_a_filter_learns_in_one_pass() -> None:
     """θ's gradient, with checkpointing too, is the specification's."""
     q, k, v, _, g = Problem(2, 3, 20, 16, is_causal=True, projected=True).tensors()
@@ -250,7 +182,7 @@ def test_a_filter_learns_in_one_pass() -> None:
             assert error(x, y) <= 2e-6, work.__name__
 
 
-@pytest.mark.usefixtures("dense_gradient")
+@pytest.mark.usefixtures("dense_sweep")
 def test_registration_of_one_pass() -> None:
     q, k, v = torch.randn(3, 1, 20, 2, 16).transpose(2, 3).unbind(0)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")

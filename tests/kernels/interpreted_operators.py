@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gfsa.kernels import launching, op
 from gfsa.kernels.launching import Options, copyable_by_tile
-from gfsa.kernels.op import FusedOperator, filter_attention, run_forward
+from gfsa.kernels.op import FusedOperator, filter_attention
 from gfsa.operators import AttentionCall, SDPAOperator
 from support.fused_cases import NAMES, Problem, assert_same_bits, error, outcome, run
 
@@ -118,21 +118,13 @@ def test_operator_registration() -> None:
     torch.library.opcheck(op.forward, (*inputs, None, mask, seed, 0.25, True, 0.1, False, True))
 
 
-def by_one_pass(problem: Problem) -> list[Tensor]:
-    q, k, v, coeffs, _ = problem.tensors()
-    options = Options(0.2, problem.is_causal)
-    out, _, lse = run_forward("one_pass", q, k, v, coeffs, None, None, options)
-    return [out, lse]
-
-
 @pytest.mark.parametrize(
     ("compute", "problem"),
     [
         (lambda x: run(x)[0], Problem(1, 2, 70, 24, is_causal=True, projected=True)),
         (lambda x: run(x)[0], Problem(2, 2, 40, 16, mask="keys", key_heads=1)),
-        (by_one_pass, Problem(1, 2, 70, 24, is_causal=True, projected=True)),
     ],
-    ids=["two passes", "grouped heads", "one pass"],
+    ids=["two passes", "grouped heads"],
 )
 def test_on_a_gpu_without_a_copy_engine(
     compute: Callable[[Problem], list[Tensor]], problem: Problem, monkeypatch: pytest.MonkeyPatch

@@ -242,6 +242,9 @@ ONCE = [
     ),
     on_gpu(1, 3, 4100, 128, dtype=FP16, is_causal=True, projected=True),
     on_gpu(1, 4, 5000, 128, key_heads=2, is_causal=True),
+    # features that products leave out
+    on_gpu(2, 8, 700, 96, key_heads=2, is_causal=True, projected=True),
+    on_gpu(1, 3, 1301, 96, dtype=FP16, is_causal=True),
 ]  # fmt: skip
 
 
@@ -276,6 +279,26 @@ def test_degree_one_as_exact_as_attention(problem: Problem) -> None:
     options = {"is_causal": problem.is_causal, "scale": problem.scale, "backend": "fused"}
     options |= {"attn_mask": mask, "enable_gqa": problem.key_heads > 0}
     check_degree_one(problem, mask, partial(graph_filter_attention, **options), False, 0.2)
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize("problem", ONCE, ids=str)
+def test_degree_one_without_a_gradient(problem: Problem, exclusive: bool) -> None:
+    """Other kernels may run than with one."""
+    q, k, v, coeffs, _ = problem.tensors()
+    mask, share = problem.bool_mask(), torch.rand(problem.heads, device="cuda")
+    given = {"exclusive": share} if exclusive else {}
+    options = {"is_causal": problem.is_causal, "scale": problem.scale, "backend": "fused"}
+    options |= {"attn_mask": mask, "enable_gqa": problem.key_heads > 0}
+    with torch.no_grad():
+        out = graph_filter_attention(q, k, v, coeffs[:, :2], **options, **given)
+    dense = DenseOperator.from_qk(
+        *(x.double() for x in (q, k)), mask, problem.is_causal, problem.scale
+    )
+    expected = dense.polynomial(
+        coeffs[:, :2].double(), v.double(), *(x.double() for x in given.values())
+    )
+    assert error(out, expected) <= 2 * attention_errors(problem)[0] + 0.2 * torch.finfo(q.dtype).eps
 
 
 def test_degree_one_keeps_nothing_without_a_gradient() -> None:
@@ -316,6 +339,9 @@ def test_degree_one_in_a_sea_of_nan(length: int, exclusive: bool) -> None:
 
 EXCLUSIVE = [
     on_gpu(2, 4, 100, 64),
+    on_gpu(2, 4, 64, 64, 2, projected=True),
+    on_gpu(2, 4, 250, 64, 2, is_causal=True, projected=True),
+    on_gpu(2, 4, 1000, 96, 2, is_causal=True, projected=True),
     on_gpu(2, 4, 300, 64, 2, dtype=FP16, projected=True),
     on_gpu(2, 4, 1000, 64, is_causal=True, projected=True),
     on_gpu(2, 6, 1024, 64, 2, dtype=FP16, is_causal=True),

@@ -428,6 +428,7 @@ def test_gradients_of_wide_heads_are_as_exact_as_attention(problem: Problem) -> 
 LARGE_WIDE = [
     causal(4, 16, 4096, 128),
     causal(8, 32, 2048, 128, 8, projected=True),
+    Problem(2, 16, 8192, 128, dtype=BF16, device="cuda"),
     # few heads, most of whose blocks are worked on at a time
     causal(1, 3, 32768, 128, 1, dtype=FP16),
 ]

@@ -77,6 +77,7 @@ def drawn(
     if degree == 1:
         # a token without a direction of its own
         v[0, 0, n // 2] = 0.0
+    # and shares, where there is an exclusive term
     coeffs = torch.randn(heads, degree + 1 + exclusive, generator=generator, dtype=torch.float64)
     exact = [q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), coeffs]
     exact = [x.requires_grad_() for x in exact]
@@ -246,34 +247,39 @@ def run_once(
     cols: int,
     powers: int,
     exclusive: bool = False,
+    dim: int = DIM,
+    room: int = DIM,
+    with_sums: bool = True,
 ) -> list[tuple[np.ndarray, torch.Tensor]]:
     """What the kernels of degree 1 give and what the specification gives."""
     batch, heads, group, n = shape
     sums = 2 + exclusive
-    (q_, k_, v_, g_, mixed_, c), _, lses, expected = drawn(shape, visible, 1, exclusive)
+    (q_, k_, v_, g_, mixed_, c), _, lses, expected = drawn(shape, visible, 1, exclusive, dim, room)
+    used = room if room == DIM else hopper.used(dim)
     # logsumexps to base 2, infinite beyond the last query
     length = (n + 15) // 16 * 16
     lse = np.full((batch, heads, 1, length), np.inf)
     lse[..., 0, :n] = lses.numpy() / np.log(2)
     delta = np.full(lse.shape, np.nan)
-    gq, gk, gv = (np.full((batch, heads, n, DIM), np.nan) for _ in range(3))
+    gq, gk, gv = (np.full((batch, heads, n, room), np.nan) for _ in range(3))
     blocks = -(-n // rows)
     parts = np.full((heads, sums, batch * blocks), np.nan)
     padded = np.full((heads, powers), np.nan)
-    padded[:, :sums] = c
+    padded[:, :2] = c[:, :2]
+    share = c[:, 2:].copy()
     du = np.full(g_.shape, np.nan) if exclusive else g_
     spans, kind = np.zeros(0, dtype=int), NO_MASK
     if visible.needs_rows():
         spans, kind = visible.spans(n, CPU).numpy().astype(int), SPANS
     stride = Number(2 * n if len(spans) > 1 else 0)
     numbers = (Number(heads), Number(group), Number(n), SCALE, stride)
-    constants = (DIM, rows, cols, visible.causal, powers, kind, exclusive)
+    constants = (room, rows, cols, visible.causal, used, powers, kind, exclusive)
     gluon_on_cpu.launch(
         kernels["grad_queries_one"],
         (blocks, batch * heads),
         *(Descriptor(x, cols) for x in (k_, v_)),
         *(Descriptor(x, rows) for x in (q_, g_, v_, mixed_, gq, du)),
-        *(Pointer(x.reshape(-1)) for x in (delta, lse, padded, spans)),
+        *(Pointer(x.reshape(-1)) for x in (delta, lse, padded, share, spans)),
         *numbers,
         *constants,
     )
@@ -284,11 +290,13 @@ def run_once(
         *(Descriptor(x, cols) for x in (q_, du)),
         *(Numbers(x, cols) for x in (lse, delta)),
         *(Descriptor(x, rows) for x in (k_, v_, g_, mixed_, gk, gv)),
-        *(Pointer(x.reshape(-1)) for x in (parts, padded, spans)),
+        *(Pointer(x.reshape(-1)) for x in (parts, padded, share, spans)),
         *numbers,
         *constants,
+        with_sums,
     )
-    return list(zip((gq, gk, gv, parts.sum(-1)), expected, strict=True))
+    assert with_sums or np.isnan(parts).all()
+    return list(zip((gq, gk, gv, *[parts.sum(-1)][:with_sums]), expected, strict=False))
 
 
 @pytest.mark.parametrize(
@@ -327,10 +335,20 @@ def test_gradients_of_degree_one(
     visible: Visibility,
     exclusive: bool,
 ) -> None:
-    """Coefficients have a third column for the share, or if they were made for both degrees."""
+    """Coefficients have a third column if they were made for both degrees."""
     batch = 1 if visible.documents is None else len(visible.documents)
-    powers = 3 if exclusive or visible.needs_rows() else 2
+    powers = 3 if visible.needs_rows() else 2
     check(run_once(kernels, (batch, *shape), visible, tile, tile, powers, exclusive))
+
+
+@pytest.mark.parametrize("dim", [80, 96])
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_features_that_degree_one_leaves_out(
+    kernels: dict[str, Any], dim: int, exclusive: bool
+) -> None:
+    """... and gradients of coefficients that are not wanted."""
+    shape, visible = (1, 2, 2, 75), Visibility(causal=True)
+    check(run_once(kernels, shape, visible, 16, 16, 2, exclusive, dim, 128, with_sums=False))
 
 
 def test_no_tile_of_another_document_is_read(

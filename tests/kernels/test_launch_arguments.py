@@ -20,7 +20,7 @@ if routes.TRITON != routes.MEASURED_TRITON:
     pytest.skip("Gluon changes with Triton's version", allow_module_level=True)
 
 SCALE, HEADS, TOKENS = 0.1, 4, 2048
-TOKEN_NAMES = {"out", "u_out", "du_out", "dk_out", "dv_out", "dq_out"}
+TOKEN_NAMES = {"rows_io", "u_out", "du_out", "dk_out", "dv_out", "dq_out"}
 INTEGERS = {"flags", "spans", "plan"}
 COUNTERS = {"flags", "counter"}
 
@@ -70,6 +70,9 @@ def check(launch: Launch, arguments: dict[str, Any], mask: Tensor | None) -> Non
         assert max(block) <= 256, (name, argument)
     for argument, x in arguments.items():
         if not isinstance(x, Tensor) or argument in tiles:
+            continue
+        if argument == "shares" and not arguments["EXCLUSIVE"]:
+            # any address stands in for what is not read
             continue
         if argument == "mask" and mask is not None:
             expected = torch.int32 if mask.dtype == torch.int32 else torch.uint8
@@ -121,9 +124,9 @@ def test_the_causal_sweep(launched: list[Any], kind: str, dim: int) -> None:
     for launch, arguments in launched:
         check(launch, arguments, mask)
     _, last = launched[-1]
-    assert (last["out"] is out, last["u_out"] is u, last["u_io"] is u) == (True,) * 3
+    assert (last["rows_io"] is out, last["u_out"] is u, last["u_io"] is u) == (True,) * 3
     assert last["lse_out"] is lse
-    assert (last["out_b"], last["out_h"], last["out_i"]) == out.stride()[:3]
+    assert (last["row_b"], last["row_h"], last["row_i"]) == out.stride()[:3]
     assert last["MASK"] == (0 if mask is None else 3)
     if mask is not None:
         # both kernels find the same numbers in the same memory
@@ -152,7 +155,7 @@ def test_the_gradient_for_hopper(
         torch.use_deterministic_algorithms(False)
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
     by_name = {launch.kernel.function.fn.__name__: given for launch, given in launched}
-    added_up = dim == 128 and kind == "causal" and not deterministic
+    added_up = dim == 128 and kind in ("none", "causal") and not deterministic
     last = "finish_queries" if added_up else "grad_queries"
     assert [*by_name][-3:] == ["grad_first_pass", "grad_keys", last]
     for launch, arguments in launched:
@@ -170,16 +173,17 @@ def test_the_gradient_for_hopper(
         assert queries["du_rows"] is first["du_rows"]
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("kind", ["causal", "spans"])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("kind", ["none", "causal", "spans"])
 @pytest.mark.parametrize("exclusive", [False, True])
 def test_degree_one(launched: list[Any], kind: str, dim: int, exclusive: bool) -> None:
-    mask, options = seen_by(kind), Options(SCALE, True, exclusive=exclusive)
+    mask, options = seen_by(kind), Options(SCALE, kind != "none", exclusive=exclusive)
     q, g, k, v = (tokens(heads, dim) for heads in (HEADS, HEADS, 2, 2))
-    coeffs = torch.zeros(HEADS, 2 + exclusive)
-    out, u, lse = op.run_forward("one_sweep", q, k, v, coeffs, mask, None, options)
+    coeffs, share = torch.zeros(HEADS, 2), torch.zeros(HEADS) if exclusive else None
+    given = q, k, v, coeffs, mask, None, options, True, share
+    out, u, lse = op.run_forward("one_sweep", *given)
     assert bool(u.numel()) == exclusive
-    saved = Saved(q, k, v, u, u if exclusive else out, lse, coeffs, mask)
+    saved = Saved(q, k, v, u, u if exclusive else out, lse, coeffs, mask, None, share)
     dq, dk, dv, _ = op.run_backward("hopper", g, saved, options)
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
     by_name = {launch.kernel.function.fn.__name__: given for launch, given in launched}
@@ -188,6 +192,10 @@ def test_degree_one(launched: list[Any], kind: str, dim: int, exclusive: bool) -
         check(launch, arguments, mask)
     attend, queries, keys = [*by_name.values()][:3]
     assert (attend["out_io"] is out, attend["lse_out"] is lse) == (True, True)
+    # V of a block's own rows, where the last tile of keys is not theirs
+    assert (attend["rows_io"] is v) == (kind == "none")
+    strides = tuple(attend[f"row_{axis}"] for axis in "bhi")
+    assert strides == (v.stride()[:3] if kind == "none" else (0, 0, 0))
     assert queries["delta_out"] is keys["delta_cols"]
     # dU, which one kernel writes, is what the other reads in place of g
     assert queries["du_rows"] is keys["g_cols"]
@@ -197,4 +205,5 @@ def test_degree_one(launched: list[Any], kind: str, dim: int, exclusive: bool) -
         assert given["EXCLUSIVE"] == exclusive
         assert given["MASK"] == (0 if mask is None else 3)
         assert given["mask_b"] == (0 if mask is None else 2 * TOKENS)
-        assert given["POWERS"] == 2 + exclusive
+        assert given["POWERS"] == 2
+        assert (given["shares"] is share) == exclusive

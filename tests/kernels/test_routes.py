@@ -474,10 +474,10 @@ def test_degree_two(
     ("length", "head_dim", "options", "route", "gradient"),
     [
         (196, 64, {}, "short", "short"),
-        (197, 64, {}, "one_pass", "hopper"),
-        (511, 64, CAUSAL, "one_pass", "hopper"),
+        (197, 64, {}, "one_sweep", "hopper"),
+        (511, 64, CAUSAL, "one_sweep", "hopper"),
         (512, 64, CAUSAL, "one_sweep", "hopper"),
-        (2048, 64, {}, "one_pass", "hopper"),
+        (2048, 64, {}, "one_sweep", "hopper"),
         (8192, 64, CAUSAL, "one_sweep", "hopper"),
         (8193, 64, CAUSAL, "around_torch", "around_torch"),
         (1024, 56, CAUSAL, "around_torch", "around_torch"),
@@ -486,7 +486,8 @@ def test_degree_two(
         (4096, 128, CAUSAL, "one_sweep", "hopper"),
         (4097, 128, CAUSAL, "around_torch", "around_torch"),
         (2048, 128, {}, "around_torch", "around_torch"),
-        (2048, 96, CAUSAL, "around_torch", "around_torch"),
+        (2048, 96, CAUSAL, "one_sweep", "hopper"),
+        (2048, 96, {}, "around_torch", "around_torch"),
         (2048, 128, CAUSAL | DROPOUT, "around_torch", "around_torch"),
         (2048, 128, CAUSAL | NEGATIVE, "around_torch", "around_torch"),
         # documents: one pass of any length, otherwise the kernels of degree 2
@@ -531,7 +532,7 @@ def test_degree_one(
     [
         (call(32, 12, 1024, 64, degree=1, is_causal=True), "one_sweep"),
         (call(32, 12, 4096, 128, degree=1, is_causal=True, key_heads=4), "one_sweep"),
-        (call(32, 12, 128, 64, degree=1), "one_pass"),
+        (call(32, 12, 128, 64, degree=1), "one_sweep"),
         (call(2, 4, 300, 64, degree=1, visible=Visibility(causal=True, window=8)), "one_sweep"),
         (call(2, 4, 300, 96, degree=1, is_causal=True), "around_torch"),
         (call(2, 4, 300, 256, degree=1, is_causal=True), "around_torch"),

@@ -1,4 +1,4 @@
-"""One causal sweep of degree 1 and 2 without a GPU: its arithmetic, and what waits for what."""
+"""One sweep of degree 1 and 2 without a GPU: its arithmetic, and what waits for what."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class Variant(NamedTuple):
 
     Args:
         stages: tiles on the chip at a time; keeps: A·V of degree 1, which degree 2 always keeps.
+        draws: whether programs draw their blocks from a counter.
     """
 
     degree: int
@@ -40,6 +41,8 @@ class Variant(NamedTuple):
     stages: int
     keeps: bool = True
     exclusive: bool = False
+    causal: bool = True
+    draws: bool = True
 
 
 def run(
@@ -53,18 +56,18 @@ def run(
 
     Args:
         shape: batch, heads, heads that share keys, tokens, heads at a time, programs.
-        visible: documents and windows; a causal mask alone by default.
+        visible: documents and windows; a causal mask or none by default.
         at_once: programs that run at a time, all by default.
     """
     batch, heads, group, n, span, programs = shape
-    degree, tile, stages, keeps, exclusive = variant
+    degree, tile, stages, keeps, exclusive, causal, draws = variant
     draw = np.random.default_rng(n)
     dim, scale, cpu = 16, 0.3, torch.device("cpu")
     q = draw.normal(size=(batch, heads, n, dim))
     k, v = draw.normal(size=(2, batch, heads // group, n, dim))
     # a token without a direction of its own
     v[0, 0, n // 2] = 0.0
-    coeffs = draw.normal(size=(heads, 3))
+    coeffs, share = draw.normal(size=(heads, degree + 1)), draw.normal(size=heads)
     u, out = (np.full(q.shape, np.nan) for _ in range(2))
     # with degree 1 a multiple of 16 for each head
     room = n if degree == 2 else (n + 15) // 16 * 16
@@ -78,8 +81,11 @@ def run(
     moved, written, flags = (u, u), (out, u), flags_of(batch, total, blocks, spans, n, tile)
     strides = (heads * n * dim, n * dim, dim)
     if degree == 1:
-        moved, written, flags = (u, out), (np.zeros(1), np.zeros(1)), np.zeros(1, dtype=int)
-        strides = (0, 0, 0)
+        moved, written, strides = (u, out), (np.zeros(1), np.zeros(1)), (0, 0, 0)
+        flags = np.zeros(int(draws), dtype=int)
+    if not causal:
+        # V of a block's own rows is read by its address
+        written, strides = (v, np.zeros(1)), (heads // group * n * dim, n * dim, dim)
     copied = sweep.HALF if degree == 2 else tile
     sizes = (total, heads, group, n, scale, blocks, span, *strides, stride)
     gluon_on_cpu.launch(
@@ -88,23 +94,23 @@ def run(
         Descriptor(q, sweep.HALF),
         *(Descriptor(x, copied) for x in (k, v)),
         *(Descriptor(x, sweep.HALF) for x in moved),
-        *(Pointer(x.reshape(-1)) for x in (*written, lse, coeffs, flags, spans)),
+        *(Pointer(x.reshape(-1)) for x in (*written, lse, coeffs, share, flags, spans)),
         *(Number(x) if isinstance(x, int) else x for x in sizes),
-        *(dim, tile, stages, kind, degree, 3, keeps, exclusive),
+        *(dim, dim, tile, stages, kind, causal, draws, degree, degree + 1, keeps, exclusive),
         at_once=at_once,
     )
     assert visible is not None or degree == 1 or flags[: total * blocks * 2].all()
     scores = scale * q @ k.repeat(group, 1).swapaxes(-1, -2)
-    seen = (Visibility(causal=True) if visible is None else visible).rows(0, n, n, cpu).numpy()
+    seen = (visible or Visibility(causal=causal)).rows(0, n, n, cpu).numpy()
     scores[np.broadcast_to(~seen, scores.shape)] = -np.inf
     expected_lse = np.logaddexp.reduce(scores, -1)
     a = np.exp(scores - expected_lse[..., None])
     values = v.repeat(group, 1)
     once = a @ values
-    c0, c1, third = coeffs.T[:, None, :, None, None]
+    c0, c1, *c2 = coeffs.T[:, None, :, None, None]
     expected = c0 * values + c1 * once
     if degree == 2:
-        expected += third * (a @ once)
+        expected += c2[0] * (a @ once)
     else:
         assert np.isinf(lse[..., n:]).all()
         assert keeps or np.isnan(u).all()
@@ -112,7 +118,7 @@ def run(
     if exclusive:
         squares = (values**2).sum(-1, keepdims=True)
         along = (once * values).sum(-1, keepdims=True) / np.where(squares > 0, squares, 1)
-        expected -= third * along * values
+        expected -= share[:, None, None] * along * values
     kept = [(u, once)] if keeps else []
     return [(out, expected), (lse[..., :n], expected_lse), *kept]
 
@@ -174,6 +180,28 @@ def test_the_filter(kernels: Any, shape: tuple[int, ...], variant: Variant) -> N
 def test_the_exclusive_term(kernels: Any, visible: Visibility | None, keeps: bool) -> None:
     variant = Variant(1, 128, sweep.STAGES[1], keeps, exclusive=True)
     check(kernels, (1, 4, 2, 300, 4, 3), variant, visible)
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        # whole tiles, and heads that share keys
+        (2, 4, 2, 256, 2, 3),
+        # the last tile is not full; more programs than blocks
+        (1, 3, 1, 300, 1, 20),
+        # one tile; a second warpgroup without queries; one program
+        (2, 2, 1, 50, 1, 1),
+        (1, 1, 1, 1, 1, 2),
+    ],
+)
+def test_without_causality(
+    kernels: Any, shape: tuple[int, ...], causal: bool, draws: bool, exclusive: bool
+) -> None:
+    """... and without a counter, whatever the order of the blocks."""
+    check(kernels, shape, Variant(1, 128, sweep.STAGES[1], exclusive, exclusive, causal, draws))
 
 
 @pytest.mark.parametrize("variant", [each for each in VARIANTS if each.keeps], ids=str)

@@ -365,9 +365,10 @@ def _allocate(dtype: str, shape: Sequence[int], layout: Any) -> Any:
 
 
 def _specialise(partitions: Sequence[Any], warps: Any, registers: Any) -> None:
-    failures = _of_thread.failures
+    failures, grid, program = _of_thread.failures, _of_thread.grid, _of_thread.program
 
     def run(function: Callable[..., None], arguments: Sequence[Any]) -> None:
+        _of_thread.grid, _of_thread.program = grid, program
         try:
             function(*arguments)
         except BaseException as problem:

@@ -50,9 +50,9 @@ def nothing_launched() -> Iterator[None]:
 @contextmanager
 def fresh_launches() -> Iterator[None]:
     """A context in which no launches are prepared yet, and after which none of it are kept."""
-    from gfsa.kernels import degree_one, hopper, launching, one_pass, short, sweep, two_pass
+    from gfsa.kernels import degree_one, hopper, launching, short, sweep, two_pass
 
-    modules = degree_one, hopper, one_pass, short, sweep, two_pass
+    modules = degree_one, hopper, short, sweep, two_pass
     with ExitStack() as stack:
         for each in (x for module in modules for x in vars(module).values()):
             if isinstance(each, launching.Launches):

@@ -23,7 +23,6 @@ FORWARD = {
     "sweep": {"filter_sweep"},
     "two_pass": {"attend", "combine"},
     "one_sweep": {"filter_sweep"},
-    "one_pass": {"attend_once"},
     "around_torch": {"combine_around"},
 }
 GRADIENT = {
@@ -59,8 +58,6 @@ CASES = [
     Case("around_torch", "around_torch", 1, (2, 4, 300, 40), exclusive=True, key_heads=2),
     Case("around_torch", "around_torch", 1, (1, 2, 100, 32), True, "keys", exclusive=True),
     Case("around_torch", "around_torch", 1, (1, 2, 60, 256), True, key_heads=1, exclusive=True),
-    Case("one_pass", "none", 1, (1, 2, 200, 64), causal=True),
-    Case("one_pass", "none", 1, (1, 2, 200, 64), causal=True, exclusive=True),
 ]
 # on a Hopper GPU alone: Gluon has no interpreter
 HOPPER_CASES = [
@@ -70,11 +67,14 @@ HOPPER_CASES = [
     Case("sweep", "two_pass", 2, (2, 48, 1026, 128), causal=True),
     Case("sweep", "hopper", 2, (2, 48, 1024, 64), mask="documents"),
     Case("two_pass", "hopper", 2, (2, 2, 300, 64)),
-    Case("one_pass", "hopper", 1, (2, 2, 300, 64)),
+    Case("one_sweep", "none", 1, (1, 2, 200, 64), causal=True),
+    Case("one_sweep", "none", 1, (2, 4, 100, 64), exclusive=True, key_heads=2),
+    Case("one_sweep", "hopper", 1, (2, 2, 300, 64)),
+    Case("one_sweep", "hopper", 1, (2, 2, 600, 96), True, exclusive=True),
     Case("one_sweep", "hopper", 1, (2, 2, 600, 128), causal=True),
     Case("one_sweep", "hopper", 1, (1, 2, 300, 64), mask="documents"),
-    Case("one_pass", "hopper", 1, (2, 4, 300, 64), exclusive=True, key_heads=2),
-    Case("one_pass", "hopper", 1, (2, 2, 128, 64), exclusive=True),
+    Case("one_sweep", "hopper", 1, (2, 4, 300, 64), exclusive=True, key_heads=2),
+    Case("one_sweep", "hopper", 1, (2, 2, 128, 64), exclusive=True),
     Case("one_sweep", "hopper", 1, (2, 4, 600, 128), True, exclusive=True, key_heads=2),
     Case("one_sweep", "hopper", 1, (4, 5, 1024, 64), True, exclusive=True),
     Case("one_sweep", "hopper", 1, (1, 2, 300, 64), mask="documents", exclusive=True),

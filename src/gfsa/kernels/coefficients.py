@@ -99,21 +99,14 @@ def _folded(theta: Tensor, base: Tensor, basis: Tensor, learned: int) -> Tensor:
     return values
 
 
-def columns(
-    numbers: Tensor, learned: Coefficients | None, share: Tensor | None, count: int
-) -> Tensor:
-    """The coefficients as kernels read them, then the share, ``(H, count or more)``.
+def columns(numbers: Tensor, learned: Coefficients | None, count: int) -> Tensor:
+    """The coefficients as kernels read them, ``(H, count or more)``.
 
     Args:
         numbers: ``c``, unless θ is learned.
     """
     if learned is not None:
-        values = evaluate(learned)
-        if share is not None:
-            values[:, 2] = share
-        return values
-    if share is not None:
-        return torch.cat((numbers, share[:, None]), 1)
+        return evaluate(learned)
     numbers = numbers.contiguous()
     if numbers.shape[1] < count:
         # one launch, where torch takes two; nothing is learned, so θ and its basis are not read

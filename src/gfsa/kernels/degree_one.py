@@ -63,7 +63,7 @@ def own_part(u, v, share):
 
 @triton.jit(**JIT_OPTIONS)
 def combine_around(
-    v_rows, u_rows, out_rows, coeffs, heads,
+    v_rows, u_rows, out_rows, coeffs, shares, heads,
     BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr, GROUP: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
 ):  # fmt: skip
@@ -74,27 +74,27 @@ def combine_around(
     u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
     out = tl.load(coeffs + h * POWERS) * v + tl.load(coeffs + h * POWERS + 1) * u
     if EXCLUSIVE:
-        out -= own_part(u, v, tl.load(coeffs + h * POWERS + 2))
+        out -= own_part(u, v, tl.load(shares + h))
     store_tile(out_rows, out, b, h, row, BM, D)
 
 
 @triton.jit(**JIT_OPTIONS)
 def grad_around(
-    g_rows, v_rows, u_rows, dv_rows, du_rows, coeffs, dc_out, heads,
+    g_rows, v_rows, u_rows, dv_rows, du_rows, coeffs, shares, dc_out, heads,
     BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr, GROUP: tl.constexpr,
-    EXCLUSIVE: tl.constexpr,
+    EXCLUSIVE: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """dV without attention's part, summed over the heads that share V; dU; these rows' part of dc.
 
-    A program takes all heads that share one of V, so that V is read once and nothing is made
-    for each of them that is added up later.
+    SUMS: whether dc is wanted. A program takes all heads that share one of V, so that V is read
+    once and nothing is made for each of them that is added up later.
     """
     block, blocks = tl.program_id(0), tl.num_programs(0)
     b, key_head = tl.program_id(1) // (heads // GROUP), tl.program_id(1) % (heads // GROUP)
     row = block * BM
     v = load_tile(v_rows, b, key_head, row, BM, D).to(tl.float32)
     dv = tl.zeros((BM, D), tl.float32)
-    SUMS: tl.constexpr = 3 if EXCLUSIVE else 2
+    COUNT: tl.constexpr = 3 if EXCLUSIVE else 2
     if EXCLUSIVE:
         own, square = directed(v)
     parts = tl.num_programs(1) // (heads // GROUP) * blocks
@@ -102,16 +102,18 @@ def grad_around(
         h = key_head * GROUP + member
         g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
         u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
-        dc = dc_out + h * SUMS * parts + b * blocks + block
-        tl.store(dc, tl.sum(tl.sum(g * v, 1), 0))
-        tl.store(dc + parts, tl.sum(tl.sum(g * u, 1), 0))
+        dc = dc_out + h * COUNT * parts + b * blocks + block
+        if SUMS:
+            tl.store(dc, tl.sum(tl.sum(g * v, 1), 0))
+            tl.store(dc + parts, tl.sum(tl.sum(g * u, 1), 0))
         dv += tl.load(coeffs + h * POWERS) * g
         du = tl.load(coeffs + h * POWERS + 1) * g
         if EXCLUSIVE:
-            share = tl.load(coeffs + h * POWERS + 2)
+            share = tl.load(shares + h)
             p = tl.sum(u * own, 1) / square
             along = tl.sum(g * own, 1)
-            tl.store(dc + 2 * parts, -tl.sum(p * along, 0))
+            if SUMS:
+                tl.store(dc + 2 * parts, -tl.sum(p * along, 0))
             weight = share * along / square
             du -= weight[:, None] * own
             dv -= (share * p)[:, None] * g + weight[:, None] * (u - (2.0 * p)[:, None] * own)
@@ -142,25 +144,26 @@ def combine_degree_one(
         return combine(numbers, [repeat_heads(v, u), u], exclusive=share)
     if torch.is_grad_enabled():
         return _Combine.apply(v, u, numbers, share, learned)
-    coeffs = coefficients.columns(numbers, learned, share, 2)
-    return _COMBINE((u, v), (coeffs,), None, share is not None)
+    coeffs = coefficients.columns(numbers, learned, 2)
+    return _COMBINE((u, v), (coeffs, share), None, True)
 
 
-def _prepare(given: Given, exclusive: bool) -> Prepared:
+def _prepare(given: Given, sums: bool) -> Prepared:
     u, v, coeffs = given["u"], given["v"], given["coeffs"]
+    exclusive = given["share"] is not None
     name = "grad_around" if "g" in given else "combine_around"
-    launch = _launch(name, u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, exclusive)
+    launch = _launch(name, u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device, exclusive, sums)
     if name == "combine_around":
-        return Prepared(given, {"out": room_like(u)}, [(launch, "v u out", "coeffs")], "out")
+        return Prepared(given, {"out": room_like(u)}, [(launch, "v u out", "coeffs share")], "out")
     parts = u.shape[1], 2 + exclusive, u.shape[0] * launch.grid[0]
     # torch's attention gets a gradient laid out as g, as without a filter: torch 2.11 runs cuDNN's
     # gradient for the layout that it first saw, whatever the layout is now
     rooms = {"dv": room_like(v), "du": room_like(given["g"]), "parts": room(parts, coeffs)}
-    return Prepared(given, rooms, [(launch, "g v u dv du", "coeffs parts")], "dv du parts")
+    return Prepared(given, rooms, [(launch, "g v u dv du", "coeffs share parts")], "dv du parts")
 
 
-_COMBINE = Launches[Tensor](_prepare, "u v", "coeffs")
-_BACKWARD = Launches[tuple[Tensor, ...]](_prepare, "u v g", "coeffs")
+_COMBINE = Launches[Tensor](_prepare, "u v", "coeffs share")
+_BACKWARD = Launches[tuple[Tensor, ...]](_prepare, "u v g", "coeffs share")
 
 
 class _Combine(torch.autograd.Function):
@@ -178,21 +181,20 @@ class _Combine(torch.autograd.Function):
         share: Tensor | None,
         learned: Coefficients | None,
     ) -> Tensor:
-        coeffs = coefficients.columns(numbers, learned, share, 2)
+        coeffs = coefficients.columns(numbers, learned, 2)
         ctx.basis = None if learned is None else learned.basis
-        ctx.exclusive = share is not None
-        ctx.save_for_backward(v, u, coeffs)
-        return _COMBINE((u, v), (coeffs,), None, ctx.exclusive)
+        ctx.save_for_backward(v, u, coeffs, share)
+        return _COMBINE((u, v), (coeffs, share), None, True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        v, u, coeffs = ctx.saved_tensors
+        v, u, coeffs, share = ctx.saved_tensors
         # hooks on saved tensors may return them in another layout
-        dv, du, parts = _BACKWARD((u, v, g), (coeffs.contiguous(),), None, ctx.exclusive)
+        numbers = coeffs.contiguous(), None if share is None else share.contiguous()
         needed = ctx.needs_input_grad
-        sums = coefficients.gradients(parts, ctx.basis, 2, needed[2], needed[3])
-        return dv, du, *sums, None
+        dv, du, parts = _BACKWARD((u, v, g), numbers, None, needed[2] or needed[3])
+        return dv, du, *coefficients.gradients(parts, ctx.basis, 2, needed[2], needed[3]), None
 
 
 _KERNELS = {"combine_around": Kernel(combine_around), "grad_around": Kernel(grad_around)}
@@ -206,6 +208,7 @@ def _launch(
     dtype: torch.dtype,
     device: torch.device,
     exclusive: bool,
+    sums: bool = True,
 ) -> Launch:
     kernel = _KERNELS[name]
     batch, heads, length, head_dim = shape
@@ -220,6 +223,6 @@ def _launch(
         (device, dtype),
         tiles_of(kernel, Tiles(rows, rows, 4), width),
         (heads,),
-        (rows, width, powers, group, exclusive),
+        (rows, width, powers, group, exclusive, *([sums] if is_gradient else [])),
         num_warps=4,
     )

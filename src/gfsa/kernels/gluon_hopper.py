@@ -11,8 +11,8 @@ Tokens, logsumexps and δ come by the copy engine, one step ahead; loads begin w
 since all warps wait for each other between them. Rows beyond the last token read as zeros: a query
 among them adds nothing, since its g, dU and δ are zero.
 
-**Degree 1** (``…_one``) has the formulas of ``one_pass.py``: seven products, three for dQ, four for
-dK and dV. Its logsumexps are those of ``one_pass.py``. With the exclusive term (EXCLUSIVE; formulas
+**Degree 1** (``…_one``) takes seven products, three for dQ, four for dK and dV. Its logsumexps are
+those of ``gluon_sweep.py``. With the exclusive term (EXCLUSIVE; formulas
 in ``degree_one.py``) dU takes the place of c1·g: the kernel of dQ stores it for the kernel of dK
 and dV, which adds the rest of dV to its own rows at its end. Both read A·V in place of the output.
 """
@@ -52,7 +52,7 @@ SPANS = gl.constexpr(launching.SPANS)
 # compiled code must not depend on these numbers, nor on the alignment of these tensors
 JIT_OPTIONS = {
     "do_not_specialize": ["heads", "mask_b", "mask_h", "mask_j"],
-    "do_not_specialize_on_alignment": ["coeffs", "dc_out", "mask", "sums"],
+    "do_not_specialize_on_alignment": ["coeffs", "shares", "dc_out", "mask", "sums"],
 }
 
 
@@ -583,9 +583,9 @@ def grad_queries(
 @gluon.jit(**JIT_OPTIONS)
 def grad_queries_one(
     k_cols, v_cols, q_rows, g_rows, v_rows, out_rows, dq_rows, du_rows,
-    delta_out, lse_in, coeffs, mask,
+    delta_out, lse_in, coeffs, shares, mask,
     heads, group, n, scale, mask_b,
-    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, USED: gl.constexpr,
     POWERS: gl.constexpr, MASK: gl.constexpr, EXCLUSIVE: gl.constexpr,
 ):  # fmt: skip
     """``dQ = dS·K·scale`` for BM queries, and their δ for the gradients of the keys.
@@ -632,7 +632,7 @@ def grad_queries_one(
     mbarrier.wait(bars.index(2), 0)
     rest = tile_of(outs, BM, D).load(AL).to(gl.float32)
     if EXCLUSIVE:
-        share = gl.load(coeffs + h * POWERS + 2)
+        share = gl.load(shares + h)
         values, square = directed(tile_of(own, BM, D).load(AL).to(gl.float32))
         du = g.load(AL).to(gl.float32)
         weight = share * gl.sum(du * values, 1) / square
@@ -658,9 +658,9 @@ def grad_queries_one(
         k = tile_of(ks.index(now), BN, D)
         v = tile_of(vs.index(now), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        da = warpgroup_mma(g, v.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
+        s = scores(q, k, zero, False, D, USED)
+        da = scores(g, v, zero, False, D, USED)
+        s = warpgroup_mma_wait(1 if USED == D else 2, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
         p = hide_keys(p, i, row, col, first, latest, None, n, CAUSAL, MASK)
         da = warpgroup_mma_wait(0, deps=[da])
@@ -677,12 +677,12 @@ def grad_queries_one(
 @gluon.jit(**JIT_OPTIONS)
 def grad_keys_one(
     q_cols, g_cols, lse_cols, delta_cols, k_rows, v_rows, g_rows, u_rows, dk_rows, dv_rows,
-    dc_out, coeffs, mask,
+    dc_out, coeffs, shares, mask,
     heads, group, n, scale, mask_b,
-    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
-    POWERS: gl.constexpr, MASK: gl.constexpr, EXCLUSIVE: gl.constexpr,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, USED: gl.constexpr,
+    POWERS: gl.constexpr, MASK: gl.constexpr, EXCLUSIVE: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and the coefficients' gradients of BM keys, for one query head.
+    """dK, dV and, if SUMS, the coefficients' gradients of BM keys, for one query head.
 
     EXCLUSIVE: ``g_cols`` are dU, and ``u_rows``, which are not read otherwise, A·V.
     """
@@ -701,6 +701,8 @@ def grad_keys_one(
     h = bh % heads
     row = block * BM
     start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
+    # also where documents are out of order, and no query may seem to see these keys
+    steps = gl.maximum(steps, 1)
     load((k_rows, v_rows), (ks, vs), (True, True), bars, b, h, group, row, 0, True)
     cols = (q_cols, lse_cols, g_cols, delta_cols)
     rings = (qs, lss, gs, dls)
@@ -713,16 +715,26 @@ def grad_keys_one(
     dk = gl.full([BM, D], 0.0, gl.float32, AL)
     z = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
+    # what the end reads comes with the last step, where the tiles of another step would be
+    gl.static_assert(BM == BN)
+    own = qs.index(steps % 2)
+    us = gs.index(steps % 2)
     for step in range(steps):
         now = step % 2
         col = start + step * BN
+        is_last = step + 1 == steps
         load(cols, rings, OF_KEYS, bars, b, h, group, col + BN, step + 1, step + 1 < steps)
+        if EXCLUSIVE:
+            given = (g_rows, u_rows)
+            load(given, (own, us), (False, False), bars, b, h, group, row, 0, is_last)
+        else:
+            load((g_rows,), (own,), (False,), bars, b, h, group, row, 0, is_last)
         q = tile_of(qs.index(now), BN, D)
         g = tile_of(gs.index(now), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        da = warpgroup_mma(v, g.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
+        s = scores(k, q, zero, False, D, USED)
+        da = scores(v, g, zero, False, D, USED)
+        s = warpgroup_mma_wait(1 if USED == D else 2, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - vector_of(lss.index(now), BN, SL)[None, :])
         p = hide_queries(p, row, col, mask, earliest, n, CAUSAL, MASK)
         operand = gl.convert_layout(p.to(dt), PL)
@@ -734,14 +746,7 @@ def grad_keys_one(
         dk = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), q, dk, is_async=True)
         z, dk = warpgroup_mma_wait(0, deps=[z, dk])
         gl.thread_barrier()
-    # the queries' room takes g of these rows, the keys' and values' the results
-    gl.static_assert(BM == BN)
-    own = qs.index(0)
-    if EXCLUSIVE:
-        given = (g_rows, u_rows)
-        load(given, (own, qs.index(1)), (False, False), bars, b, h, group, row, 0, True)
-    else:
-        load((g_rows,), (own,), (False,), bars, b, h, group, row, 0, True)
+    # the keys' and values' room takes the results
     store(dk * scale, ks, dk_rows, b, h, row, BM, D)
     # rows beyond the last key hold arbitrary numbers, infinities included
     rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
@@ -749,27 +754,31 @@ def grad_keys_one(
     values = v.load(AL).to(gl.float32)
     mbarrier.wait(bars.index(2), 1)
     g = tile_of(own, BM, D).load(AL).to(gl.float32)
-    # (H, SUMS, B·blocks): what is added up is contiguous
-    SUMS: gl.constexpr = 3 if EXCLUSIVE else 2
+    # (H, COUNT, B·blocks): what is added up is contiguous
+    COUNT: gl.constexpr = 3 if EXCLUSIVE else 2
     parts = gl.num_programs(1) // heads * blocks
-    dc = dc_out + h * SUMS * parts + b * blocks + block
-    gl.store(dc, gl.sum(gl.sum(g * values, 1), 0))
+    dc = dc_out + h * COUNT * parts + b * blocks + block
+    if SUMS:
+        gl.store(dc, gl.sum(gl.sum(g * values, 1), 0))
     if EXCLUSIVE:
-        share = gl.load(coeffs + h * POWERS + 2)
-        u = tile_of(qs.index(1), BM, D)
+        share = gl.load(shares + h)
+        u = tile_of(us, BM, D)
         mixed = u.load(AL).to(gl.float32)
-        gl.store(dc + parts, gl.sum(gl.sum(g * mixed, 1), 0))
+        if SUMS:
+            gl.store(dc + parts, gl.sum(gl.sum(g * mixed, 1), 0))
         values, square = directed(values)
         p = gl.sum(mixed * values, 1) / square
         along = gl.sum(g * values, 1)
-        gl.store(dc + 2 * parts, 0.0 - gl.sum(p * along, 0))
+        if SUMS:
+            gl.store(dc + 2 * parts, 0.0 - gl.sum(p * along, 0))
         weight = share * along / square
         # read once more: there are no registers for four tiles of 128 features
         z += (c0 - share * p)[:, None] * tile_of(own, BM, D).load(AL).to(gl.float32)
         rest = u.load(AL).to(gl.float32) - (2.0 * p)[:, None] * v.load(AL).to(gl.float32)
         z -= gl.where((weight != 0.0)[:, None], weight[:, None] * rest, 0.0)
     else:
-        gl.store(dc + parts, gl.sum(gl.sum(z * values, 1), 0))
+        if SUMS:
+            gl.store(dc + parts, gl.sum(gl.sum(z * values, 1), 0))
         z = c0 * g + c1 * z
     store(z, vs, dv_rows, b, h, row, BM, D)
     tma.store_wait(0)

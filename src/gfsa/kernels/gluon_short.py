@@ -317,11 +317,13 @@ def filter_short(
     q_in, k_in, v_in, u_out, out_out, lse_out, coeffs, mask, seed_in, zero,
     total, heads, group, n, scale, mask_b, mask_i, mask_j, dropout_p,
     N: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
-    WHOLE: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr, DROPOUT: gl.constexpr,
+    WHOLE: gl.constexpr, KEEPS: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """``out = c0·V + c1·U + c2·A·U`` for ``total`` heads; FULL chunks of BN keys and a TAIL.
 
-    WHOLE keeps a whole row of scores before the softmax, else it runs chunk by chunk.
+    WHOLE keeps a whole row of scores before the softmax, else it runs chunk by chunk. KEEPS writes
+    U for the gradient.
     """
     dt: gl.constexpr = q_in.dtype
     AL: gl.constexpr = product_layout(gl.num_warps(), D)
@@ -430,7 +432,8 @@ def filter_short(
         gl.thread_barrier()
         tma.store_wait(0)
         _load(q_in, following, heads, 1, bars.index(after), qs.index(after), more)
-        tma.async_copy_shared_to_global(u_out, [bh // heads, h, 0, 0], us.index(0))
+        if KEEPS:
+            tma.async_copy_shared_to_global(u_out, [bh // heads, h, 0, 0], us.index(0))
         om = gl.arange(0, N, layout=RL)
         gl.store(lse_out + bh.to(gl.int64) * n + om, lse / LOG2E, mask=om < n)
         acc = gl.full([N, D], 0.0, gl.float32, AL)

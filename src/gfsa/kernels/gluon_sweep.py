@@ -1,4 +1,4 @@
-r"""``U = A·V`` and ``out = c0·V + c1·U + c2·A·U`` in one sweep under a causal mask.
+r"""``U = A·V`` and ``out = c0·V + c1·U + c2·A·U`` in one sweep; of degree 2 under a causal mask.
 
 .. math::
     P = \exp(S_{ij} - m), \qquad O_1 \leftarrow O_1 + P V_j, \qquad
@@ -13,7 +13,12 @@ before its softmax. Three more warps move tiles.
 
 **Degree 1**, ``out = c0·V + c1·U``, is the same sweep without the second sum: two products a tile,
 as attention, with the combination at its end. The exclusive term (EXCLUSIVE; see ``degree_one.py``)
-is two sums of each row there.
+is two sums of each row there. U is written (KEEPS) for the gradient of the exclusive term alone,
+which reads it in place of the output. Logsumexps are to base 2, a multiple of 16 of them for each
+head, so that the copy engine can read them; those of queries beyond the last one are infinite.
+
+Without causality every query sees all tiles, and V of its own row, which the tiles of the other
+calls end with, is read by its address.
 
 With spans (documents, windows) a block begins at the first tile that its first query sees. Of the
 tiles before the diagonal those are masked in which the keys of a query begin. In the others a query
@@ -26,7 +31,8 @@ the head that its queries see, which other programs make. Programs draw items in
 numbers, so all lower items are finished or belong to programs that run, and waiting for lower items
 alone never deadlocks, however few programs the GPU holds at a time. With degree 1 blocks need
 nothing of each other: programs take the longest ones first, so that they end at the same time, and
-the warp that draws a block reads what it sees.
+the warp that draws a block reads what it sees. Short or equal blocks are not drawn (DRAWS): each
+program takes every so many, which saves a launch that sets the counter to zero.
 """
 
 # ruff: noqa: SIM102, SIM108 - Gluon compiles a subset of Python
@@ -285,16 +291,21 @@ def _send_seen(items, slot, spans, row, n, TILE):
 @gluon.jit
 def load_tokens(
     q_in, k_in, v_in, queries, keys, values, items, counter, plan, mask, total, heads, group, n,
-    blocks, span, mask_b, TILE, STAGES, D, MASK, DEGREE,
+    blocks, span, mask_b, TILE, STAGES, D, MASK, DEGREE, CAUSAL, DRAWS,
 ):  # fmt: skip
     """Draw items, and load their queries and the keys and values that they see."""
     ring = (0, 1, 1)
     islot = 0
     iphase = 1
     item = 0
+    if not DRAWS:
+        item = gl.program_id(0) - gl.num_programs(0)
     slots = slots_of(blocks, MASK, DEGREE)
     while item < total * slots:
-        item = draw(counter)
+        if DRAWS:
+            item = draw(counter)
+        else:
+            item += gl.num_programs(0)
         if is_planned(MASK, DEGREE):
             bh, slot = place(gl.minimum(item, total * slots - 1), total, slots, span)
             blocks_of_slot = plan + (bh // heads * slots + slot) * 2 * NUMBERS
@@ -313,8 +324,8 @@ def load_tokens(
                         ring = _load_item(
                             q_in, k_in, v_in, queries, keys, values, bh,
                             gl.load(planned + ORIGIN), gl.load(planned + BLOCK),
-                            gl.load(planned + FIRST_TILE), heads, group, ring,
-                            TILE, STAGES, D, DEGREE,
+                            gl.load(planned + FIRST_TILE), heads, group, n, ring,
+                            TILE, STAGES, D, DEGREE, CAUSAL,
                         )  # fmt: skip
         else:
             begin = 0
@@ -335,15 +346,15 @@ def load_tokens(
                     item, items, islot, total, heads, blocks, span, MASK, DEGREE
                 )
                 ring = _load_item(
-                    q_in, k_in, v_in, queries, keys, values, bh, 0, block, begin, heads, group,
-                    ring, TILE, STAGES, D, DEGREE,
+                    q_in, k_in, v_in, queries, keys, values, bh, 0, block, begin, heads, group, n,
+                    ring, TILE, STAGES, D, DEGREE, CAUSAL,
                 )  # fmt: skip
 
 
 @gluon.jit
 def _load_item(
-    q_in, k_in, v_in, queries, keys, values, bh, origin, block, begin, heads, group, ring, TILE,
-    STAGES, D, DEGREE,
+    q_in, k_in, v_in, queries, keys, values, bh, origin, block, begin, heads, group, n, ring, TILE,
+    STAGES, D, DEGREE, CAUSAL,
 ):  # fmt: skip
     """Load what one item sees; ``ring`` are the next slot, its phase and that of the queries."""
     qs, qfull, qempty = queries
@@ -358,7 +369,9 @@ def _load_item(
         mbarrier.wait(qempty.index(1), qphase)
         _load(q_in, b, h, origin + block * ROWS + HALF, qfull.index(1), qs, 1, HALF, D)
     # the same number twice: each degree keeps the machine code that was timed
-    if DEGREE == 1:
+    if not CAUSAL:
+        tiles = gl.cdiv(n, TILE)
+    elif DEGREE == 1:
         tiles = (block + 1) * ROWS // TILE
     else:
         tiles = (2 * block + 2) // (TILE // HALF)
@@ -463,13 +476,35 @@ def _tile(room, slot, TOKENS, D):
 
 
 @gluon.jit
-def _masked(s):
-    """The last scores of a warpgroup: its last query sees the last key."""
+def _scores(q, k, KEYS, HEAD):
+    """Begin ``q·kᵀ`` for a tile's first KEYS keys, over a head's HEAD of D features."""
+    if HEAD <= 64 or HEAD > 96:
+        s = scores(q, k, 0, KEYS)
+    else:
+        # a second product of few features takes less time than one of D
+        REST: gl.constexpr = 16 if HEAD <= 80 else 32
+        s = scores(q.slice(0, 64, dim=1), k.slice(0, 64, dim=1), 0, KEYS)
+        high = k.slice(0, KEYS).slice(64, REST, dim=1).permute((1, 0))
+        s = warpgroup_mma(q.slice(64, REST, dim=1), high, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _masked(s, there, CAUSAL):
+    """The last scores of a warpgroup: under causality its last query sees the last key.
+
+    Args:
+        there: without causality, how many of the keys there are.
+    """
     KEYS: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = product_layout(4, KEYS)
-    i = KEYS - HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
     j = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
-    return gl.where(i[:, None] >= j[None, :], s, float("-inf"))
+    if CAUSAL:
+        i = KEYS - HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
+        s = gl.where(i[:, None] >= j[None, :], s, float("-inf"))
+    elif there < KEYS:
+        s = gl.where((j < there)[None, :], s, float("-inf"))
+    return s
 
 
 @gluon.jit
@@ -524,20 +559,31 @@ def _shrunk(x, shrink, LAYOUT):
 
 
 @gluon.jit
-def _store_rows(out, x, b, h, origin, row, end, out_b, out_h, out_i):
+def _store_rows(out, x, b, h, origin, row, end, row_b, row_h, row_i):
     """A warpgroup's rows of a tensor, those before ``end``; both are counted from the origin."""
     LAYOUT: gl.constexpr = product_layout(4, x.shape[1])
-    at = out + b.to(gl.int64) * out_b + h.to(gl.int64) * out_h
+    at = out + b.to(gl.int64) * row_b + h.to(gl.int64) * row_h
     rows = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    gl.store(at + (origin + rows)[:, None] * out_i + d[None, :], x, mask=(rows < end)[:, None])
+    gl.store(at + (origin + rows)[:, None] * row_i + d[None, :], x, mask=(rows < end)[:, None])
+
+
+@gluon.jit
+def _load_rows(tensor, b, h, row, n, row_b, row_h, row_i, D, HEAD):
+    """A warpgroup's rows of a tensor, and of its HEAD features, by their address; others are 0."""
+    LAYOUT: gl.constexpr = product_layout(4, D)
+    at = tensor + b.to(gl.int64) * row_b + h.to(gl.int64) * row_h
+    rows = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    there = (rows < n)[:, None] & (d < HEAD)[None, :]
+    return gl.load(at + rows.to(gl.int64)[:, None] * row_i + d[None, :], mask=there, other=0.0)
 
 
 @gluon.jit
 def _filter_half(
-    queries, keys, values, passes, made, items, u_io, out_io, out, u_out, lse_out, coeffs, mask,
-    total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b, W, TILE, STAGES, D, MASK,
-    DEGREE, POWERS, KEEPS, EXCLUSIVE,
+    queries, keys, values, passes, made, items, u_io, out_io, rows_io, u_out, lse_out, coeffs,
+    shares, mask, total, heads, group, n, scale, blocks, span, row_b, row_h, row_i, mask_b, W, TILE,
+    STAGES, D, HEAD, MASK, CAUSAL, DEGREE, POWERS, KEEPS, EXCLUSIVE,
 ):  # fmt: skip
     """Warpgroup W's queries of each item: the first or the second 64."""
     qs, qfull, qempty = queries
@@ -546,9 +592,9 @@ def _filter_half(
     dt: gl.constexpr = qs.dtype
     PARTS: gl.constexpr = TILE // HALF
     # keys of the last tile that these queries see, up to the diagonal
-    LAST: gl.constexpr = HALF * (1 + W * (PARTS - 1))
+    LAST: gl.constexpr = HALF * (1 + W * (PARTS - 1)) if CAUSAL else TILE
     # with narrow tiles the second warpgroup sees one more whole tile, the first one's own
-    MORE: gl.constexpr = W * (2 - PARTS)
+    MORE: gl.constexpr = W * (2 - PARTS) if CAUSAL else 0
     O: gl.constexpr = product_layout(4, D)  # noqa: E741
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O)
@@ -572,8 +618,12 @@ def _filter_half(
         if is_planned(MASK, DEGREE):
             end = received(items, islot, END)
         row = block * ROWS + W * HALF
-        # tiles before the diagonal's
-        full = 2 * block // PARTS + MORE
+        # tiles before the diagonal's, or before the last one
+        if CAUSAL:
+            full = 2 * block // PARTS + MORE
+        else:
+            full = gl.cdiv(n, TILE) - 1
+        there = n - full * TILE
         if MASK == SPANS:
             spans = mask + b.to(gl.int64) * mask_b
             diagonal = row + HALF - LAST
@@ -597,7 +647,7 @@ def _filter_half(
                 )
         mbarrier.wait(kfull.index(kslot), kphase)
         if full > 0:
-            s = warpgroup_mma_wait(0, deps=[scores(q, _tile(ks, kslot, TILE, D), 0, TILE)])
+            s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), TILE, HEAD)])
             kslot, kphase = released(kempty, kslot, kphase, STAGES)
             if MASK == SPANS:
                 if begin * TILE < masked_until:
@@ -607,7 +657,7 @@ def _filter_half(
             a = gl.convert_layout(p.to(dt), P)
             mbarrier.wait(kfull.index(kslot), kphase)
             for step in range(1, full):
-                s = scores(q, _tile(ks, kslot, TILE, D), 0, TILE)
+                s = _scores(q, _tile(ks, kslot, TILE, D), TILE, HEAD)
                 mbarrier.wait(vfull.index(vslot), vphase)
                 once = warpgroup_mma(a, _tile(vs, vslot, TILE, D), once, is_async=True)
                 if DEGREE == 2:
@@ -633,12 +683,12 @@ def _filter_half(
                 if DEGREE == 2:
                     twice = _shrunk(twice, shrink, O)
                 a = next_a
-            s = scores(q, _tile(ks, kslot, TILE, D), 0, LAST)
+            s = _scores(q, _tile(ks, kslot, TILE, D), LAST, HEAD)
             mbarrier.wait(vfull.index(vslot), vphase)
             once = warpgroup_mma(a, _tile(vs, vslot, TILE, D), once, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s])
             kslot, kphase = released(kempty, kslot, kphase, STAGES)
-            s = _masked(s)
+            s = _masked(s, there, CAUSAL)
             if MASK == SPANS:
                 if latest >= diagonal:
                     first = _first_keys(spans, origin, row, end, LAST)
@@ -673,9 +723,9 @@ def _filter_half(
                 vslot, vphase = following(vslot, vphase, STAGES)
             last = gl.convert_layout(p.to(dt), P)
         else:
-            s = warpgroup_mma_wait(0, deps=[scores(q, _tile(ks, kslot, TILE, D), 0, LAST)])
+            s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), LAST, HEAD)])
             kslot, kphase = released(kempty, kslot, kphase, STAGES)
-            s = _masked(s)
+            s = _masked(s, there, CAUSAL)
             if MASK == SPANS:
                 if latest > diagonal:
                     first = _first_keys(spans, origin, row, end, LAST)
@@ -685,6 +735,8 @@ def _filter_half(
         mbarrier.arrive(qempty.index(W), count=1)
         mbarrier.wait(vfull.index(vslot), vphase)
         v = _tile(vs, vslot, TILE, D)
+        if not CAUSAL:
+            value = _load_rows(rows_io, b, h // group, row, n, row_b, row_h, row_i, D, HEAD)
         once = warpgroup_mma(last, v.slice(0, LAST), once, is_async=True)
         if is_planned(MASK, DEGREE):
             # here, where products run: they are waited for at once
@@ -703,11 +755,13 @@ def _filter_half(
             gl.thread_barrier()
             if KEEPS:
                 _tile(made, 2 + W, HALF, D).store(once.to(dt))
-            value = v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
+            if CAUSAL:
+                value = v.slice(LAST - HALF, HALF).load(O)
+            value = value.to(gl.float32)
             y = c1 * once + c0 * value
             if EXCLUSIVE:
                 value, square = directed(value)
-                share = gl.load(coeffs + h * POWERS + 2)
+                share = gl.load(shares + h)
                 y -= (share * gl.sum(once * value, 1) / square)[:, None] * value
             _tile(made, W, HALF, D).store(y.to(dt))
             fence_async_shared()
@@ -722,7 +776,7 @@ def _filter_half(
             mbarrier.wait(free.index(W), phase ^ 1)
             if MASK == SPANS:
                 if row + HALF > end:
-                    _store_rows(u_out, u, b, h, origin, row, end, out_b, out_h, out_i)
+                    _store_rows(u_out, u, b, h, origin, row, end, row_b, row_h, row_i)
             _tile(own, W, HALF, D).store(u)
             fence_async_shared()
             gl.thread_barrier()
@@ -746,14 +800,14 @@ def _filter_half(
             if LAST > HALF:
                 mbarrier.arrive(free.index(0), count=1)
             y = once + twice * (c2 * inverse)[:, None]
-            _store_rows(out, y.to(dt), b, h, origin, row, end, out_b, out_h, out_i)
+            _store_rows(rows_io, y.to(dt), b, h, origin, row, end, row_b, row_h, row_i)
             if W == 0:
                 # nothing was loaded, but the warp that loads U must not fall behind the slot's
                 # phases
                 mbarrier.wait(ufull.index(vslot), vphase)
         # only now: loads of v that are on their way do not hold the copy engine back
         vslot, vphase = released(vempty, vslot, vphase, STAGES)
-        if W == 0 and PARTS == 1:
+        if CAUSAL and W == 0 and PARTS == 1:
             # the tile that the second warpgroup alone sees
             kslot, kphase, vslot, vphase = _pass_over(
                 keys, values, passes, kslot, kphase, vslot, vphase, STAGES, DEGREE
@@ -771,20 +825,22 @@ def _barriers(COUNT):
 
 @gluon.jit(
     do_not_specialize=["total", "heads", "n", "blocks", "span", "mask_b"],
-    do_not_specialize_on_alignment=["coeffs", "mask"],
+    do_not_specialize_on_alignment=["coeffs", "shares", "mask"],
 )
 def filter_sweep(
-    q_in, k_in, v_in, u_io, out_io, out, u_out, lse_out, coeffs, flags, mask,
-    total, heads, group, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
-    D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
-    DEGREE: gl.constexpr, POWERS: gl.constexpr, KEEPS: gl.constexpr, EXCLUSIVE: gl.constexpr,
+    q_in, k_in, v_in, u_io, out_io, rows_io, u_out, lse_out, coeffs, shares, flags, mask,
+    total, heads, group, n, scale, blocks, span, row_b, row_h, row_i, mask_b,
+    D: gl.constexpr, HEAD: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    MASK: gl.constexpr, CAUSAL: gl.constexpr, DRAWS: gl.constexpr, DEGREE: gl.constexpr,
+    POWERS: gl.constexpr, KEEPS: gl.constexpr, EXCLUSIVE: gl.constexpr,
 ):  # fmt: skip
     """``total`` heads of ``blocks`` blocks; ``flags``, and the counter after them, are zero.
 
-    MASK: none, or ``mask`` are spans, see :func:`gfsa.kernels.launching.are_spans`. TILE: 64 or 128
-    keys. STAGES: tiles of keys, values and U that are on the chip at a time. With degree 1 there is
-    a counter alone, logsumexps are as ``one_pass.py`` describes them, ``out_io`` is written and not
-    ``out``, and KEEPS stores ``A·V`` too.
+    HEAD: features of a head, which has room for D. MASK: none, or ``mask`` are spans, see
+    :func:`gfsa.kernels.launching.are_spans`. TILE: 64 or 128 keys. STAGES: tiles of keys, values
+    and U that are on the chip at a time. ``rows_io`` is found by its address: the output of degree
+    2, and V of degree 1 without causality. With degree 1 there is a counter at most, and KEEPS
+    stores ``A·V`` too.
     """
     qs = room_of(q_in, 2)
     # a tile is moved in as many parts
@@ -838,18 +894,21 @@ def filter_sweep(
     gl.warp_specialize(
         [
             (_filter_half, (
-                queries, keys, values, passes, made, items, u_io, out_io, out, u_out, lse_out,
-                coeffs, mask, total, heads, n, scale, blocks, span, out_b, out_h, out_i,
-                mask_b, FIRST, TILE, STAGES, D, MASK, DEGREE, POWERS, KEEPS, EXCLUSIVE,
+                queries, keys, values, passes, made, items, u_io, out_io, rows_io, u_out, lse_out,
+                coeffs, shares, mask, total, heads, group, n, scale, blocks, span, row_b, row_h,
+                row_i, mask_b, FIRST, TILE, STAGES, D, HEAD, MASK, CAUSAL, DEGREE, POWERS, KEEPS,
+                EXCLUSIVE,
             )),
             (_filter_half, (
-                queries, keys, values, passes, made, items, u_io, out_io, out, u_out, lse_out,
-                coeffs, mask, total, heads, n, scale, blocks, span, out_b, out_h, out_i,
-                mask_b, SECOND, TILE, STAGES, D, MASK, DEGREE, POWERS, KEEPS, EXCLUSIVE,
+                queries, keys, values, passes, made, items, u_io, out_io, rows_io, u_out, lse_out,
+                coeffs, shares, mask, total, heads, group, n, scale, blocks, span, row_b, row_h,
+                row_i, mask_b, SECOND, TILE, STAGES, D, HEAD, MASK, CAUSAL, DEGREE, POWERS, KEEPS,
+                EXCLUSIVE,
             )),
             (load_tokens, (
                 q_in, k_in, v_in, queries, keys, values, items, counter, plan, mask,
-                total, heads, group, n, blocks, span, mask_b, TILE, STAGES, D, MASK, DEGREE,
+                total, heads, group, n, blocks, span, mask_b, TILE, STAGES, D, MASK, DEGREE, CAUSAL,
+                DRAWS,
             )),
             (load_passes, (
                 u_io, passes, values[2], flags, items, total, heads, blocks, span,

@@ -68,7 +68,7 @@ LEAST_WITH_QUERIES = 2048
 
 def backward(g: Tensor, saved: Saved, options: Options) -> Gradients:
     """As every gradient of ``op.py``, with key masks or spans at most."""
-    q, k, v, u, out, lse, coeffs, mask, _ = saved
+    q, k, v, u, out, lse, coeffs, mask, *_ = saved
     # numbers in the four dimensions that launches describe
     tiles = q, k, v, u, out, g, lse.contiguous().view(*lse.shape[:2], 1, lse.shape[2])
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -111,12 +111,13 @@ def adds_up_queries(problem: Problem, deterministic: bool) -> bool:
     """Whether dQ is added up in any order by the kernel of dK and dV, where that was faster.
 
     With documents it gains a fiftieth, and where products leave features out (:func:`used`) it
-    loses. Keys beyond the last one must not be there: the causal mask hides them.
+    loses. Keys beyond the last one must not be there: the causal mask hides them, or whole tiles
+    have none.
     """
     return (
         problem.head_dim == 128
         and problem.mask_kind == NO_MASK
-        and problem.options.is_causal
+        and (problem.options.is_causal or problem.length % TILES["grad_keys"][128].rows == 0)
         and problem.length >= LEAST_WITH_QUERIES
         and not deterministic
     )
@@ -155,7 +156,7 @@ def _of_rows(
 ) -> Launch:
     """A kernel with the numbers and constants that all have, then its own."""
     kernel, width = gluon_kernel("gluon_hopper", name), width_of(problem)
-    scale, is_causal, _, _ = problem.options
+    scale, is_causal, *_ = problem.options
     return Launch(
         kernel,
         grid,
@@ -213,9 +214,9 @@ def used(head_dim: int) -> int:
 
 def backward_once(g: Tensor, saved: Saved, options: Options) -> Gradients:
     """As every gradient of ``op.py``, of degree 1 in one pass."""
-    q, k, v, _, out, lse, coeffs, mask, _ = saved
+    q, k, v, _, out, lse, coeffs, mask, _, share = saved
     tiles = q, k, v, out, g, lse.contiguous()
-    dq, dk, dv, parts = _BACKWARD_ONCE(tiles, (coeffs,), mask, options)
+    dq, dk, dv, parts = _BACKWARD_ONCE(tiles, (coeffs, share), mask, options)
     return dq, sum_groups(dk, k), sum_groups(dv, v), parts
 
 
@@ -230,20 +231,21 @@ def _prepare_once(given: Given, options: Options) -> Prepared:
     if options.exclusive:
         du, rooms["du"] = "du", room_like(given["g"])
     steps = [
-        (grad_queries, f"k v q g v out dq {du}", "delta lse coeffs mask"),
-        (grad_keys, f"q {du} lse delta k v g out dk dv", "parts coeffs mask"),
+        (grad_queries, f"k v q g v out dq {du}", "delta lse coeffs share mask"),
+        (grad_keys, f"q {du} lse delta k v g out dk dv", "parts coeffs share mask"),
     ]
     return Prepared(given, rooms, steps, "dq dk dv parts")
 
 
-_BACKWARD_ONCE = Launches[Gradients](_prepare_once, "q k v out g lse", "coeffs")
+_BACKWARD_ONCE = Launches[Gradients](_prepare_once, "q k v out g lse", "coeffs share")
 
 
 def _launches_once(problem: Problem, powers: int) -> list[Launch]:
     grid = -(-problem.length // ONE_TILES.rows), problem.batch * problem.heads, 1
     strides = problem.mask_strides[:1]
-    constants = powers, problem.mask_kind, problem.options.exclusive
+    options = problem.options
+    constants = used(problem.head_dim), powers, problem.mask_kind, options.exclusive
     return [
-        _of_rows(name, problem, ONE_TILES, grid, strides, constants, {})
-        for name in ("grad_queries_one", "grad_keys_one")
+        _of_rows(name, problem, ONE_TILES, grid, strides, (*constants, *own), {})
+        for name, own in (("grad_queries_one", ()), ("grad_keys_one", (options.sums,)))
     ]

@@ -40,14 +40,16 @@ class Options(NamedTuple):
     is_causal: bool = False
     dropout_p: float = 0.0
     exclusive: bool = False
-    """Whether there is an exclusive term: the coefficients' last column is then its share."""
+    """Whether there is an exclusive term."""
+    sums: bool = True
+    """Whether the gradients of coefficients and shares are wanted."""
 
 
 class Inputs(NamedTuple):
     """What a route's forward takes.
 
     Args:
-        q, k, v, coeffs, mask, seed: as in :func:`gfsa.kernels.op.filter_attention`.
+        q, k, v, coeffs, mask, seed, share: as in :func:`gfsa.kernels.op.filter_attention`.
         keeps: whether there will be a gradient.
     """
 
@@ -59,6 +61,7 @@ class Inputs(NamedTuple):
     seed: Tensor | None
     options: Options
     keeps: bool = True
+    share: Tensor | None = None
 
 
 # the filter, A·V and each row's natural logsumexp (B, H, N)
@@ -76,7 +79,7 @@ class Saved(NamedTuple):
         out: the filter's output; with an exclusive term, whose gradient does not read it, ``A·V``.
         lse: each row's logsumexp, as the gradient takes it.
         coeffs: ``(H, 2 or 3)``, float32, contiguous.
-        mask, seed: as in the forward pass.
+        mask, seed, share: as in the forward pass.
     """
 
     q: Tensor
@@ -88,6 +91,7 @@ class Saved(NamedTuple):
     coeffs: Tensor
     mask: Tensor | None = None
     seed: Tensor | None = None
+    share: Tensor | None = None
 
 
 class Tiles(NamedTuple):
@@ -252,7 +256,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 JIT_OPTIONS = {
     "do_not_specialize": ["heads", "parts", "mask_b", "mask_h", "mask_i", "mask_j"],
     "do_not_specialize_on_alignment": [
-        *("coeffs", "dc_out", "mask", "seed_in", "theta", "base", "basis"),
+        *("coeffs", "shares", "dc_out", "mask", "seed_in", "theta", "base", "basis"),
     ],
 }
 

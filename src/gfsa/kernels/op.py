@@ -3,8 +3,8 @@
 Degrees 1 and 2 and the exclusive term are arguments of it. Each route (``routes.py``) has
 
 - a forward, ``Inputs → (out, U, LSE)``: the filter, ``A·V``, and each row's natural logsumexp
-  ``(B, H, N)``. Degree 1 in one pass (``one_pass.py``) ``keeps`` U for the exclusive term alone,
-  and logsumexps as its gradient takes them.
+  ``(B, H, N)``. Degree 1 in one pass ``keeps`` U for the exclusive term alone, and logsumexps as
+  its gradient takes them.
 - a gradient, ``(g, saved, options) → (dq, dk, dv, dc)``, with the gradients of the coefficients,
   and then of the share, as partial sums ``(H, columns, any number)``.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gfsa.kernels import coefficients, hopper, one_pass, short, sweep, two_pass
+from gfsa.kernels import coefficients, hopper, short, sweep, two_pass
 from gfsa.kernels.degree_one import combine_degree_one
 from gfsa.kernels.launching import (
     Forward,
@@ -52,7 +52,6 @@ FORWARD: dict[str, Callable[[Inputs], Forward]] = {
     "sweep": sweep.forward,
     "two_pass": two_pass.forward,
     "one_sweep": sweep.forward_once,
-    "one_pass": one_pass.forward,
 }
 GRADIENT: dict[str, Callable[[Tensor, Saved, Options], Gradients]] = {
     "short": short.backward,
@@ -60,7 +59,7 @@ GRADIENT: dict[str, Callable[[Tensor, Saved, Options], Gradients]] = {
     "two_pass": two_pass.backward,
     "hopper once": hopper.backward_once,
 }
-ONCE = ("one_sweep", "one_pass")
+ONCE = "one_sweep"
 
 
 def filter_attention(
@@ -107,9 +106,9 @@ def kernels_for(
     q: Tensor, mask: Tensor | None, options: Options, once: bool = False, grad: bool | None = None
 ) -> Kernels:
     """The routes of a call; in one pass, the kernel of any length beyond what was measured."""
-    situation = situation_of_kernels(q, mask, *options, degree=1 if once else 2)
+    situation = situation_of_kernels(q, mask, *options[:4], degree=1 if once else 2)
     found = kernels_of(situation if grad is None else situation._replace(grad=grad))
-    return found if not once or found.forward in ONCE else Kernels("one_pass", "hopper")
+    return found if not once or found.forward == ONCE else Kernels(ONCE, "hopper")
 
 
 # q, k, v, the coefficients or θ, the share, mask and seed; then a filter's coefficients if θ is
@@ -120,8 +119,8 @@ Given = tuple[Any, ...]
 def _run(given: Given, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(out, U, LSE)`` and the coefficients."""
     q, k, v, numbers, share, mask, seed, (learned, options, (route, *_)) = given
-    coeffs = coefficients.columns(numbers, learned, share, 2 if route in ONCE else 3)
-    return *run_forward(route, q, k, v, coeffs, mask, seed, options, keeps), coeffs
+    coeffs = coefficients.columns(numbers, learned, 2 if route == ONCE else 3)
+    return *run_forward(route, q, k, v, coeffs, mask, seed, options, keeps, share), coeffs
 
 
 def run_forward(route: str, *given: Any) -> Forward:
@@ -151,7 +150,7 @@ class _Filter(torch.autograd.Function):
         out, u, lse, coeffs = _run(given, True)
         # the gradient of the exclusive term reads A·V in place of the output
         read = out if share is None else u
-        ctx.save_for_backward(q, k, v, u, read, lse, coeffs, mask, seed)
+        ctx.save_for_backward(q, k, v, u, read, lse, coeffs, mask, seed, share)
         return out
 
     @staticmethod
@@ -163,9 +162,11 @@ class _Filter(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        saved = Saved(*ctx.saved_tensors)
-        dq, dk, dv, parts = run_backward(ctx.gradient, g, saved, ctx.options)
-        needed = ctx.needs_input_grad
+        saved, needed = Saved(*ctx.saved_tensors), ctx.needs_input_grad
+        options = ctx.options
+        if not (needed[3] or needed[4]):
+            options = options._replace(sums=False)
+        dq, dk, dv, parts = run_backward(ctx.gradient, g, saved, options)
         dc, dshare = coefficients.gradients(parts, ctx.basis, ctx.powers, needed[3], needed[4])
         return dq, dk, dv, dc, dshare, None, None, None
 
@@ -214,34 +215,36 @@ def backward(
     is_causal: bool,
     dropout_p: float,
     once: bool,
+    sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, the coefficients and the share."""
-    options = Options(scale, is_causal, dropout_p, share is not None)
+    """Gradients of q, k, v and, if ``sums``, the coefficients and the share."""
+    options = Options(scale, is_causal, dropout_p, share is not None, sums)
     # autograd is off while it runs a gradient
     gradient = kernels_for(q, mask, options, once, grad=True).gradient
-    columns = coefficients.columns(coeffs, None, share, 2 if once else 3)
-    saved = Saved(q, k, v, u, out, lse, columns, mask, seed)
+    columns = coefficients.columns(coeffs, None, 2 if once else 3)
+    saved = Saved(q, k, v, u, out, lse, columns, mask, seed, share)
     dq, dk, dv, parts = run_backward(gradient, g, saved, options)
-    dc, dshare = coefficients.gradients(parts, None, coeffs.shape[1], True, share is not None)
-    assert dc is not None
-    return dq, dk, dv, dc, dc.new_empty(0) if dshare is None else dshare
+    wanted = sums, sums and share is not None
+    found = coefficients.gradients(parts, None, coeffs.shape[1], *wanted)
+    dc, dshare = (parts.new_empty(0) if x is None else x for x in found)
+    return dq, dk, dv, dc, dshare
 
 
 @forward.register_fake
 def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     share, once, keeps = rest[3], *rest[-2:]
     if once:
-        rooms = one_pass.kept(q, share is not None and keeps)
+        rooms = sweep.kept(q, share is not None and keeps)
         return empty_like(q), rooms["u"](), rooms["lse"]()
     return empty_like(q), empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @backward.register_fake
 def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    coeffs, share = rest[3], rest[6]
+    coeffs, share, sums = rest[3], rest[6], rest[-1]
     tokens = empty_like(q), empty_like(k), empty_like(v)
-    dshare = coeffs.new_empty(0 if share is None else share.shape)
-    return *tokens, coeffs.new_empty(coeffs.shape), dshare
+    dshare = coeffs.new_empty(share.shape if sums and share is not None else 0)
+    return *tokens, coeffs.new_empty(coeffs.shape if sums else 0), dshare
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -256,8 +259,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if g is None:
         return (None,) * 12
-    *gradients, dshare = backward(g, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, dshare if dshare.numel() else None, *(None,) * 7)
+    sums = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    *tokens, dc, dshare = backward(g, *ctx.saved_tensors, *ctx.options, sums)
+    return (*tokens, *(x if x.numel() else None for x in (dc, dshare)), *(None,) * 7)
 
 
 forward.register_autograd(_differentiate, setup_context=_save)
@@ -343,7 +347,7 @@ class FusedOperator(Operator):
             return "filter", None
         if decision is not None and not registered:
             return OPERATION[decision.route], Kernels(decision.route, decision.gradient)
-        situation = situation_of_kernels(self.call.q, self.mask, *options, degree)
+        situation = situation_of_kernels(self.call.q, self.mask, *options[:4], degree)
         if registered:
             return operation_of(situation), None
         kernels = kernels_of(situation)

@@ -73,8 +73,8 @@ MEASURED_HEAD_DIM = 128
 SHORT_LENGTH = 256
 SHORT_HEAD_DIM = 64
 SHORT_MASK_STRIDE = 2**20
-# degree 1 in one pass, without the exclusive term: least tokens at which it is at least as fast as
-# the short kernels, which do not have that term
+# degree 1 in one sweep with a gradient, without the exclusive term: least tokens at which it is at
+# least as fast as the short kernels, which do not have that term
 ONCE_FROM = 197
 # degree 2 in one sweep: least tokens, counted once for each head; with fewer, programs wait for
 # each other's blocks
@@ -392,9 +392,13 @@ def _refusal_by_gluon(s: Situation) -> str | None:
     return None
 
 
-def _shared_with_short(s: Situation) -> str | None:
-    if s.tokens < ONCE_FROM and not s.exclusive:
-        return f"the short kernels are as fast below {ONCE_FROM} tokens"
+def _left_to_others(s: Situation) -> str | None:
+    if s.mask == SPANS:
+        return None
+    if s.grad and s.tokens < ONCE_FROM and not s.exclusive:
+        return f"with a gradient the short kernels are as fast below {ONCE_FROM} tokens"
+    if not s.causal and s.head_dim > SHORT_HEAD_DIM:
+        return f"beyond a head dim of {SHORT_HEAD_DIM} it takes causal calls only"
     return None
 
 
@@ -507,23 +511,14 @@ def _refusal(route: Route, s: Situation) -> str | None:
 ROUTES = (
     Route(
         *("one_sweep", "once", "fused", (1,), lambda s: "hopper"),
-        lengths={64: (512, 8192), 128: (512, 4096)},
+        lengths={64: (64, 8192), 96: (512, 4096), 128: (512, 4096)},
         masks=(NO_MASK, SPANS),
-        causal=True,
         packed=True,
         exclusive=True,
-        takes="causal, 512 to 8192 tokens at head dim 64, to 4096 at 128; windows and documents of "
-        "any length; the exclusive term",
-        gradients="hopper",
-    ),
-    Route(
-        *("one_pass", "once", "fused", (1,), lambda s: "hopper"),
-        lengths={64: (64, 8192)},
-        masks=(NO_MASK,),
-        exclusive=True,
-        further=_shared_with_short,
-        takes=f"head dim 64, {ONCE_FROM} to 8192 tokens, with the exclusive term from 64 on, no "
-        "mask but causality",
+        further=_left_to_others,
+        takes=f"head dim 64, {ONCE_FROM} to 8192 tokens, from 64 on without a gradient or with the "
+        "exclusive term; head dims 96 and 128, causal, 512 to 4096 tokens; windows and documents "
+        "of any length",
         gradients="hopper",
     ),
     Route(
@@ -605,7 +600,7 @@ def operation_of(s: Situation) -> str:
     """
     if s.degree == 2:
         return "filter"
-    for name in ("one_pass", "one_sweep", "short", "two_pass"):
+    for name in ("one_sweep", "short", "two_pass"):
         if _refusal(_BY_NAME[name], s) is None:
             return _BY_NAME[name].operation
     return "around"

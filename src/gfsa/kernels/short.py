@@ -61,20 +61,20 @@ def chunks(length: int, width: int) -> Chunks:
 
 def forward(given: Inputs) -> Forward:
     """As every route of ``op.py``."""
-    q, k, v, coeffs, mask, seed, options, _ = given
-    return _FORWARD((q, k, v), (coeffs, seed), mask, options)
+    q, k, v, coeffs, mask, seed, options, keeps, _ = given
+    return _FORWARD((q, k, v), (coeffs, seed), mask, options, keeps)
 
 
 def backward(g: Tensor, saved: Saved, options: Options) -> Gradients:
     """As every gradient of ``op.py``."""
-    q, k, v, u, out, lse, coeffs, mask, seed = saved
+    q, k, v, u, out, lse, coeffs, mask, seed, _ = saved
     dq, dk, dv, dc = _BACKWARD((q, k, v, u, out, g), (coeffs, lse, seed), mask, options)
     return dq, sum_groups(dk, k), sum_groups(dv, v), dc
 
 
-def _prepare_forward(given: Given, options: Options) -> Prepared:
+def _prepare_forward(given: Given, options: Options, keeps: bool) -> Prepared:
     q, unset = given["q"], zero(given["q"].device)
-    launch = forward_launch(problem_of(q, given["k"], given["mask"], options))
+    launch = forward_launch(problem_of(q, given["k"], given["mask"], options), keeps)
     rooms = {
         "out": room_like(q),
         "u": room_like(q),
@@ -101,7 +101,7 @@ _FORWARD = Launches[Forward](_prepare_forward, "q k v", "coeffs seed")
 _BACKWARD = Launches[Gradients](_prepare_backward, "q k v u out g", "coeffs lse seed")
 
 
-def forward_launch(problem: Problem) -> Launch:
+def forward_launch(problem: Problem, keeps: bool) -> Launch:
     cut = chunks(problem.length, 64)
     # heads in flight on one multiprocessor, as registers and shared memory allow
     crowded = problem.options.dropout_p > 0.0 or problem.mask_kind == FULL_MASK
@@ -109,7 +109,7 @@ def forward_launch(problem: Problem) -> Launch:
     total = problem.batch * problem.heads
     programs = min(total, at_once * multiprocessors(problem.device))
     options = {"maxnreg": 128} if at_once == 2 else {}
-    constants = (problem.length <= 208,)
+    constants = problem.length <= 208, keeps
     return _launch("filter_short", problem, cut, programs, 5, total, constants, options)
 
 
@@ -132,7 +132,7 @@ def _launch(
 ) -> Launch:
     """A kernel over ``programs``, with its ``first`` number and ``own`` constants."""
     rows, width, full, tail = cut
-    scale, is_causal, dropout_p, _ = problem.options
+    scale, is_causal, dropout_p, *_ = problem.options
     mask_b, _, mask_i, mask_j = problem.mask_strides
     return Launch(
         gluon_kernel("gluon_short", name),

@@ -1,4 +1,4 @@
-"""The causal filter in one sweep: the plan of its blocks for degree 2, and the launches.
+"""The filter in one sweep: the plan of a causal one's blocks for degree 2, and the launches.
 
 Other kernels compute its gradient. The kernel itself is in ``gluon_sweep.py``.
 
@@ -21,6 +21,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gfsa.kernels.launching import (
     SPANS,
@@ -33,14 +34,15 @@ from gfsa.kernels.launching import (
     Options,
     Prepared,
     Problem,
+    Room,
     gluon_kernel,
     multiprocessors,
+    padded,
     problem_of,
     result_strides,
     room,
     room_like,
 )
-from gfsa.kernels.one_pass import heads_in_cache, kept
 
 # what is planned for a block: its origin, its number and its end, counted from there; by warpgroup
 # its first tile, before which key tiles are masked, and the latest of its queries' first keys
@@ -179,8 +181,8 @@ POLLED = 32
 # windows of ROWS tokens and flags that the launch before works on at a time
 WINDOWS = 64
 FLAGS = 2048
-# by degree and head dim: keys a tile, as registers allow; by degree: tiles that fit on the chip,
-# and tokens that the copy engine moves at a time, at most
+# by degree and room for a head: keys a tile, as registers allow; by degree: tiles that fit on the
+# chip, and tokens that the copy engine moves at a time, at most
 KEYS = {(1, 64): 128, (1, 128): 128, (2, 64): 128, (2, 128): 64}
 STAGES = {1: 2, 2: 3}
 COPIED = {1: 128, 2: 64}
@@ -192,16 +194,33 @@ DOCUMENTS = 4
 # bounds of the heads at a time: the fastest measured at 1,024 tokens, and what keeps programs busy
 MOST_HEADS = 128
 LEAST_HEADS = 4
+# keys and values of heads whose blocks of degree 1 are worked on together: half of an H200's cache
+CACHED_BYTES = 24 * 2**20
+# causal rows of degree 1 from this length on are drawn: their blocks take different times
+DRAWN_FROM = 512
 
 
 def forward(given: Inputs, degree: int = 2) -> Forward:
     """As every route of ``op.py``; spans at most, and no dropout."""
-    q, k, v, coeffs, mask, _, options, keeps = given
+    q, k, v, coeffs, mask, _, options, keeps, share = given
     keeps = degree == 2 or (keeps and options.exclusive)
-    return _FORWARD((q, k, v), (coeffs,), mask, options, degree, keeps)
+    return _FORWARD((q, k, v), (coeffs, share), mask, options, degree, keeps)
 
 
 forward_once = functools.partial(forward, degree=1)
+
+
+def kept(q: Tensor, keeps: bool) -> dict[str, Room]:
+    """Room of degree 1 for U, empty unless it is kept, and for logsumexps, ``(B, H, 1, N …)``."""
+    batch, heads, length, _ = q.shape
+    shape = batch, heads, 1, (length + 15) // 16 * 16
+    u = room_like(q) if keeps else room((0,), q)
+    return {"u": u, "lse": room(shape, q, dtype=torch.float32)}
+
+
+def draws(problem: Problem, degree: int) -> bool:
+    """Whether programs draw blocks, which are not equally long, from a counter."""
+    return degree == 2 or (problem.options.is_causal and problem.length >= DRAWN_FROM)
 
 
 def _prepare(given: Given, options: Options, degree: int, keeps: bool) -> Prepared:
@@ -210,8 +229,13 @@ def _prepare(given: Given, options: Options, degree: int, keeps: bool) -> Prepar
     rooms = {"out": room_like(q), **kept(q, keeps)}
     steps: list[tuple[Launch, str, str]] = []
     strides: tuple[int, ...] = 0, 0, 0
+    rows = "out"
     # the number of the next item
     flags, make_flags = 1, torch.zeros
+    if degree == 1 and not draws(problem, degree):
+        make_flags = torch.empty
+    if not options.is_causal:
+        rows, strides = "v", given["v"].stride()[:3]
     if degree == 2:
         rooms["lse"] = room(q.shape[:3], q, dtype=torch.float32)
         strides = result_strides(q)[:3]
@@ -226,11 +250,11 @@ def _prepare(given: Given, options: Options, degree: int, keeps: bool) -> Prepar
     launch = _launch(problem, degree, given["coeffs"].shape[1], keeps, strides)
     # an address that the kernel does not write may be any
     u = "u" if keeps else "out"
-    steps.append((launch, f"q k v {u} out", f"out {u} lse coeffs flags mask"))
+    steps.append((launch, f"q k v {u} out", f"{rows} {u} lse coeffs share flags mask"))
     return Prepared(given, rooms, steps, "out u lse")
 
 
-_FORWARD = Launches[Forward](_prepare, "q k v", "coeffs")
+_FORWARD = Launches[Forward](_prepare, "q k v", "coeffs share")
 
 
 def planned(blocks: int) -> int:
@@ -239,29 +263,39 @@ def planned(blocks: int) -> int:
 
 
 def heads_at_a_time(problem: Problem, degree: int) -> int:
+    if degree == 1 and not problem.options.is_causal:
+        # all blocks take the same time: those of a head together, whose keys are then in the cache
+        return problem.group
     if degree == 1:
-        return heads_in_cache(problem) * problem.group
+        head_bytes = 2 * problem.length * problem.head_dim * problem.dtype.itemsize
+        return max(1, CACHED_BYTES // head_bytes) * problem.group
     tokens = TOKENS_AT_A_TIME * (DOCUMENTS if problem.mask_kind == SPANS else 1)
     return max(LEAST_HEADS, min(MOST_HEADS, tokens // problem.length))
 
 
 def _launch(
-    problem: Problem, degree: int, powers: int, keeps: bool, out_strides: tuple[int, ...]
+    problem: Problem, degree: int, powers: int, keeps: bool, strides: tuple[int, ...]
 ) -> Launch:
+    """
+    Args:
+        strides: of the tensor whose rows are found by their address.
+    """
     heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
-    dim = problem.head_dim
+    # a row of a tile has 128 bytes or more, as the swizzle does
+    dim = max(64, padded(problem.head_dim))
     rows, keys = (1, 1, HALF, dim), (1, 1, COPIED[degree], dim)
     return Launch(
         gluon_kernel("gluon_sweep", "filter_sweep"),
         (min(heads * blocks, multiprocessors(problem.device)), 1, 1),
-        (*problem.variant, max(out_strides) >= 2**31),
+        (*problem.variant, *((stride >= 2**31, stride % 16 == 0) for stride in strides)),
         [rows, keys, keys, rows, rows],
         (
             *(heads, *problem.sizes, problem.options.scale, blocks),
-            *(min(heads_at_a_time(problem, degree), heads), *out_strides, problem.mask_strides[0]),
+            *(min(heads_at_a_time(problem, degree), heads), *strides, problem.mask_strides[0]),
         ),
         (
-            *(dim, KEYS[degree, dim], STAGES[degree], problem.mask_kind, degree, powers, keeps),
+            *(dim, problem.head_dim, KEYS[degree, dim], STAGES[degree], problem.mask_kind),
+            *(problem.options.is_causal, draws(problem, degree), degree, powers, keeps),
             problem.options.exclusive,
         ),
         num_warps=4,

@@ -589,7 +589,7 @@ TALL_FROM = {"combine": 2048, "grad_first_pass": 192}
 def tiles(kernel: str, problem: Problem) -> Tiles:
     """The tiles of ``kernel`` for one problem."""
     head_dim, length = problem.head_dim, problem.length
-    _, is_causal, dropout_p, _ = problem.options
+    _, is_causal, dropout_p, *_ = problem.options
     limit = padded(max(head_dim, 64))
     if problem.mask_kind == SPANS.value and (kernel, limit) in PACKED_TILES:
         return PACKED_TILES[kernel, limit]
@@ -604,7 +604,7 @@ def tiles(kernel: str, problem: Problem) -> Tiles:
 
 def forward(given: Inputs) -> Forward:
     """As every route of ``op.py``."""
-    q, k, v, coeffs, mask, seed, options, _ = given
+    q, k, v, coeffs, mask, seed, options, *_ = given
     q, k, v = map(copyable_by_tile, (q, k, v))
     if on_device_of(q, cudnn_would_run, q, k, v, mask, options):
         u, lse = on_device_of(q, _cudnn_first_pass, q, k, v, options)
@@ -614,7 +614,7 @@ def forward(given: Inputs) -> Forward:
 
 def backward(g: Tensor, saved: Saved, options: Options) -> Gradients:
     """As every gradient of ``op.py``."""
-    q, k, v, u, out, lse, coeffs, mask, seed = saved
+    q, k, v, u, out, lse, coeffs, mask, seed, _ = saved
     dq, dk, dv, dc = _BACKWARD((q, k, v, u, out, g), (coeffs, lse, seed), mask, options)
     return dq, sum_groups(dk, k), sum_groups(dv, v), dc
 
@@ -681,7 +681,7 @@ _KERNELS = {
 
 def _launches(problem: Problem) -> dict[str, Launch]:
     """Each kernel over the rows of one problem."""
-    scale, is_causal, dropout_p, _ = problem.options
+    scale, is_causal, dropout_p, *_ = problem.options
     width, found = padded(problem.head_dim), {}
     for name, kernel in _KERNELS.items():
         cut = tiles(name, problem)

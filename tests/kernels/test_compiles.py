@@ -40,7 +40,7 @@ TYPES = {
     **dict.fromkeys(["lse_in", "lse_out", "delta_in", "delta_out", "dc_out"], "*fp32"),
     **dict.fromkeys(["coeffs", "shares", "sums", "theta", "base", "basis"], "*fp32"),
     **dict.fromkeys(["dc", "dtheta", "parts_in", "total_out"], "*fp32"),
-    **dict.fromkeys(["q_in", "v_in", "rows_io", "u_out"], "*bf16"),
+    **dict.fromkeys(["q_in", "v_in", "out", "u_out"], "*bf16"),
     **dict.fromkeys(["spans", "flags", "arrived"], "*i32"),
     **dict.fromkeys(["scale", "dropout_p"], "fp32"),
     "seed_in": "*i64",

@@ -20,7 +20,7 @@ if routes.TRITON != routes.MEASURED_TRITON:
     pytest.skip("Gluon changes with Triton's version", allow_module_level=True)
 
 SCALE, HEADS, TOKENS = 0.1, 4, 2048
-TOKEN_NAMES = {"rows_io", "u_out", "du_out", "dk_out", "dv_out", "dq_out"}
+TOKEN_NAMES = {"out", "u_out", "du_out", "dk_out", "dv_out", "dq_out"}
 INTEGERS = {"flags", "spans", "plan"}
 COUNTERS = {"flags", "counter"}
 
@@ -124,9 +124,9 @@ def test_the_causal_sweep(launched: list[Any], kind: str, dim: int) -> None:
     for launch, arguments in launched:
         check(launch, arguments, mask)
     _, last = launched[-1]
-    assert (last["rows_io"] is out, last["u_out"] is u, last["u_io"] is u) == (True,) * 3
+    assert (last["out"] is out, last["u_out"] is u, last["u_io"] is u) == (True,) * 3
     assert last["lse_out"] is lse
-    assert (last["row_b"], last["row_h"], last["row_i"]) == out.stride()[:3]
+    assert (last["out_b"], last["out_h"], last["out_i"]) == out.stride()[:3]
     assert last["MASK"] == (0 if mask is None else 3)
     if mask is not None:
         # both kernels find the same numbers in the same memory
@@ -192,10 +192,6 @@ def test_degree_one(launched: list[Any], kind: str, dim: int, exclusive: bool) -
         check(launch, arguments, mask)
     attend, queries, keys = [*by_name.values()][:3]
     assert (attend["out_io"] is out, attend["lse_out"] is lse) == (True, True)
-    # V of a block's own rows, where the last tile of keys is not theirs
-    assert (attend["rows_io"] is v) == (kind == "none")
-    strides = tuple(attend[f"row_{axis}"] for axis in "bhi")
-    assert strides == (v.stride()[:3] if kind == "none" else (0, 0, 0))
     assert queries["delta_out"] is keys["delta_cols"]
     # dU, which one kernel writes, is what the other reads in place of g
     assert queries["du_rows"] is keys["g_cols"]

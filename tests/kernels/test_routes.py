@@ -473,8 +473,8 @@ def test_degree_two(
 @pytest.mark.parametrize(
     ("length", "head_dim", "options", "route", "gradient"),
     [
-        (196, 64, {}, "short", "short"),
-        (197, 64, {}, "one_sweep", "hopper"),
+        (127, 64, {}, "short", "short"),
+        (128, 64, {}, "one_sweep", "hopper"),
         (511, 64, CAUSAL, "one_sweep", "hopper"),
         (512, 64, CAUSAL, "one_sweep", "hopper"),
         (2048, 64, {}, "one_sweep", "hopper"),
@@ -487,13 +487,15 @@ def test_degree_two(
         (4097, 128, CAUSAL, "around_torch", "around_torch"),
         (2048, 128, {}, "around_torch", "around_torch"),
         (2048, 96, CAUSAL, "one_sweep", "hopper"),
+        (2048, 80, {}, "one_sweep", "hopper"),
+        (2048, 72, {}, "around_torch", "around_torch"),
         (2048, 96, {}, "around_torch", "around_torch"),
         (2048, 128, CAUSAL | DROPOUT, "around_torch", "around_torch"),
         (2048, 128, CAUSAL | NEGATIVE, "around_torch", "around_torch"),
         # documents: one pass of any length, otherwise the kernels of degree 2
         (50, 64, DOCUMENTS, "one_sweep", "hopper"),
         (40000, 128, DOCUMENTS, "one_sweep", "hopper"),
-        (2048, 80, DOCUMENTS, "two_pass", "hopper"),
+        (2048, 72, DOCUMENTS, "two_pass", "hopper"),
         (2048, 64, DOCUMENTS | DROPOUT, "two_pass", "two_pass"),
         (2048, 64, DOCUMENTS | NEGATIVE, "two_pass", "hopper"),
         # torch would write a mask of all queries and keys for padded causal rows
@@ -537,7 +539,7 @@ def test_degree_one(
         (call(2, 4, 300, 96, degree=1, is_causal=True), "around_torch"),
         (call(2, 4, 300, 256, degree=1, is_causal=True), "around_torch"),
         (call(2, 4, 60, 32, degree=1, dropout_p=0.1), "around_torch"),
-        (call(2, 4, 300, 80, degree=1, visible=Visibility(causal=True, window=8)), "around_torch"),
+        (call(2, 4, 300, 72, degree=1, visible=Visibility(causal=True, window=8)), "around_torch"),
         (call(2, 4, 300, 64, degree=2), "sdpa"),
     ],
 )
@@ -548,6 +550,15 @@ def test_the_exclusive_term(asked: Asked, route: str, monkeypatch: pytest.Monkey
     operation = routes.OPERATION.get(route, route)
     # the compiler adds it to torch's attention by itself
     assert chosen("auto", *asked, True).route == ("sdpa" if operation == "around" else operation)
+
+
+@pytest.mark.parametrize(("length", "head_dim"), [(64, 64), (2048, 96), (2048, 128)])
+def test_degree_one_without_a_gradient(length: int, head_dim: int) -> None:
+    """Where one sweep is faster forward alone."""
+    asked = call(2, 4, length, head_dim, degree=1)
+    assert chosen("auto", *asked).route in ("short", "around_torch")
+    with torch.no_grad():
+        assert chosen("auto", *asked).route == "one_sweep"
 
 
 def test_the_page_has_the_table() -> None:

@@ -83,9 +83,6 @@ def run(
     if degree == 1:
         moved, written, strides = (u, out), (np.zeros(1), np.zeros(1)), (0, 0, 0)
         flags = np.zeros(int(draws), dtype=int)
-    if not causal:
-        # V of a block's own rows is read by its address
-        written, strides = (v, np.zeros(1)), (heads // group * n * dim, n * dim, dim)
     copied = sweep.HALF if degree == 2 else tile
     sizes = (total, heads, group, n, scale, blocks, span, *strides, stride)
     gluon_on_cpu.launch(

@@ -139,11 +139,11 @@ def load(tensors, rooms, OF_KEYS, bars, b, h, group, row, step, pred):
 
 
 @gluon.jit
-def load_next(tensors, rooms, OF_KEYS, bars, b, h, group, col, BN, step, steps):
+def load_next(tensors, rooms, OF_KEYS, bars, b, h, group, col, step, steps):
     """Begin to load the tiles of the step after ``step``, while products of ``step`` run."""
     # all warps are done with the step before
     gl.thread_barrier()
-    load(tensors, rooms, OF_KEYS, bars, b, h, group, col + BN, step + 1, step + 1 < steps)
+    load(tensors, rooms, OF_KEYS, bars, b, h, group, col, step + 1, step + 1 < steps)
     # here, or the compiler puts one at the next step's start, where nothing runs beside it
     gl.thread_barrier()
 
@@ -374,7 +374,7 @@ def grad_first_pass(
         mbarrier.wait(bars.index(now), (step // 2) & 1)
         s = scores(k, q, zero, False, D, USED)
         z = warpgroup_mma(operand, former_g, z, is_async=True)
-        load_next(cols, rings, OF_KEYS, bars, b, h, group, col, BN, step, steps)
+        load_next(cols, rings, OF_KEYS, bars, b, h, group, col + BN, step, steps)
         s = warpgroup_mma_wait(1, deps=[s])
         lse = vector_of(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
@@ -450,6 +450,9 @@ def grad_keys(
     row, b, h, bh, _, _, _ = place(heads, BM, False)
     sums += bh.to(gl.int64) * gl.cdiv(n, BN) * (BN * D)
     start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
+    if WITH_QUERIES and not CAUSAL:
+        # programs of a head add to different tiles of dQ at a time
+        start = row
     own = (k_rows, u_rows, v_rows)
     load(own, (ks, us, vs), (True, False, True), bars, b, h, group, row, 0, True)
     cols = (q_cols, lse_cols, g_cols, du_cols, delta_cols)
@@ -470,6 +473,10 @@ def grad_keys(
     for step in range(steps):
         now = step % 2
         col = start + step * BN
+        next_col = col + BN
+        if WITH_QUERIES and not CAUSAL:
+            col = gl.where(col < n, col, col - n)
+            next_col = gl.where(next_col < n, next_col, next_col - n)
         q = tile_of(qs.index(now), BN, D)
         g = tile_of(gs.index(now), BN, D)
         du = tile_of(dus.index(now), BN, D)
@@ -477,7 +484,7 @@ def grad_keys(
         s = scores(k, q, zero, False, D, USED)
         da = scores(u, g, zero, False, D, USED)
         da = scores(v, du, da, True, D, USED)
-        load_next(cols, rings, OF_KEYS, bars, b, h, group, col, BN, step, steps)
+        load_next(cols, rings, OF_KEYS, bars, b, h, group, next_col, step, steps)
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         lse = vector_of(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
@@ -567,7 +574,7 @@ def grad_queries(
         s = scores(q, k, zero, False, D, USED)
         da = scores(g, u, zero, False, D, USED)
         da = scores(du, v, da, True, D, USED)
-        load_next(cols, rings, OF_KEYS, bars, b, h, group, col, BN, step, steps)
+        load_next(cols, rings, OF_KEYS, bars, b, h, group, col + BN, step, steps)
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
         p = hide_keys(p, i, row, col, first, latest, shown, n, CAUSAL, MASK)
@@ -624,6 +631,8 @@ def grad_queries_one(
     OF_KEYS: gl.constexpr = (False, False)
     load(cols, rings, OF_KEYS, bars, b, key_head, group, start, 0, True)
     c0, c1, _ = coefficients(coeffs, h, POWERS, 1)
+    if EXCLUSIVE:
+        share = gl.load(shares + h)
     length = (n + 15) // 16 * 16
     at = bh.to(gl.int64) * length + i
     lse = gl.load(lse_in + at, mask=i < length, other=float("inf"))
@@ -632,7 +641,6 @@ def grad_queries_one(
     mbarrier.wait(bars.index(2), 0)
     rest = tile_of(outs, BM, D).load(AL).to(gl.float32)
     if EXCLUSIVE:
-        share = gl.load(shares + h)
         values, square = directed(tile_of(own, BM, D).load(AL).to(gl.float32))
         du = g.load(AL).to(gl.float32)
         weight = share * gl.sum(du * values, 1) / square
@@ -701,34 +709,24 @@ def grad_keys_one(
     h = bh % heads
     row = block * BM
     start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
-    # also where documents are out of order, and no query may seem to see these keys
-    steps = gl.maximum(steps, 1)
     load((k_rows, v_rows), (ks, vs), (True, True), bars, b, h, group, row, 0, True)
     cols = (q_cols, lse_cols, g_cols, delta_cols)
     rings = (qs, lss, gs, dls)
     OF_KEYS: gl.constexpr = (False, False, False, False)
     load(cols, rings, OF_KEYS, bars, b, h, group, start, 0, True)
     c0, c1, _ = coefficients(coeffs, h, POWERS, 1)
+    if EXCLUSIVE:
+        share = gl.load(shares + h)
     k = tile_of(ks, BM, D)
     v = tile_of(vs, BM, D)
     mbarrier.wait(bars.index(2), 0)
     dk = gl.full([BM, D], 0.0, gl.float32, AL)
     z = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
-    # what the end reads comes with the last step, where the tiles of another step would be
-    gl.static_assert(BM == BN)
-    own = qs.index(steps % 2)
-    us = gs.index(steps % 2)
     for step in range(steps):
         now = step % 2
         col = start + step * BN
-        is_last = step + 1 == steps
         load(cols, rings, OF_KEYS, bars, b, h, group, col + BN, step + 1, step + 1 < steps)
-        if EXCLUSIVE:
-            given = (g_rows, u_rows)
-            load(given, (own, us), (False, False), bars, b, h, group, row, 0, is_last)
-        else:
-            load((g_rows,), (own,), (False,), bars, b, h, group, row, 0, is_last)
         q = tile_of(qs.index(now), BN, D)
         g = tile_of(gs.index(now), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
@@ -746,7 +744,14 @@ def grad_keys_one(
         dk = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), q, dk, is_async=True)
         z, dk = warpgroup_mma_wait(0, deps=[z, dk])
         gl.thread_barrier()
-    # the keys' and values' room takes the results
+    # the queries' room takes g of these rows, the keys' and values' the results
+    gl.static_assert(BM == BN)
+    own = qs.index(0)
+    us = qs.index(1)
+    if EXCLUSIVE:
+        load((g_rows, u_rows), (own, us), (False, False), bars, b, h, group, row, 0, True)
+    else:
+        load((g_rows,), (own,), (False,), bars, b, h, group, row, 0, True)
     store(dk * scale, ks, dk_rows, b, h, row, BM, D)
     # rows beyond the last key hold arbitrary numbers, infinities included
     rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
@@ -761,7 +766,6 @@ def grad_keys_one(
     if SUMS:
         gl.store(dc, gl.sum(gl.sum(g * values, 1), 0))
     if EXCLUSIVE:
-        share = gl.load(shares + h)
         u = tile_of(us, BM, D)
         mixed = u.load(AL).to(gl.float32)
         if SUMS:

@@ -17,8 +17,8 @@ is two sums of each row there. U is written (KEEPS) for the gradient of the excl
 which reads it in place of the output. Logsumexps are to base 2, a multiple of 16 of them for each
 head, so that the copy engine can read them; those of queries beyond the last one are infinite.
 
-Without causality every query sees all tiles, and V of its own row, which the tiles of the other
-calls end with, is read by its address.
+Without causality every query sees all tiles. V of the block's own rows, which under causality is in
+the last tile, follows them.
 
 With spans (documents, windows) a block begins at the first tile that its first query sees. Of the
 tiles before the diagonal those are masked in which the keys of a query begin. In the others a query
@@ -294,7 +294,7 @@ def load_tokens(
     blocks, span, mask_b, TILE, STAGES, D, MASK, DEGREE, CAUSAL, DRAWS,
 ):  # fmt: skip
     """Draw items, and load their queries and the keys and values that they see."""
-    ring = (0, 1, 1)
+    ring = (0, 1, 0, 1, 1)
     islot = 0
     iphase = 1
     item = 0
@@ -360,7 +360,7 @@ def _load_item(
     qs, qfull, qempty = queries
     ks, kfull, kempty = keys
     vs, vfull, vempty = values
-    slot, phase, qphase = ring
+    slot, phase, vslot, vphase, qphase = ring
     b = bh // heads
     h = bh % heads
     mbarrier.wait(qempty.index(0), qphase)
@@ -379,15 +379,25 @@ def _load_item(
         row = origin + tile * TILE
         mbarrier.wait(kempty.index(slot), phase)
         _load(k_in, b, h // group, row, kfull.index(slot), ks, slot, TILE, D)
-        mbarrier.wait(vempty.index(slot), phase)
-        _load(v_in, b, h // group, row, vfull.index(slot), vs, slot, TILE, D)
+        if CAUSAL:
+            vslot = slot
+            vphase = phase
+        mbarrier.wait(vempty.index(vslot), vphase)
+        _load(v_in, b, h // group, row, vfull.index(vslot), vs, vslot, TILE, D)
         slot, phase = following(slot, phase, STAGES)
+        if not CAUSAL:
+            vslot, vphase = following(vslot, vphase, STAGES)
         if DEGREE == 2:
             if tile == begin:
                 # late: the first warpgroup begins while the second one ends its last item
                 mbarrier.wait(qempty.index(1), qphase)
                 _load(q_in, b, h, origin + block * ROWS + HALF, qfull.index(1), qs, 1, HALF, D)
-    return slot, phase, qphase ^ 1
+    if not CAUSAL:
+        gl.static_assert(TILE == ROWS)
+        mbarrier.wait(vempty.index(vslot), vphase)
+        _load(v_in, b, h // group, block * ROWS, vfull.index(vslot), vs, vslot, TILE, D)
+        vslot, vphase = following(vslot, vphase, STAGES)
+    return slot, phase, vslot, vphase, qphase ^ 1
 
 
 @gluon.jit
@@ -559,30 +569,19 @@ def _shrunk(x, shrink, LAYOUT):
 
 
 @gluon.jit
-def _store_rows(out, x, b, h, origin, row, end, row_b, row_h, row_i):
+def _store_rows(out, x, b, h, origin, row, end, out_b, out_h, out_i):
     """A warpgroup's rows of a tensor, those before ``end``; both are counted from the origin."""
     LAYOUT: gl.constexpr = product_layout(4, x.shape[1])
-    at = out + b.to(gl.int64) * row_b + h.to(gl.int64) * row_h
+    at = out + b.to(gl.int64) * out_b + h.to(gl.int64) * out_h
     rows = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    gl.store(at + (origin + rows)[:, None] * row_i + d[None, :], x, mask=(rows < end)[:, None])
-
-
-@gluon.jit
-def _load_rows(tensor, b, h, row, n, row_b, row_h, row_i, D, HEAD):
-    """A warpgroup's rows of a tensor, and of its HEAD features, by their address; others are 0."""
-    LAYOUT: gl.constexpr = product_layout(4, D)
-    at = tensor + b.to(gl.int64) * row_b + h.to(gl.int64) * row_h
-    rows = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
-    there = (rows < n)[:, None] & (d < HEAD)[None, :]
-    return gl.load(at + rows.to(gl.int64)[:, None] * row_i + d[None, :], mask=there, other=0.0)
+    gl.store(at + (origin + rows)[:, None] * out_i + d[None, :], x, mask=(rows < end)[:, None])
 
 
 @gluon.jit
 def _filter_half(
-    queries, keys, values, passes, made, items, u_io, out_io, rows_io, u_out, lse_out, coeffs,
-    shares, mask, total, heads, group, n, scale, blocks, span, row_b, row_h, row_i, mask_b, W, TILE,
+    queries, keys, values, passes, made, items, u_io, out_io, out, u_out, lse_out, coeffs,
+    shares, mask, total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b, W, TILE,
     STAGES, D, HEAD, MASK, CAUSAL, DEGREE, POWERS, KEEPS, EXCLUSIVE,
 ):  # fmt: skip
     """Warpgroup W's queries of each item: the first or the second 64."""
@@ -633,6 +632,9 @@ def _filter_half(
             full -= begin
         if not is_planned(MASK, DEGREE):
             c0, c1, c2 = coefficients(coeffs, h, POWERS, DEGREE)
+        if EXCLUSIVE:
+            # long before it is used
+            share = gl.load(shares + h)
         once = gl.full([HALF, D], 0.0, gl.float32, O)
         if DEGREE == 2:
             us, ufull = passes
@@ -735,8 +737,6 @@ def _filter_half(
         mbarrier.arrive(qempty.index(W), count=1)
         mbarrier.wait(vfull.index(vslot), vphase)
         v = _tile(vs, vslot, TILE, D)
-        if not CAUSAL:
-            value = _load_rows(rows_io, b, h // group, row, n, row_b, row_h, row_i, D, HEAD)
         once = warpgroup_mma(last, v.slice(0, LAST), once, is_async=True)
         if is_planned(MASK, DEGREE):
             # here, where products run: they are waited for at once
@@ -756,12 +756,15 @@ def _filter_half(
             if KEEPS:
                 _tile(made, 2 + W, HALF, D).store(once.to(dt))
             if CAUSAL:
-                value = v.slice(LAST - HALF, HALF).load(O)
-            value = value.to(gl.float32)
+                v = v.slice(LAST - HALF, HALF)
+            else:
+                vslot, vphase = released(vempty, vslot, vphase, STAGES)
+                mbarrier.wait(vfull.index(vslot), vphase)
+                v = _tile(vs, vslot, TILE, D).slice(W * HALF, HALF)
+            value = v.load(O).to(gl.float32)
             y = c1 * once + c0 * value
             if EXCLUSIVE:
                 value, square = directed(value)
-                share = gl.load(shares + h)
                 y -= (share * gl.sum(once * value, 1) / square)[:, None] * value
             _tile(made, W, HALF, D).store(y.to(dt))
             fence_async_shared()
@@ -776,7 +779,7 @@ def _filter_half(
             mbarrier.wait(free.index(W), phase ^ 1)
             if MASK == SPANS:
                 if row + HALF > end:
-                    _store_rows(u_out, u, b, h, origin, row, end, row_b, row_h, row_i)
+                    _store_rows(u_out, u, b, h, origin, row, end, out_b, out_h, out_i)
             _tile(own, W, HALF, D).store(u)
             fence_async_shared()
             gl.thread_barrier()
@@ -800,7 +803,7 @@ def _filter_half(
             if LAST > HALF:
                 mbarrier.arrive(free.index(0), count=1)
             y = once + twice * (c2 * inverse)[:, None]
-            _store_rows(rows_io, y.to(dt), b, h, origin, row, end, row_b, row_h, row_i)
+            _store_rows(out, y.to(dt), b, h, origin, row, end, out_b, out_h, out_i)
             if W == 0:
                 # nothing was loaded, but the warp that loads U must not fall behind the slot's
                 # phases
@@ -828,8 +831,8 @@ def _barriers(COUNT):
     do_not_specialize_on_alignment=["coeffs", "shares", "mask"],
 )
 def filter_sweep(
-    q_in, k_in, v_in, u_io, out_io, rows_io, u_out, lse_out, coeffs, shares, flags, mask,
-    total, heads, group, n, scale, blocks, span, row_b, row_h, row_i, mask_b,
+    q_in, k_in, v_in, u_io, out_io, out, u_out, lse_out, coeffs, shares, flags, mask,
+    total, heads, group, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
     D: gl.constexpr, HEAD: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     MASK: gl.constexpr, CAUSAL: gl.constexpr, DRAWS: gl.constexpr, DEGREE: gl.constexpr,
     POWERS: gl.constexpr, KEEPS: gl.constexpr, EXCLUSIVE: gl.constexpr,
@@ -838,9 +841,8 @@ def filter_sweep(
 
     HEAD: features of a head, which has room for D. MASK: none, or ``mask`` are spans, see
     :func:`gfsa.kernels.launching.are_spans`. TILE: 64 or 128 keys. STAGES: tiles of keys, values
-    and U that are on the chip at a time. ``rows_io`` is found by its address: the output of degree
-    2, and V of degree 1 without causality. With degree 1 there is a counter at most, and KEEPS
-    stores ``A·V`` too.
+    and U that are on the chip at a time. With degree 1 there is a counter at most, ``out_io`` is
+    written and not ``out``, and KEEPS stores ``A·V`` too.
     """
     qs = room_of(q_in, 2)
     # a tile is moved in as many parts
@@ -894,15 +896,15 @@ def filter_sweep(
     gl.warp_specialize(
         [
             (_filter_half, (
-                queries, keys, values, passes, made, items, u_io, out_io, rows_io, u_out, lse_out,
-                coeffs, shares, mask, total, heads, group, n, scale, blocks, span, row_b, row_h,
-                row_i, mask_b, FIRST, TILE, STAGES, D, HEAD, MASK, CAUSAL, DEGREE, POWERS, KEEPS,
+                queries, keys, values, passes, made, items, u_io, out_io, out, u_out, lse_out,
+                coeffs, shares, mask, total, heads, n, scale, blocks, span, out_b, out_h,
+                out_i, mask_b, FIRST, TILE, STAGES, D, HEAD, MASK, CAUSAL, DEGREE, POWERS, KEEPS,
                 EXCLUSIVE,
             )),
             (_filter_half, (
-                queries, keys, values, passes, made, items, u_io, out_io, rows_io, u_out, lse_out,
-                coeffs, shares, mask, total, heads, group, n, scale, blocks, span, row_b, row_h,
-                row_i, mask_b, SECOND, TILE, STAGES, D, HEAD, MASK, CAUSAL, DEGREE, POWERS, KEEPS,
+                queries, keys, values, passes, made, items, u_io, out_io, out, u_out, lse_out,
+                coeffs, shares, mask, total, heads, n, scale, blocks, span, out_b, out_h,
+                out_i, mask_b, SECOND, TILE, STAGES, D, HEAD, MASK, CAUSAL, DEGREE, POWERS, KEEPS,
                 EXCLUSIVE,
             )),
             (load_tokens, (

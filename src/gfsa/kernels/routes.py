@@ -75,7 +75,7 @@ SHORT_HEAD_DIM = 64
 SHORT_MASK_STRIDE = 2**20
 # degree 1 in one sweep with a gradient, without the exclusive term: least tokens at which it is at
 # least as fast as the short kernels, which do not have that term
-ONCE_FROM = 197
+ONCE_FROM = 128
 # degree 2 in one sweep: least tokens, counted once for each head; with fewer, programs wait for
 # each other's blocks
 SWEEP_TOKENS = 96 * 1024
@@ -397,8 +397,8 @@ def _left_to_others(s: Situation) -> str | None:
         return None
     if s.grad and s.tokens < ONCE_FROM and not s.exclusive:
         return f"with a gradient the short kernels are as fast below {ONCE_FROM} tokens"
-    if not s.causal and s.head_dim > SHORT_HEAD_DIM:
-        return f"beyond a head dim of {SHORT_HEAD_DIM} it takes causal calls only"
+    if s.grad and not s.causal and s.head_dim in (96, 128):
+        return "with a gradient it takes causal calls only at this head dim"
     return None
 
 
@@ -511,14 +511,14 @@ def _refusal(route: Route, s: Situation) -> str | None:
 ROUTES = (
     Route(
         *("one_sweep", "once", "fused", (1,), lambda s: "hopper"),
-        lengths={64: (64, 8192), 96: (512, 4096), 128: (512, 4096)},
+        lengths={64: (64, 8192), **dict.fromkeys((80, 96, 128), (512, 4096))},
         masks=(NO_MASK, SPANS),
         packed=True,
         exclusive=True,
         further=_left_to_others,
         takes=f"head dim 64, {ONCE_FROM} to 8192 tokens, from 64 on without a gradient or with the "
-        "exclusive term; head dims 96 and 128, causal, 512 to 4096 tokens; windows and documents "
-        "of any length",
+        "exclusive term; head dims 80, 96 and 128, 512 to 4096 tokens (96 and 128 with a gradient: "
+        "causal); windows and documents of any length",
         gradients="hopper",
     ),
     Route(

@@ -229,13 +229,10 @@ def _prepare(given: Given, options: Options, degree: int, keeps: bool) -> Prepar
     rooms = {"out": room_like(q), **kept(q, keeps)}
     steps: list[tuple[Launch, str, str]] = []
     strides: tuple[int, ...] = 0, 0, 0
-    rows = "out"
     # the number of the next item
     flags, make_flags = 1, torch.zeros
     if degree == 1 and not draws(problem, degree):
         make_flags = torch.empty
-    if not options.is_causal:
-        rows, strides = "v", given["v"].stride()[:3]
     if degree == 2:
         rooms["lse"] = room(q.shape[:3], q, dtype=torch.float32)
         strides = result_strides(q)[:3]
@@ -250,7 +247,7 @@ def _prepare(given: Given, options: Options, degree: int, keeps: bool) -> Prepar
     launch = _launch(problem, degree, given["coeffs"].shape[1], keeps, strides)
     # an address that the kernel does not write may be any
     u = "u" if keeps else "out"
-    steps.append((launch, f"q k v {u} out", f"{rows} {u} lse coeffs share flags mask"))
+    steps.append((launch, f"q k v {u} out", f"out {u} lse coeffs share flags mask"))
     return Prepared(given, rooms, steps, "out u lse")
 
 
@@ -274,12 +271,8 @@ def heads_at_a_time(problem: Problem, degree: int) -> int:
 
 
 def _launch(
-    problem: Problem, degree: int, powers: int, keeps: bool, strides: tuple[int, ...]
+    problem: Problem, degree: int, powers: int, keeps: bool, out_strides: tuple[int, ...]
 ) -> Launch:
-    """
-    Args:
-        strides: of the tensor whose rows are found by their address.
-    """
     heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
     # a row of a tile has 128 bytes or more, as the swizzle does
     dim = max(64, padded(problem.head_dim))
@@ -287,11 +280,11 @@ def _launch(
     return Launch(
         gluon_kernel("gluon_sweep", "filter_sweep"),
         (min(heads * blocks, multiprocessors(problem.device)), 1, 1),
-        (*problem.variant, *((stride >= 2**31, stride % 16 == 0) for stride in strides)),
+        (*problem.variant, max(out_strides) >= 2**31),
         [rows, keys, keys, rows, rows],
         (
             *(heads, *problem.sizes, problem.options.scale, blocks),
-            *(min(heads_at_a_time(problem, degree), heads), *strides, problem.mask_strides[0]),
+            *(min(heads_at_a_time(problem, degree), heads), *out_strides, problem.mask_strides[0]),
         ),
         (
             *(dim, problem.head_dim, KEYS[degree, dim], STAGES[degree], problem.mask_kind),

@@ -139,11 +139,11 @@ def load(tensors, rooms, OF_KEYS, bars, b, h, group, row, step, pred):
 
 
 @gluon.jit
-def load_next(tensors, rooms, OF_KEYS, bars, b, h, group, col, step, steps):
+def load_next(tensors, rooms, OF_KEYS, bars, b, h, group, col, BN, step, steps):
     """Begin to load the tiles of the step after ``step``, while products of ``step`` run."""
     # all warps are done with the step before
     gl.thread_barrier()
-    load(tensors, rooms, OF_KEYS, bars, b, h, group, col, step + 1, step + 1 < steps)
+    load(tensors, rooms, OF_KEYS, bars, b, h, group, col + BN, step + 1, step + 1 < steps)
     # here, or the compiler puts one at the next step's start, where nothing runs beside it
     gl.thread_barrier()
 
@@ -374,7 +374,7 @@ def grad_first_pass(
         mbarrier.wait(bars.index(now), (step // 2) & 1)
         s = scores(k, q, zero, False, D, USED)
         z = warpgroup_mma(operand, former_g, z, is_async=True)
-        load_next(cols, rings, OF_KEYS, bars, b, h, group, col + BN, step, steps)
+        load_next(cols, rings, OF_KEYS, bars, b, h, group, col, BN, step, steps)
         s = warpgroup_mma_wait(1, deps=[s])
         lse = vector_of(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
@@ -450,9 +450,6 @@ def grad_keys(
     row, b, h, bh, _, _, _ = place(heads, BM, False)
     sums += bh.to(gl.int64) * gl.cdiv(n, BN) * (BN * D)
     start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
-    if WITH_QUERIES and not CAUSAL:
-        # programs of a head add to different tiles of dQ at a time
-        start = row
     own = (k_rows, u_rows, v_rows)
     load(own, (ks, us, vs), (True, False, True), bars, b, h, group, row, 0, True)
     cols = (q_cols, lse_cols, g_cols, du_cols, delta_cols)
@@ -473,10 +470,6 @@ def grad_keys(
     for step in range(steps):
         now = step % 2
         col = start + step * BN
-        next_col = col + BN
-        if WITH_QUERIES and not CAUSAL:
-            col = gl.where(col < n, col, col - n)
-            next_col = gl.where(next_col < n, next_col, next_col - n)
         q = tile_of(qs.index(now), BN, D)
         g = tile_of(gs.index(now), BN, D)
         du = tile_of(dus.index(now), BN, D)
@@ -484,7 +477,7 @@ def grad_keys(
         s = scores(k, q, zero, False, D, USED)
         da = scores(u, g, zero, False, D, USED)
         da = scores(v, du, da, True, D, USED)
-        load_next(cols, rings, OF_KEYS, bars, b, h, group, next_col, step, steps)
+        load_next(cols, rings, OF_KEYS, bars, b, h, group, col, BN, step, steps)
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         lse = vector_of(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
@@ -574,7 +567,7 @@ def grad_queries(
         s = scores(q, k, zero, False, D, USED)
         da = scores(g, u, zero, False, D, USED)
         da = scores(du, v, da, True, D, USED)
-        load_next(cols, rings, OF_KEYS, bars, b, h, group, col + BN, step, steps)
+        load_next(cols, rings, OF_KEYS, bars, b, h, group, col, BN, step, steps)
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
         p = hide_keys(p, i, row, col, first, latest, shown, n, CAUSAL, MASK)

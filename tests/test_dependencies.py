@@ -53,7 +53,7 @@ MAY_IMPORT = {
 # modules that import a framework when they are imported; others import these inside functions
 FRAMEWORK_MODULES = {
     "gfsa.engines.megatron": {"megatron"},
-    "gfsa.engines.vllm.attention": {"vllm"},
+    "gfsa.engines.vllm.layers": {"vllm"},
     "gfsa.engines.vllm.config": {"vllm"},
     "gfsa.engines.vllm.models": {"vllm"},
     "gfsa.info": {"typer"},
@@ -65,7 +65,7 @@ FRAMEWORK_MODULES = {
     "gfsa.adapters.transformers.adapter": {"transformers"},
     "gfsa.adapters.transformers.masks": {"transformers"},
     "gfsa.adapters.transformers.functions": {"transformers"},
-    "gfsa.adapters.transformers.past": {"transformers"},
+    "gfsa.adapters.transformers.cache": {"transformers"},
     "gfsa.titan": {"safetensors", "spmd_types", "torchtitan"},
 }
 

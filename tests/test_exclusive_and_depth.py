@@ -607,7 +607,7 @@ def test_vllm_serves_the_exclusive_term(monkeypatch: pytest.MonkeyPatch) -> None
     for part in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", name):
         monkeypatch.setitem(sys.modules, part, ModuleType(part))
     monkeypatch.setattr(sys.modules[name], "Attention", Attention, raising=False)
-    own = "gfsa.engines.vllm.attention"
+    own = "gfsa.engines.vllm.layers"
     monkeypatch.delitem(sys.modules, own, raising=False)
     served = importlib.import_module(own)
     monkeypatch.delitem(sys.modules, own)

@@ -14,7 +14,7 @@ from census.check import examine
 from census.reference import DenseReference, Layout, Observer, layout_of
 from census.tokens import TokenProbe
 from gfsa.filters import GraphFilter
-from gfsa.operators.base import value_of
+from gfsa.operators.operator import value_of
 from gfsa.plugs.tracing.capture import HeadLayout
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 
-from gfsa.adapters.transformers import past
-from gfsa.adapters.transformers.past import (
+from gfsa.adapters.transformers import cache
+from gfsa.adapters.transformers.cache import (
     GrowingPowers,
     LayerPast,
     StaticPowers,
@@ -199,7 +199,7 @@ def test_counters_of_a_static_layer_without_powers(monkeypatch: pytest.MonkeyPat
     gpu, layer = torch.device("cuda:0"), StaticLayer(8)
     dynamic, window = DynamicLayer(), StaticSlidingWindowLayer(8, 4)
     does: set[str] = set()
-    monkeypatch.setattr(past, "_new_counters", lambda heads, device: OnGPU(heads))
+    monkeypatch.setattr(cache, "_new_counters", lambda heads, device: OnGPU(heads))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: "capture" in does)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: "trace" in does)
     for what in ("capture", "trace"):
@@ -235,7 +235,7 @@ class OnGPU:
 
 
 def test_new_counters_are_zeros_with_one_address() -> None:
-    counters: Any = past._new_counters(6, "cpu")
+    counters: Any = cache._new_counters(6, "cpu")
     assert counters.dtype == torch.int32
     assert counters.tolist() == [0] * 6
     # a compiled graph may keep the address

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 import gfsa
-from gfsa.adapters.transformers.past import StaticPowers, TracedStaticPowers
+from gfsa.adapters.transformers.cache import StaticPowers, TracedStaticPowers
 
 transformers.logging.set_verbosity_error()
 

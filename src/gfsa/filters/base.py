@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from gfsa.filters import spec
 from gfsa.filters.depth import FirstValues
 from gfsa.operators import Coefficients, DenseOperator, Operator
-from gfsa.operators.base import columns_of, own_share, runs_of, take_heads, value_of
 from gfsa.operators.call import DropoutPlace, check_dropout_place
+from gfsa.operators.operator import columns_of, own_share, runs_of, take_heads, value_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -500,7 +500,7 @@ class PartialPolynomial(Polynomial):
         identity, first, *columns = columns_of(self.coefficients())
         tokens, mixed = operator.powers(v, 1)
         _, *higher = some.further(take_heads(mixed, self.high), self.degree - 1)
-        # summed in the coefficients' precision and rounded once, as in operators.base.combine
+        # summed in the coefficients' precision and rounded once, as in operators.operator.combine
         share = self.share()
         if share is not None:
             identity = identity - own_share(share, mixed, tokens)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gfsa.kernels.launching import JIT_OPTIONS, Kernel, Launch, on_device_of, padded
-from gfsa.operators.base import Coefficients
+from gfsa.operators.operator import Coefficients
 
 
 @triton.jit(**JIT_OPTIONS)

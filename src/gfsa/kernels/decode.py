@@ -40,7 +40,7 @@ from gfsa.kernels.launching import (
     on_device_of,
     padded,
 )
-from gfsa.operators.base import PLAIN, Coefficients, value_of
+from gfsa.operators.operator import PLAIN, Coefficients, value_of
 
 STEP = tl.constexpr(8)
 """Strides of the cache are multiples of it, so that a thread reads 16 bytes at once."""

@@ -43,7 +43,7 @@ from gfsa.kernels.launching import (
     store_tile,
     tiles_of,
 )
-from gfsa.operators.base import Coefficients, combine, repeat_heads
+from gfsa.operators.operator import Coefficients, combine, repeat_heads
 
 
 @triton.jit

@@ -23,8 +23,8 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gfsa.kernels import routes
-from gfsa.operators.base import PLAIN
 from gfsa.operators.call import DecisionCache
+from gfsa.operators.operator import PLAIN
 
 # kinds of mask, as compile-time numbers
 NO_MASK = 0

@@ -41,8 +41,8 @@ from gfsa.kernels.routes import (
     situation_of_kernels,
     with_contiguous_rows,
 )
-from gfsa.operators.base import Coefficients, Operator
 from gfsa.operators.call import AttentionCall
+from gfsa.operators.operator import Coefficients, Operator
 from gfsa.operators.sdpa import SDPAOperator
 from gfsa.operators.visibility import Visibility
 

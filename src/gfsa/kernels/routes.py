@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from gfsa.kernels import tuned
-from gfsa.operators.base import Coefficients
 from gfsa.operators.call import AttentionCall, is_exporting
+from gfsa.operators.operator import Coefficients
 from gfsa.operators.visibility import refusal_of_spans
 
 Backend = Literal["auto", "dense", "sdpa", "fused"]

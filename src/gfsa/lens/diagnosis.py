@@ -38,7 +38,7 @@ from gfsa.lens.watch import (
     tokens_of,
 )
 from gfsa.operators import Operator
-from gfsa.operators.base import own_share, repeat_heads
+from gfsa.operators.operator import own_share, repeat_heads
 from gfsa.plugs.checks.called import compiled_parts
 from gfsa.plugs.install import install, uninstall
 from gfsa.plugs.registry import Unknown

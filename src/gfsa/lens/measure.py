@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gfsa.lens.readings import Verdict
 from gfsa.operators import DenseOperator, Operator, SDPAOperator, combine
-from gfsa.operators.base import at_least_float32, repeat_heads
 from gfsa.operators.call import no_autocast
+from gfsa.operators.operator import at_least_float32, repeat_heads
 
 
 def cosine_similarity(x: Tensor, valid: Tensor | None = None) -> Tensor:

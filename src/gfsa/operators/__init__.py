@@ -5,10 +5,10 @@ specification of the others. ``AttentionOperator`` chooses among them, call by c
 """
 
 from gfsa.operators.attention import AttentionOperator
-from gfsa.operators.base import Coefficients, FunctionOperator, Operator, combine
 from gfsa.operators.call import AttentionCall
 from gfsa.operators.dense import DenseOperator
 from gfsa.operators.linear import LinearOperator
+from gfsa.operators.operator import Coefficients, FunctionOperator, Operator, combine
 from gfsa.operators.sdpa import SDPAOperator
 from gfsa.operators.visibility import Visibility
 

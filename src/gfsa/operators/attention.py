@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gfsa.kernels import routes
-from gfsa.operators.base import PLAIN, Coefficients, Operator, value_of
 from gfsa.operators.call import (
     AttentionCall,
     DecisionCache,
@@ -24,6 +23,7 @@ from gfsa.operators.call import (
     no_autocast,
 )
 from gfsa.operators.dense import DenseOperator
+from gfsa.operators.operator import PLAIN, Coefficients, Operator, value_of
 from gfsa.operators.sdpa import SDPAOperator
 from gfsa.operators.visibility import Visibility
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gfsa.operators.base import PLAIN, at_least_float32, repeat_heads
 from gfsa.operators.call import AttentionCall, is_exporting, no_autocast
+from gfsa.operators.operator import PLAIN, at_least_float32, repeat_heads
 from gfsa.operators.visibility import Visibility
 
 MOST_ENTRIES = 2**25

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gfsa.operators.base import at_least_float32, repeat_heads, take_heads
+from gfsa.operators.operator import at_least_float32, repeat_heads, take_heads
 
 if TYPE_CHECKING:
     from gfsa.operators.visibility import Visibility

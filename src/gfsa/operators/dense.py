@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gfsa.operators.base import (
+from gfsa.operators.call import AttentionCall, DropoutPlace, check_dropout_place, check_kinds
+from gfsa.operators.operator import (
     Coefficients,
     Operator,
     at_least_float32,
@@ -18,7 +19,6 @@ from gfsa.operators.base import (
     take_heads,
     value_of,
 )
-from gfsa.operators.call import AttentionCall, DropoutPlace, check_dropout_place, check_kinds
 
 
 class DenseOperator(Operator):

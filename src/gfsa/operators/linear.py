@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gfsa.operators.base import Coefficients, Operator, at_least_float32, columns_of, value_of
 from gfsa.operators.call import no_autocast
+from gfsa.operators.operator import Coefficients, Operator, at_least_float32, columns_of, value_of
 from gfsa.operators.visibility import Visibility
 
 

@@ -23,8 +23,15 @@ from gfsa.kernels import routes
 from gfsa.kernels.routes import refusal_of_decoding
 from gfsa.operators import attention
 from gfsa.operators.attention import AttentionOperator
-from gfsa.operators.base import Coefficients, Operator, combine, own_share, repeat_heads, value_of
 from gfsa.operators.call import AttentionCall, DecisionCache
+from gfsa.operators.operator import (
+    Coefficients,
+    Operator,
+    combine,
+    own_share,
+    repeat_heads,
+    value_of,
+)
 from gfsa.operators.sdpa import SDPAOperator
 from gfsa.operators.visibility import Visibility
 
@@ -35,7 +42,7 @@ class CachedOperator(Operator):
     Args:
         rows: an operator whose ``apply`` takes all tokens and returns the new ones.
         past: what the cache holds for one attention module, such as
-            :class:`gfsa.adapters.transformers.past.LayerPast`.
+            :class:`gfsa.adapters.transformers.cache.LayerPast`.
         heads: query heads.
         keys: how many rows of the cache ``rows`` attends to.
         some: the query heads of ``rows``, whose powers are cached, if it has not all of them.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gfsa.operators.base import Operator, repeat_heads
 from gfsa.operators.blocked import apply_described, as_additive
 from gfsa.operators.call import AttentionCall
+from gfsa.operators.operator import Operator, repeat_heads
 from gfsa.operators.visibility import Visibility
 
 

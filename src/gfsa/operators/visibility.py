@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gfsa.operators.base import take_heads
 from gfsa.operators.call import AttentionCall
+from gfsa.operators.operator import take_heads
 
 
 @dataclass(frozen=True)

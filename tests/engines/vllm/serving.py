@@ -209,7 +209,7 @@ def _generate(llm: Any, prompts: list[list[int]], new: int) -> Round:
 
 
 def _coefficients(model: Any) -> list[tuple[str, Any, str]]:
-    from gfsa.engines.vllm.attention import ServedFilter
+    from gfsa.engines.vllm.layers import ServedFilter
 
     filters = {id(m): m for m in model.modules() if isinstance(m, ServedFilter)}.values()
     return [

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.operators.base import at_least_float32
+from gfsa.operators.operator import at_least_float32
 from gfsa.plugs.api import plan_filters, plug
 from gfsa.plugs.distributed import refuse_distributed
 from gfsa.plugs.install import all_or_nothing, install, uninstall

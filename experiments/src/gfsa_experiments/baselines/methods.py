@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.filters.spec import check_number
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
-from gfsa.operators.base import at_least_float32, repeat_heads
+from gfsa.operators.operator import at_least_float32, repeat_heads
 from gfsa.operators.visibility import Visibility
 
 if TYPE_CHECKING:

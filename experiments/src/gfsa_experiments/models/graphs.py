@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gfsa.operators.base import at_least_float32
+from gfsa.operators.operator import at_least_float32
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -18,6 +18,14 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
+from gfsa.adapters.transformers.cache import (
+    HeldRows,
+    LayerPast,
+    layer_in,
+    mix_into,
+    refuse_other_rows,
+    source_of,
+)
 from gfsa.adapters.transformers.functions import (
     CHECKED,
     OperatorMaker,
@@ -29,14 +37,6 @@ from gfsa.adapters.transformers.functions import (
     refusal_by_trial,
 )
 from gfsa.adapters.transformers.masks import PLUGGED, ConfigView, set_mask_hooks
-from gfsa.adapters.transformers.past import (
-    HeldRows,
-    LayerPast,
-    layer_in,
-    mix_into,
-    refuse_other_rows,
-    source_of,
-)
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.operators.call import no_autocast
 from gfsa.operators.past import CachedOperator

@@ -33,7 +33,7 @@ from gfsa.operators import (
     Operator,
     SDPAOperator,
 )
-from gfsa.operators.base import repeat_heads, take_heads
+from gfsa.operators.operator import repeat_heads, take_heads
 from gfsa.operators.sdpa import powers_with_one_mask
 from gfsa.plugs.checks.proof import has_no_values, name_of
 

@@ -17,8 +17,8 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models import gpt2, transformers
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-from gfsa.engines.vllm.attention import FilteredAttention, ServedFilter
 from gfsa.engines.vllm.config import FILTERS
+from gfsa.engines.vllm.layers import FilteredAttention, ServedFilter
 from gfsa.filters.spec import build
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.saving.identity import some_of

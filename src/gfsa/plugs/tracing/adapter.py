@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator
-from gfsa.operators.base import FunctionOperator
 from gfsa.operators.call import check_kinds
+from gfsa.operators.operator import FunctionOperator
 from gfsa.plugs.adapter import (
     ADAPTER,
     CLASS,

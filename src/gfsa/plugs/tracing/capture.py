@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from gfsa.operators.base import repeat_heads
+from gfsa.operators.operator import repeat_heads
 from gfsa.plugs.adapter import plain_class
 from gfsa.plugs.checks.proof import Evidence, are_same_tokens, noise_like
 from gfsa.plugs.running import copied, same_random_numbers

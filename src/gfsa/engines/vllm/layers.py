@@ -21,7 +21,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from gfsa.filters import GraphFilter
 from gfsa.filters.spec import EXTRA, is_same_filter, read_description, shown
-from gfsa.operators.base import combine
+from gfsa.operators.operator import combine
 
 
 class ServedFilter(nn.Module):

@@ -71,7 +71,8 @@ def check(launch: Launch, arguments: dict[str, Any], mask: Tensor | None) -> Non
     for argument, x in arguments.items():
         if not isinstance(x, Tensor) or argument in tiles:
             continue
-        if argument == "shares" and not arguments["EXCLUSIVE"]:
+        used = {"shares": "EXCLUSIVE", "flags": "DRAWS"}.get(argument)
+        if used is not None and not arguments.get(used, True):
             # any address stands in for what is not read
             continue
         if argument == "mask" and mask is not None:

@@ -51,7 +51,7 @@ def test_padded_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         causal.append(args[6].is_causal)
         return attend(*args)
 
-    def forward(tiles: Any, pointers: Any, mask: Any, options: Any) -> Any:
+    def forward(tiles: Any, pointers: Any, mask: Any, *_: Any) -> Any:
         seen.append(mask.expand(2, 1, 9, 9))
         q, *_ = tiles
         return torch.zeros_like(q), torch.zeros_like(q), q.new_zeros(q.shape[:3])

@@ -172,10 +172,13 @@ def test_the_filter(kernels: Any, shape: tuple[int, ...], variant: Variant) -> N
     check(kernels, shape, variant)
 
 
+@pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("visible", [None, packed([130, 70, 100])])
-def test_the_exclusive_term(kernels: Any, visible: Visibility | None, keeps: bool) -> None:
-    variant = Variant(1, 128, sweep.STAGES[1], keeps, exclusive=True)
+def test_the_exclusive_term(
+    kernels: Any, visible: Visibility | None, keeps: bool, draws: bool
+) -> None:
+    variant = Variant(1, 128, sweep.STAGES[1], keeps, exclusive=True, draws=draws)
     check(kernels, (1, 4, 2, 300, 4, 3), variant, visible)
 
 

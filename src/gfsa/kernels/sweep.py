@@ -231,8 +231,6 @@ def _prepare(given: Given, options: Options, degree: int, keeps: bool) -> Prepar
     strides: tuple[int, ...] = 0, 0, 0
     # the number of the next item
     flags, make_flags = 1, torch.zeros
-    if degree == 1 and not draws(problem, degree):
-        make_flags = torch.empty
     if degree == 2:
         rooms["lse"] = room(q.shape[:3], q, dtype=torch.float32)
         strides = result_strides(q)[:3]
@@ -243,11 +241,12 @@ def _prepare(given: Given, options: Options, degree: int, keeps: bool) -> Prepar
             # then the plan of spans, whose launch sets the flags to zero
             flags, make_flags = flags + problem.batch * planned(blocks), torch.empty
             steps = [(_plan(problem), "", "mask flags")]
-    rooms["flags"] = functools.partial(make_flags, flags, dtype=torch.int32, device=q.device)
+    if draws(problem, degree):
+        rooms["flags"] = functools.partial(make_flags, flags, dtype=torch.int32, device=q.device)
     launch = _launch(problem, degree, given["coeffs"].shape[1], keeps, strides)
-    # an address that the kernel does not write may be any
-    u = "u" if keeps else "out"
-    steps.append((launch, f"q k v {u} out", f"out {u} lse coeffs share flags mask"))
+    # an address that the kernel neither reads nor writes may be any
+    u, counter = "u" if keeps else "out", "flags" if "flags" in rooms else "lse"
+    steps.append((launch, f"q k v {u} out", f"out {u} lse coeffs share {counter} mask"))
     return Prepared(given, rooms, steps, "out u lse")
 
 

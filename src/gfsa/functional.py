@@ -98,7 +98,8 @@ def which_backend(
 ) -> Decision:
     """Say which kernels :func:`graph_filter_attention` runs for these arguments, and why.
 
-    Nothing is computed. The arguments are those of :func:`graph_filter_attention`.
+    Nothing is computed. The arguments are those of :func:`graph_filter_attention`. Under
+    :func:`torch.no_grad` other kernels may run than with a gradient.
 
     Returns:
         The decision: ``backend`` says whose attention kernels run (``"dense"``, ``"sdpa"`` for

@@ -7,6 +7,8 @@ Not collected by itself: ``test_interpreted.py`` runs this file in a process of 
 
 import support.triton_interpreter  # isort:skip  (before anything imports triton)
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -142,12 +144,17 @@ def dense_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v, u, _, _, coeffs, _, _, share = saved
         scale, is_causal, _, exclusive, _ = options
         assert bool(u.numel()) == exclusive
-        with torch.enable_grad():
+
+        def by_autograd() -> tuple[Tensor, ...]:
             inputs = [x.detach().requires_grad_() for x in (q, k, v, coeffs)]
             shares = [] if share is None else [share.detach().requires_grad_()]
             operator = DenseOperator.from_qk(*inputs[:2], None, is_causal, scale)
             y = operator.polynomial(inputs[3][:, :2], inputs[2], *shares)
-        dq, dk, dv, dc, *da = torch.autograd.grad(y, inputs + shares, g)
+            return torch.autograd.grad(y, inputs + shares, g)
+
+        # within a registered operator autograd is off, but not in other threads
+        with ThreadPoolExecutor(1) as pool:
+            dq, dk, dv, dc, *da = pool.submit(by_autograd).result()
         like = [empty_like(x).copy_(dx) for x, dx in ((q, dq), (k, dk), (v, dv))]
         return *like, torch.stack([dc[:, 0], dc[:, 1], *da], 1)[:, :, None]
 
@@ -180,6 +187,26 @@ def test_a_filter_learns_in_one_pass() -> None:
     for work in (eager, checkpointed):
         for x, y in zip(torch.autograd.grad(work(*inputs), inputs, g), expected, strict=True):
             assert error(x, y) <= 2e-6, work.__name__
+
+
+@pytest.mark.usefixtures("dense_sweep")
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("learned", [(), (3,), (4,), (3, 4)], ids=str)
+def test_what_is_not_learned_has_no_gradient(learned: tuple[int, ...], registered: bool) -> None:
+    """Neither coefficients nor shares, one of them or both; a share need not be dense."""
+    q, k, v, coeffs, g = Problem(1, 2, 20, 16, is_causal=True).tensors()
+    tensors = [q, k, v, coeffs[:, :2], torch.randn(2, 3)[:, 1]]
+    inputs = [x.requires_grad_(i < 3 or i in learned) for i, x in enumerate(tensors)]
+    options = Options(0.25, is_causal=True, exclusive=True)
+    if registered:
+        out, *_ = op.forward(*inputs, None, None, *options[:3], True, True)
+    else:
+        out = filter_attention(*inputs[:4], None, None, options, once=True, share=inputs[4])
+    dense = DenseOperator.from_qk(q, k, None, True, 0.25).polynomial(inputs[3], v, inputs[4])
+    wanted = [x for x in inputs if x.requires_grad]
+    results = (torch.autograd.grad(y, wanted, g) for y in (out, dense))
+    for x, y in zip(*results, strict=True):
+        assert error(x, y) <= 2e-6
 
 
 @pytest.mark.usefixtures("dense_sweep")

@@ -309,17 +309,22 @@ def sweeps() -> list[Any]:
             most_stack = 0 if dim == 64 else 32 if degree == 2 else 16 * (mask == launching.SPANS)
             is_quick = dim == 64 and (degree == 2 or mask == launching.SPANS)
             marks = () if is_quick else pytest.mark.slow
-            found.append(pytest.param(degree, exclusive, dim, mask, most_stack, marks=marks))
+            found.append(pytest.param(degree, exclusive, dim, mask, True, most_stack, marks=marks))
+        for dim in (64, 80, 96):
+            if degree == 1:
+                marks = () if dim == 64 and exclusive else pytest.mark.slow
+                found.append(pytest.param(1, exclusive, dim, 0, False, 0, marks=marks))
     return found
 
 
 @GLUON
-@pytest.mark.parametrize(("degree", "exclusive", "dim", "mask", "most_stack"), sweeps())
-def test_one_causal_sweep(
-    degree: int, exclusive: bool, dim: int, mask: int, most_stack: int
+@pytest.mark.parametrize(("degree", "exclusive", "dim", "mask", "causal", "most_stack"), sweeps())
+def test_one_sweep(
+    degree: int, exclusive: bool, dim: int, mask: int, causal: bool, most_stack: int
 ) -> None:
     """A program fits on a multiprocessor, nothing spills in a loop, and products run beside it."""
-    call, keeps = problem(dim, mask=mask, exclusive=exclusive), degree == 2 or exclusive
+    call = problem(dim, causal=causal, mask=mask, exclusive=exclusive)
+    keeps = degree == 2 or exclusive
     compiled, usage = compiled_launch(sweep._launch(call, degree, 3, keeps, (1, 1, 1)))
     assert stack_of(usage) <= most_stack
     assert compiled.metadata.shared <= SHARED[90] * 1024
@@ -330,7 +335,8 @@ def test_one_causal_sweep(
     wait = r"WARPGROUP\.DEPBAR"
     loops = re.findall(rf"{wait}\.LE gsb0, 0x{degree} ;(.*?){wait}", sass, re.DOTALL)
     assert len(loops) == 4 // degree
-    beside = [loop for loop in loops if loop.count("MUFU.EX2") == sweep.KEYS[degree, dim] // 2 + 2]
+    keys = sweep.KEYS[degree, hopper.width_of(call)]
+    beside = [loop for loop in loops if loop.count("MUFU.EX2") == keys // 2 + 2]
     assert len(beside) == 2
     assert degree == 2 or not any(re.search(r"\b(LDL|STL)\b", loop) for loop in beside)
     # the assembler runs products one by one where it cannot prove that their registers are free:

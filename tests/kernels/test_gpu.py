@@ -245,6 +245,8 @@ ONCE = [
     # features that products leave out
     on_gpu(2, 8, 700, 96, key_heads=2, is_causal=True, projected=True),
     on_gpu(1, 3, 1301, 96, dtype=FP16, is_causal=True),
+    on_gpu(2, 8, 700, 80, key_heads=2, projected=True),
+    on_gpu(1, 3, 1301, 96),
 ]  # fmt: skip
 
 
@@ -342,6 +344,7 @@ EXCLUSIVE = [
     on_gpu(2, 4, 64, 64, 2, projected=True),
     on_gpu(2, 4, 250, 64, 2, is_causal=True, projected=True),
     on_gpu(2, 4, 1000, 96, 2, is_causal=True, projected=True),
+    on_gpu(2, 4, 1000, 80, 2, projected=True),
     on_gpu(2, 4, 300, 64, 2, dtype=FP16, projected=True),
     on_gpu(2, 4, 1000, 64, is_causal=True, projected=True),
     on_gpu(2, 6, 1024, 64, 2, dtype=FP16, is_causal=True),

@@ -56,6 +56,7 @@ CASES = [
 DEGREE_ONE = [
     *(dataclasses.replace(packed, degree=1) for packed in CASES),
     on_gpu([1] * 100 + [63, 65, 127, 129, 16], head_dim=128, degree=1),
+    on_gpu([100, 300, 100], head_dim=72, degree=1),
     on_gpu([1024], window=1, degree=1),
     # longer than what one pass takes without documents
     on_gpu([*MIXED, 1000], key_heads=1, window=2000, degree=1),

@@ -342,12 +342,13 @@ def test_gradients_of_degree_one(
 
 
 @pytest.mark.parametrize("dim", [80, 96])
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("exclusive", [False, True])
 def test_features_that_degree_one_leaves_out(
-    kernels: dict[str, Any], dim: int, exclusive: bool
+    kernels: dict[str, Any], dim: int, causal: bool, exclusive: bool
 ) -> None:
     """... and gradients of coefficients that are not wanted."""
-    shape, visible = (1, 2, 2, 75), Visibility(causal=True)
+    shape, visible = (1, 2, 2, 75), Visibility(causal=causal)
     check(run_once(kernels, shape, visible, 16, 16, 2, exclusive, dim, 128, with_sums=False))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from gfsa.kernels import hopper, op, routes, sweep
-from gfsa.kernels.launching import Inputs, Launch, Options, Saved
+from gfsa.kernels.launching import Inputs, Launch, Options, Saved, problem_of
 from gfsa.operators import Visibility
 from support.nothing_launched import fresh_launches
 
@@ -111,6 +111,14 @@ def test_a_program_for_each_multiprocessor_or_block(
     forward(Inputs(q, k, v, torch.zeros(6, 3), None, None, options))
     ((launch, _),) = launched
     assert launch.grid == (programs, 1, 1)
+
+
+def test_heads_whose_keys_fit_into_the_cache_go_together() -> None:
+    q = torch.empty(64, 12, 1024, 64, dtype=torch.bfloat16, device="meta")
+    causal, every = (problem_of(q, q[:, :3], None, Options(SCALE, x)) for x in (True, False))
+    assert sweep.heads_at_a_time(causal, 1) == 96 * 4
+    # heads that share keys, which all of their blocks read
+    assert sweep.heads_at_a_time(every, 1) == 4
 
 
 @pytest.mark.parametrize("dim", [64, 128])

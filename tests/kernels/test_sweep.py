@@ -34,6 +34,7 @@ class Variant(NamedTuple):
     Args:
         stages: tiles on the chip at a time; keeps: A·V of degree 1, which degree 2 always keeps.
         draws: whether programs draw their blocks from a counter.
+        dim: features of a head that are used; room: features on chip.
     """
 
     degree: int
@@ -43,6 +44,8 @@ class Variant(NamedTuple):
     exclusive: bool = False
     causal: bool = True
     draws: bool = True
+    dim: int = 16
+    room: int = 16
 
 
 def run(
@@ -60,11 +63,13 @@ def run(
         at_once: programs that run at a time, all by default.
     """
     batch, heads, group, n, span, programs = shape
-    degree, tile, stages, keeps, exclusive, causal, draws = variant
+    degree, tile, stages, keeps, exclusive, causal, draws, used, dim = variant
     draw = np.random.default_rng(n)
-    dim, scale, cpu = 16, 0.3, torch.device("cpu")
-    q = draw.normal(size=(batch, heads, n, dim))
-    k, v = draw.normal(size=(2, batch, heads // group, n, dim))
+    scale, cpu = 0.3, torch.device("cpu")
+    # zeros beyond the last feature, as the copy engine fills them
+    there = np.arange(dim) < used
+    q = draw.normal(size=(batch, heads, n, dim)) * there
+    k, v = draw.normal(size=(2, batch, heads // group, n, dim)) * there
     # a token without a direction of its own
     v[0, 0, n // 2] = 0.0
     coeffs, share = draw.normal(size=(heads, degree + 1)), draw.normal(size=heads)
@@ -93,7 +98,7 @@ def run(
         *(Descriptor(x, sweep.HALF) for x in moved),
         *(Pointer(x.reshape(-1)) for x in (*written, lse, coeffs, share, flags, spans)),
         *(Number(x) if isinstance(x, int) else x for x in sizes),
-        *(dim, dim, tile, stages, kind, causal, draws, degree, degree + 1, keeps, exclusive),
+        *(dim, used, tile, stages, kind, causal, draws, degree, degree + 1, keeps, exclusive),
         at_once=at_once,
     )
     assert visible is not None or degree == 1 or flags[: total * blocks * 2].all()
@@ -202,6 +207,13 @@ def test_without_causality(
 ) -> None:
     """... and without a counter, whatever the order of the blocks."""
     check(kernels, shape, Variant(1, 128, sweep.STAGES[1], exclusive, exclusive, causal, draws))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [80, 96])
+def test_features_that_products_leave_out(kernels: Any, dim: int, causal: bool) -> None:
+    variant = Variant(1, 128, sweep.STAGES[1], True, True, causal, causal, dim, 128)
+    check(kernels, (1, 2, 2, 300, 2, 3), variant)
 
 
 @pytest.mark.parametrize("variant", [each for each in VARIANTS if each.keeps], ids=str)

@@ -144,11 +144,15 @@ def combine_degree_one(
         return combine(numbers, [repeat_heads(v, u), u], exclusive=share)
     if torch.is_grad_enabled():
         return _Combine.apply(v, u, numbers, share, learned)
-    coeffs = coefficients.columns(numbers, learned, 2)
-    return _COMBINE((u, v), (coeffs, share), None, True)
+    return _combined(v, u, coefficients.columns(numbers, learned, 2), share)
 
 
-def _prepare(given: Given, sums: bool) -> Prepared:
+def _combined(v: Tensor, u: Tensor, coeffs: Tensor, share: Tensor | None) -> Tensor:
+    share = None if share is None else share.contiguous()
+    return _COMBINE((u, v), (coeffs, share), None)
+
+
+def _prepare(given: Given, sums: bool = True) -> Prepared:
     u, v, coeffs = given["u"], given["v"], given["coeffs"]
     exclusive = given["share"] is not None
     name = "grad_around" if "g" in given else "combine_around"
@@ -184,7 +188,7 @@ class _Combine(torch.autograd.Function):
         coeffs = coefficients.columns(numbers, learned, 2)
         ctx.basis = None if learned is None else learned.basis
         ctx.save_for_backward(v, u, coeffs, share)
-        return _COMBINE((u, v), (coeffs, share), None, True)
+        return _combined(v, u, coeffs, share)
 
     @staticmethod
     @once_differentiable

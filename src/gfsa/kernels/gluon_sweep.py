@@ -368,7 +368,6 @@ def _load_item(
     if DEGREE == 1:
         mbarrier.wait(qempty.index(1), qphase)
         _load(q_in, b, h, origin + block * ROWS + HALF, qfull.index(1), qs, 1, HALF, D)
-    # the same number twice: each degree keeps the machine code that was timed
     if not CAUSAL:
         tiles = gl.cdiv(n, TILE)
     elif DEGREE == 1:
@@ -486,16 +485,15 @@ def _tile(room, slot, TOKENS, D):
 
 
 @gluon.jit
-def _scores(q, k, KEYS, HEAD):
-    """Begin ``q·kᵀ`` for a tile's first KEYS keys, over a head's HEAD of D features."""
-    if HEAD <= 64 or HEAD > 96:
+def _scores(q, k, KEYS, D, USED):
+    """Begin ``q·kᵀ`` for a tile's first KEYS keys, over the first USED of D features."""
+    if USED == D:
         s = scores(q, k, 0, KEYS)
     else:
         # a second product of few features takes less time than one of D
-        REST: gl.constexpr = 16 if HEAD <= 80 else 32
         s = scores(q.slice(0, 64, dim=1), k.slice(0, 64, dim=1), 0, KEYS)
-        high = k.slice(0, KEYS).slice(64, REST, dim=1).permute((1, 0))
-        s = warpgroup_mma(q.slice(64, REST, dim=1), high, s, is_async=True)
+        high = k.slice(0, KEYS).slice(64, USED - 64, dim=1).permute((1, 0))
+        s = warpgroup_mma(q.slice(64, USED - 64, dim=1), high, s, is_async=True)
     return s
 
 
@@ -582,7 +580,7 @@ def _store_rows(out, x, b, h, origin, row, end, out_b, out_h, out_i):
 def _filter_half(
     queries, keys, values, passes, made, items, u_io, out_io, out, u_out, lse_out, coeffs,
     shares, mask, total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b, W, TILE,
-    STAGES, D, HEAD, MASK, CAUSAL, DEGREE, POWERS, KEEPS, EXCLUSIVE,
+    STAGES, D, USED, MASK, CAUSAL, DEGREE, POWERS, KEEPS, EXCLUSIVE,
 ):  # fmt: skip
     """Warpgroup W's queries of each item: the first or the second 64."""
     qs, qfull, qempty = queries
@@ -649,7 +647,7 @@ def _filter_half(
                 )
         mbarrier.wait(kfull.index(kslot), kphase)
         if full > 0:
-            s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), TILE, HEAD)])
+            s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), TILE, D, USED)])
             kslot, kphase = released(kempty, kslot, kphase, STAGES)
             if MASK == SPANS:
                 if begin * TILE < masked_until:
@@ -659,7 +657,7 @@ def _filter_half(
             a = gl.convert_layout(p.to(dt), P)
             mbarrier.wait(kfull.index(kslot), kphase)
             for step in range(1, full):
-                s = _scores(q, _tile(ks, kslot, TILE, D), TILE, HEAD)
+                s = _scores(q, _tile(ks, kslot, TILE, D), TILE, D, USED)
                 mbarrier.wait(vfull.index(vslot), vphase)
                 once = warpgroup_mma(a, _tile(vs, vslot, TILE, D), once, is_async=True)
                 if DEGREE == 2:
@@ -685,7 +683,7 @@ def _filter_half(
                 if DEGREE == 2:
                     twice = _shrunk(twice, shrink, O)
                 a = next_a
-            s = _scores(q, _tile(ks, kslot, TILE, D), LAST, HEAD)
+            s = _scores(q, _tile(ks, kslot, TILE, D), LAST, D, USED)
             mbarrier.wait(vfull.index(vslot), vphase)
             once = warpgroup_mma(a, _tile(vs, vslot, TILE, D), once, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s])
@@ -725,7 +723,7 @@ def _filter_half(
                 vslot, vphase = following(vslot, vphase, STAGES)
             last = gl.convert_layout(p.to(dt), P)
         else:
-            s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), LAST, HEAD)])
+            s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), LAST, D, USED)])
             kslot, kphase = released(kempty, kslot, kphase, STAGES)
             s = _masked(s, there, CAUSAL)
             if MASK == SPANS:
@@ -833,13 +831,13 @@ def _barriers(COUNT):
 def filter_sweep(
     q_in, k_in, v_in, u_io, out_io, out, u_out, lse_out, coeffs, shares, flags, mask,
     total, heads, group, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
-    D: gl.constexpr, HEAD: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, USED: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     MASK: gl.constexpr, CAUSAL: gl.constexpr, DRAWS: gl.constexpr, DEGREE: gl.constexpr,
     POWERS: gl.constexpr, KEEPS: gl.constexpr, EXCLUSIVE: gl.constexpr,
 ):  # fmt: skip
     """``total`` heads of ``blocks`` blocks; ``flags``, and the counter after them, are zero.
 
-    HEAD: features of a head, which has room for D. MASK: none, or ``mask`` are spans, see
+    USED: features of D that products read. MASK: none, or ``mask`` are spans, see
     :func:`gfsa.kernels.launching.are_spans`. TILE: 64 or 128 keys. STAGES: tiles of keys, values
     and U that are on the chip at a time. With degree 1 there is a counter at most, ``out_io`` is
     written and not ``out``, and KEEPS stores ``A·V`` too.
@@ -898,13 +896,13 @@ def filter_sweep(
             (_filter_half, (
                 queries, keys, values, passes, made, items, u_io, out_io, out, u_out, lse_out,
                 coeffs, shares, mask, total, heads, n, scale, blocks, span, out_b, out_h,
-                out_i, mask_b, FIRST, TILE, STAGES, D, HEAD, MASK, CAUSAL, DEGREE, POWERS, KEEPS,
+                out_i, mask_b, FIRST, TILE, STAGES, D, USED, MASK, CAUSAL, DEGREE, POWERS, KEEPS,
                 EXCLUSIVE,
             )),
             (_filter_half, (
                 queries, keys, values, passes, made, items, u_io, out_io, out, u_out, lse_out,
                 coeffs, shares, mask, total, heads, n, scale, blocks, span, out_b, out_h,
-                out_i, mask_b, SECOND, TILE, STAGES, D, HEAD, MASK, CAUSAL, DEGREE, POWERS, KEEPS,
+                out_i, mask_b, SECOND, TILE, STAGES, D, USED, MASK, CAUSAL, DEGREE, POWERS, KEEPS,
                 EXCLUSIVE,
             )),
             (load_tokens, (

@@ -216,7 +216,9 @@ def backward_once(g: Tensor, saved: Saved, options: Options) -> Gradients:
     """As every gradient of ``op.py``, of degree 1 in one pass."""
     q, k, v, _, out, lse, coeffs, mask, _, share = saved
     tiles = q, k, v, out, g, lse.contiguous()
-    dq, dk, dv, parts = _BACKWARD_ONCE(tiles, (coeffs, share), mask, options)
+    # hooks on saved tensors may return them in another layout
+    numbers = coeffs.contiguous(), None if share is None else share.contiguous()
+    dq, dk, dv, parts = _BACKWARD_ONCE(tiles, numbers, mask, options)
     return dq, sum_groups(dk, k), sum_groups(dv, v), parts
 
 

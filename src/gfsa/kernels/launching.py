@@ -42,7 +42,7 @@ class Options(NamedTuple):
     exclusive: bool = False
     """Whether there is an exclusive term."""
     sums: bool = True
-    """Whether the gradients of coefficients and shares are wanted."""
+    """Whether the gradients of coefficients and shares are wanted; degree 2 gives them anyway."""
 
 
 class Inputs(NamedTuple):
@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
     share: Tensor | None = None
 
 
-# the filter, A·V and each row's natural logsumexp (B, H, N)
+# the filter; A·V, undefined where nothing is kept; and each row's natural logsumexp (B, H, N)
 Forward = tuple[Tensor, Tensor, Tensor]
 # dq, dk, dv and dc
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]

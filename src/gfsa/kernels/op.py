@@ -119,6 +119,7 @@ Given = tuple[Any, ...]
 def _run(given: Given, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(out, U, LSE)`` and the coefficients."""
     q, k, v, numbers, share, mask, seed, (learned, options, (route, *_)) = given
+    share = None if share is None else share.contiguous()
     coeffs = coefficients.columns(numbers, learned, 2 if route == ONCE else 3)
     return *run_forward(route, q, k, v, coeffs, mask, seed, options, keeps, share), coeffs
 
@@ -326,7 +327,7 @@ class FusedOperator(Operator):
             coeffs = _by_head(coeffs, (q.shape[1], -1))
             powers = coeffs.shape[1]
         if exclusive is not None:
-            exclusive = _by_head(exclusive, (q.shape[1],)).contiguous()
+            exclusive = _by_head(exclusive, (q.shape[1],))
             options = options._replace(exclusive=True)
         operation, kernels = self._decided(powers - 1, options, registered)
         if operation == "around":

@@ -393,9 +393,7 @@ def _refusal_by_gluon(s: Situation) -> str | None:
 
 
 def _left_to_others(s: Situation) -> str | None:
-    if s.mask == SPANS:
-        return None
-    if s.grad and s.tokens < ONCE_FROM and not s.exclusive:
+    if s.grad and s.tokens < ONCE_FROM and not s.exclusive and s.mask != SPANS:
         return f"with a gradient the short kernels are as fast below {ONCE_FROM} tokens"
     if s.grad and not s.causal and s.head_dim in (96, 128):
         return "with a gradient it takes causal calls only at this head dim"

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gfsa.kernels.hopper import used, width_of
 from gfsa.kernels.launching import (
     SPANS,
     Forward,
@@ -37,7 +38,6 @@ from gfsa.kernels.launching import (
     Room,
     gluon_kernel,
     multiprocessors,
-    padded,
     problem_of,
     result_strides,
     room,
@@ -273,8 +273,7 @@ def _launch(
     problem: Problem, degree: int, powers: int, keeps: bool, out_strides: tuple[int, ...]
 ) -> Launch:
     heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
-    # a row of a tile has 128 bytes or more, as the swizzle does
-    dim = max(64, padded(problem.head_dim))
+    dim = width_of(problem)
     rows, keys = (1, 1, HALF, dim), (1, 1, COPIED[degree], dim)
     return Launch(
         gluon_kernel("gluon_sweep", "filter_sweep"),
@@ -286,7 +285,7 @@ def _launch(
             *(min(heads_at_a_time(problem, degree), heads), *out_strides, problem.mask_strides[0]),
         ),
         (
-            *(dim, problem.head_dim, KEYS[degree, dim], STAGES[degree], problem.mask_kind),
+            *(dim, used(problem.head_dim), KEYS[degree, dim], STAGES[degree], problem.mask_kind),
             *(problem.options.is_causal, draws(problem, degree), degree, powers, keeps),
             problem.options.exclusive,
         ),

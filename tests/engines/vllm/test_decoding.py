@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from serving import Engine, Round, largest_difference
-from tiny_models import ARCHITECTURES, NEW_TOKENS, VARIED, Checkpoint
+from tiny_models import ARCHITECTURES, NEW_TOKENS, SERVED, VARIED, Checkpoint
 
 TOLERANCE = 1e-5
 
@@ -25,7 +25,7 @@ NGRAM = {
 }
 
 
-@pytest.fixture(params=ARCHITECTURES, scope="module")
+@pytest.fixture(params=SERVED, scope="module")
 def architecture(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -102,7 +102,7 @@ def test_two_processes(checkpoint: Checkpoint) -> None:
 NEW = 12
 
 
-KINDS = ("learned", "polynomials", "fixed", "exclusive", "soft cap", "experts")
+KINDS = ("learned", "polynomials", "fixed", "exclusive", "depth", "soft cap", "experts")
 
 
 @pytest.mark.parametrize("recipe", KINDS)

@@ -70,12 +70,38 @@ def test_names_of_the_hub_are_looked_up_in_its_cache(checkpoints: Any, tmp_path:
     [
         ("encoder", r"BertForMaskedLM.*causal language models of text"),
         ("own class", r"OwnFilter.*polynomials of the attention map"),
-        ("depth", r"depth term.*from_pretrained"),
     ],
 )
 def test_models_and_filters_that_are_refused(recipe: str, message: str, checkpoints: Any) -> None:
     with pytest.raises(ValueError, match=message):
         parse(checkpoints(recipe).folder)
+
+
+def test_the_depth_term_over_several_processes() -> None:
+    """A head of values that processes share; and pipeline stages, which have no first layer."""
+    code = """
+from types import SimpleNamespace
+import pytest, torch, gfsa
+from torch import nn
+from gfsa.engines.vllm import models
+from gfsa.engines.vllm.layers import ServedFilter
+
+filter = gfsa.GFSA(4).add_depth()
+nn.init.normal_(filter.theta)
+served = ServedFilter(filter, (2, 2), 1, 4, "layer")
+torch.testing.assert_close(served.r, filter.depth().mean()[None])
+served = ServedFilter(filter, (2, 2), 1, 2, "layer")
+torch.testing.assert_close(served.r, filter.depth()[2:].mean()[None])
+
+model = nn.ModuleList([nn.Module(), nn.Module()])
+for module, r in zip(model, (None, served.r)):
+    module.attn = SimpleNamespace(filter=SimpleNamespace(r=r))
+models.get_pp_group = lambda: SimpleNamespace(world_size=2)
+with pytest.raises(ValueError, match="depth term.*without pipeline parallelism"):
+    models._share_first_values(model, ["0", "1"], "my-model")
+"""
+    # vLLM changes transformers, from which the other tests make models
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_config_without_architectures_is_refused(checkpoints: Any, tmp_path: Path) -> None:

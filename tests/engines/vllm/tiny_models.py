@@ -106,6 +106,8 @@ EXCLUSIVE = [
 FIXED = [gfsa.Twicing, gfsa.Laplacian, lambda heads: gfsa.PageRank(heads, alpha=0.2, hops=3)]
 
 ARCHITECTURES = ("Llama", "Qwen3", "Mistral", "Gemma 3", "GPT-2")
+# what is served in every way: one with every term
+SERVED = (*ARCHITECTURES, "exclusive and depth")
 
 
 class OwnFilter(gfsa.Polynomial):
@@ -122,12 +124,14 @@ RECIPES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "fixed": ("Llama", partial(_plug_layers, kinds=FIXED)),
     "exclusive": ("Llama", partial(_plug_layers, kinds=EXCLUSIVE)),
     "bfloat16": ("Llama", _plug_in_bfloat16),
+    # two layers with a depth term above the first one
+    "depth": ("Mistral", partial(gfsa.plug, K=3, depth=True)),
+    "exclusive and depth": ("Qwen3", partial(gfsa.plug, filter=gfsa.Exclusive, depth=True)),
     # vLLM cannot serve these
     "encoder": ("Bert", partial(gfsa.plug, K=3)),
     "own class": ("Llama", partial(gfsa.plug, filter=OwnFilter)),
-    "depth": ("Llama", partial(gfsa.plug, K=3, depth=True)),
 }
-NOT_SERVED = ("encoder", "own class", "depth")
+NOT_SERVED = ("encoder", "own class")
 
 
 @dataclass

@@ -85,12 +85,6 @@ def mark(config: Any, filters: dict[str, Any], source: str) -> None:
                 f"polynomials of the attention map ({', '.join(KINDS)}). Plug filter.fold() if "
                 "yours is one, or run the model with gfsa.from_pretrained or gfsa.load"
             )
-        if description.get("depth"):
-            raise ValueError(
-                f"{source}: the filter of {layer} has a depth term, which needs the first layer's "
-                "values; vLLM runs every attention layer alone and has no place for them. Run the "
-                "model with gfsa.from_pretrained"
-            )
     architectures = list(config.architectures or ())
     serving = _architecture(config, architectures, source)
     setattr(config, FILTERS, {"architectures": architectures, "filters": filters})

@@ -8,6 +8,9 @@ The first layer has the keys and values of the model. Each further layer has the
 power before it as its values: to vLLM it is an ordinary layer, so its cache is paged, shared by
 prefixes, chunked, sharded and rolled back like any other. That is exact, because under a causal
 mask the powers of past tokens never change.
+
+With a depth term v is ``v + r·V⁰``, and that is what the cache holds. V⁰ of the tokens of a step is
+made by the first filtered layer in the same step.
 """
 
 from __future__ import annotations
@@ -24,8 +27,14 @@ from gfsa.filters.spec import EXTRA, is_same_filter, read_description, shown
 from gfsa.operators.operator import combine
 
 
+class FirstValues:
+    """V⁰ of the present step, from the first filtered layer to those with a depth term."""
+
+    values: Tensor | None = None
+
+
 class ServedFilter(nn.Module):
-    """The coefficients of one layer's filter, for the heads of this process.
+    """The numbers of one layer's filter, for the heads of this process.
 
     They are computed once for all heads, as the plugged model does, from the part of the checkpoint
     that vLLM gives to this module (:meth:`load_weights`).
@@ -33,23 +42,31 @@ class ServedFilter(nn.Module):
     Args:
         filter: as described in the checkpoint, without its learned numbers.
         heads: the first head of this process, and how many it has.
+        key_heads: how many of its keys and values.
+        group: query heads that share one of them, other processes' included.
         layer: the layer's name in vLLM's model, for errors.
     """
 
     coefficients: Tensor
     share: Tensor | None
+    r: Tensor | None
+    """Of the depth term, for each head of values."""
 
-    def __init__(self, filter: GraphFilter, heads: tuple[int, int], layer: str) -> None:
+    def __init__(
+        self, filter: GraphFilter, heads: tuple[int, int], key_heads: int, group: int, layer: str
+    ) -> None:
         super().__init__()
         # not a child: its numbers are not parameters of vLLM's model
         self.__dict__["filter"] = filter
         self.heads = heads
+        self.key_heads = heads[0] // group, key_heads
+        self.group = group
         self.layer = layer
         self.is_loaded = filter.theta is None
         here = torch.empty(0).device
-        coefficients, share = self._own()
-        self.register_buffer("coefficients", coefficients.to(here), persistent=False)
-        self.register_buffer("share", None if share is None else share.to(here), persistent=False)
+        for name, numbers in self._own().items():
+            own = None if numbers is None else numbers.to(here)
+            self.register_buffer(name, own, persistent=False)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -81,22 +98,25 @@ class ServedFilter(nn.Module):
                     f"{'theta, ' if filter.theta is not None else ''}{EXTRA}"
                 )
             loaded.add(name)
-        coefficients, share = self._own()
-        self.coefficients.copy_(coefficients)
-        if self.share is not None and share is not None:
-            self.share.copy_(share)
+        for name, numbers in self._own().items():
+            if numbers is not None:
+                getattr(self, name).copy_(numbers)
         return loaded
 
-    def _own(self) -> tuple[Tensor, Tensor | None]:
-        """The coefficients and the share of the exclusive term of this process's heads."""
+    @torch.no_grad()
+    def _own(self) -> dict[str, Tensor | None]:
+        """The coefficients, and the exclusive and depth terms', of this process's heads."""
         filter: GraphFilter = self.__dict__["filter"]
-        coefficients, share = filter.coefficients().detach(), filter.share()
+        coefficients, share, r = filter.coefficients().detach(), filter.share(), filter.depth()
         if share is not None:
             share = share.detach().narrow(0, *self.heads).clone()
             # the exclusive term needs A·v, even where no power of A has a coefficient
             missing = max(0, 2 - coefficients.shape[-1])
             coefficients = nn.functional.pad(coefficients, (0, missing))
-        return coefficients.narrow(0, *self.heads).clone(), share
+        if r is not None:
+            # heads that share values use the mean of their r, as in the plugged model
+            r = r.detach().view(-1, self.group).mean(-1).narrow(0, *self.key_heads)
+        return {"coefficients": coefficients.narrow(0, *self.heads).clone(), "share": share, "r": r}
 
 
 class FilteredAttention(nn.Module):
@@ -116,10 +136,14 @@ class FilteredAttention(nn.Module):
         self.num_kv_heads: int = first.num_kv_heads
         # vLLM asks for it where a model has attention sinks
         self.has_sink: bool = first.has_sink
+        self.first_values: FirstValues | None = None
+        # whether no layer after this one needs V⁰
+        self.is_last = False
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """``(tokens, heads · head size)`` each; fewer heads of keys and values in groups."""
         coefficients = self.filter.coefficients
+        value = self._with_depth(value)
         powers = [self._of_all_heads(value)]
         degree = coefficients.shape[-1] - 1
         if degree > 0:
@@ -133,6 +157,19 @@ class FilteredAttention(nn.Module):
         powers = [u.view(tokens, self.num_heads, 1, -1) for u in powers]
         y = combine(coefficients, powers, exclusive=self.filter.share)
         return y.view(tokens, -1)
+
+    def _with_depth(self, value: Tensor) -> Tensor:
+        stack, r = self.first_values, self.filter.r
+        if stack is None:
+            return value
+        if r is None:
+            stack.values = value
+            return value
+        assert stack.values is not None
+        own, first = (x.unflatten(-1, (self.num_kv_heads, -1)) for x in (value, stack.values))
+        if self.is_last:
+            stack.values = None
+        return torch.addcmul(own, r[:, None], first).to(value.dtype).flatten(1)
 
     def _of_all_heads(self, x: Tensor) -> Tensor:
         """Repeat heads of keys or values for the queries of their group."""

@@ -8,17 +8,21 @@ have the names of those that they extend: vLLM recognises its Transformers backe
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
-from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models import gpt2, transformers
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
 from gfsa.engines.vllm.config import FILTERS
-from gfsa.engines.vllm.layers import FilteredAttention, ServedFilter
+from gfsa.engines.vllm.layers import FilteredAttention, FirstValues, ServedFilter
 from gfsa.filters.spec import build
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.saving.identity import some_of
@@ -46,7 +50,7 @@ class _Filtered:
         }
         saved = getattr(self.config, FILTERS)["filters"]
         descriptions = {self._layer_of(name): description for name, description in saved.items()}
-        _put_filters(self, descriptions, layers, self.model_config.model)
+        _put_filters(self, descriptions, layers, self.model_config)
         self.arguments.clear()
 
     def _layer_of(self: Any, saved: str) -> str:
@@ -116,7 +120,7 @@ class GPT2LMHeadModel(gpt2.GPT2LMHeadModel):
             f"transformer.{saved.removeprefix('transformer.')}": description
             for saved, description in getattr(config, FILTERS)["filters"].items()
         }
-        _put_filters(self, descriptions, layers, vllm_config.model_config.model)
+        _put_filters(self, descriptions, layers, vllm_config.model_config)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         loaded: set[str] = super().load_weights(weights)
@@ -128,17 +132,19 @@ def _put_filters(
     model: nn.Module,
     descriptions: Mapping[str, Mapping[str, Any]],
     layers: Mapping[str, Mapping[str, Any]],
-    source: str,
+    config: ModelConfig,
 ) -> None:
     """Let ``attn`` of each layer apply its filter, if the layer is in this process's model.
 
     Args:
         model: vLLM's model; under pipeline parallelism, the part of it that this process has.
         descriptions: of the filters, by layer in vLLM's model.
-        layers: the names of its attention modules, with the arguments of their attention layers.
-        source: the checkpoint, for errors.
+        layers: the names of its attention modules in the order in which they run, with the
+            arguments of their attention layers.
+        config: of the checkpoint.
     """
     rank, processes = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    source = config.model
     for layer, description in descriptions.items():
         if layer not in layers:
             if is_pp_missing_parameter(f"{layer}.", model):
@@ -152,7 +158,10 @@ def _put_filters(
         count = arguments["num_heads"]
         filter = build(description, count * processes, layer, source)
         # vLLM shards heads in order: the first process has the first ones
-        served = ServedFilter(filter, (rank * count, count), layer)
+        key_heads = arguments.get("num_kv_heads") or count
+        # a process may have a copy of a head that it shares with others
+        group = max(count // key_heads, count * processes // config.get_total_num_kv_heads())
+        served = ServedFilter(filter, (rank * count, count), key_heads, group, layer)
         # under the name that the checkpoint has for it, where vLLM looks for its weights
         setattr(module, CHILD, served)
         further = []
@@ -161,6 +170,24 @@ def _put_filters(
             prefix = f"{arguments['prefix']}.gfsa_power{power}"
             further.append(Attention(**{**arguments, "num_kv_heads": count, "prefix": prefix}))
         module.attn = FilteredAttention([module.attn, *further], served)
+    _share_first_values(model, [layer for layer in layers if layer in descriptions], source)
+
+
+def _share_first_values(model: nn.Module, filtered: list[str], source: str) -> None:
+    """Connect layers with a depth term to the first filtered layer, whose values they add."""
+    first, *others = [cast(Any, model.get_submodule(layer)).attn for layer in filtered] or [None]
+    deep = [attention for attention in others if attention.filter.r is not None]
+    if not deep:
+        return
+    if get_pp_group().world_size > 1:
+        raise ValueError(
+            f"{source} has a depth term, which needs the first layer's values in every process: "
+            "serve it with tensor parallelism, without pipeline parallelism"
+        )
+    stack = FirstValues()
+    for attention in (first, *deep):
+        attention.first_values = stack
+    deep[-1].is_last = True
 
 
 def _require_loaded(model: nn.Module) -> None:

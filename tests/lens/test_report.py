@@ -14,7 +14,7 @@ import pytest
 import gfsa
 from gfsa.lens import LensReport
 from gfsa.lens.page import render
-from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading, to_plain
+from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading, OwnValue, to_plain
 from gfsa.lens.sentences import findings, headline, passed
 from support.lens import example_report
 from support.tiny import TinyEncoder, padded_batch
@@ -263,6 +263,10 @@ def test_filters_that_hardly_moved_want_a_larger_rate() -> None:
     assert "too high" in advice(plain, reading("GFSA", 0.3, [0.4, 11.0, 0.0]))
     assert "as alike as without" in advice(plain, reading("GFSA", 0.6, [0.4, 1.0, 0.0]))
     assert "fixed" in advice(plain, reading("twicing", 0.3, [0.0, 2.0, -1.0], learned=0))
+    # beside a fixed exclusive term, which is never ordinary attention
+    exclusive = reading("exclusive and depth", 0.3, [0.0, 1.0])
+    exclusive.attention[0].own = OwnValue(part=[0.2], weight=[0.1], cosine=[0.0])
+    assert "hardly moved (at most 0 from their start)" in advice(plain, exclusive)
 
 
 def test_modules_with_the_same_reason_share_a_line() -> None:

@@ -182,14 +182,24 @@ def _filters(model: ModelReading) -> str:
     counts = Counter(word for layer in _filtered(model) for word in layer.verdict)
     verdicts = ", ".join(f"{count} {word}" for word, count in counts.most_common())
     moved, where = _largest_move(model)
+    unseen = ", which do not show the exclusive term" if _is_exclusive(model) else ""
     return (
-        f"Of {counts.total()} filtered heads, by their coefficients: {verdicts} "
-        f"(Theorem 3.1). The largest move from ordinary attention is {moved:.2g}, in layer {where}."
+        f"Of {counts.total()} filtered heads, by their coefficients{unseen}: {verdicts} "
+        f"(Theorem 3.1). The largest move from {_start(model)} is {moved:.2g}, in layer {where}."
     )
 
 
 def _filtered(model: ModelReading) -> list[AttentionReading]:
     return [layer for layer in model.attention if layer.filter is not None]
+
+
+def _is_exclusive(model: ModelReading) -> bool:
+    return any(layer.own is not None for layer in _filtered(model))
+
+
+def _start(model: ModelReading) -> str:
+    """Where the filters started: a fixed exclusive term is never ordinary attention."""
+    return "their start" if _is_exclusive(model) else "ordinary attention"
 
 
 def _largest_move(model: ModelReading) -> tuple[float, int]:
@@ -259,12 +269,12 @@ def _advice_on(model: ModelReading, as_alike: bool) -> str:
         return "its filters are fixed: judge them by the task's own metric."
     if moved < HARDLY:
         return (
-            f"the filters hardly moved (at most {moved:.2g} from ordinary attention): raise their "
+            f"the filters hardly moved (at most {moved:.2g} from {_start(model)}): raise their "
             "learning rate, filter_lr of gfsa.parameter_groups."
         )
     if moved > FAR:
         return (
-            f"some filters are very far from ordinary attention (by {moved:.2g}): their learning "
+            f"some filters are very far from {_start(model)} (by {moved:.2g}): their learning "
             "rate may be too high."
         )
     if as_alike:

@@ -592,7 +592,7 @@ class TestEverywhere:
         torch.testing.assert_close(packed, torch.cat(alone, 1))
 
 
-def test_vllm_serves_the_exclusive_term(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_serves_both_terms(monkeypatch: pytest.MonkeyPatch) -> None:
     # of vLLM only the attention layer is needed here: one that has all tokens at once
     class Attention(nn.Module):
         num_heads, num_kv_heads, has_sink = 4, 2, False
@@ -612,11 +612,15 @@ def test_vllm_serves_the_exclusive_term(monkeypatch: pytest.MonkeyPatch) -> None
     served = importlib.import_module(own)
     monkeypatch.delitem(sys.modules, own)
     filter = gfsa.GFSA(4, wK=0.2).exclude([0.1, 0.2, 0.3, 0.4], learn=True).double()
-    layer = served.FilteredAttention(
-        [Attention(), Attention()], served.ServedFilter(filter, (0, 4), "layer")
+    deep = gfsa.GFSA(4).exclude(0.5).add_depth().double()
+    layer, above = (
+        served.FilteredAttention(
+            [Attention(), Attention()], served.ServedFilter(x, (0, 4), 2, 2, x)
+        )
+        for x in (filter, deep)
     )
-    theta = torch.randn(4, 4, dtype=torch.float64)
-    layer.filter.load_weights([("theta", theta)])
+    for each in (layer, above):
+        each.filter.load_weights([("theta", torch.randn(4, 4, dtype=torch.float64))])
     q, k, v = (torch.randn(9, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
     y = layer(q.flatten(1), k.flatten(1), v.flatten(1)).view(9, 4, 8)
     share = filter.share()
@@ -624,3 +628,15 @@ def test_vllm_serves_the_exclusive_term(monkeypatch: pytest.MonkeyPatch) -> None
     rows = (x.transpose(0, 1)[None] for x in (q, k, v))
     expected = by_hand(*rows, filter.coefficients(), share, hidden)
     torch.testing.assert_close(y.transpose(0, 1)[None], expected)
+
+    layer.first_values = above.first_values = served.FirstValues()
+    above.is_last = True
+    own = torch.randn(9, 2, 8, dtype=torch.float64)
+    layer(q.flatten(1), k.flatten(1), v.flatten(1))
+    y = above(q.flatten(1), k.flatten(1), own.flatten(1)).view(9, 4, 8)
+    # heads that share values use the mean of their r
+    mixed = own + deep.depth().view(2, 2).mean(1)[:, None] * v
+    rows = (x.transpose(0, 1)[None] for x in (q, k, mixed))
+    expected = by_hand(*rows, deep.coefficients(), deep.share(), hidden)
+    torch.testing.assert_close(y.transpose(0, 1)[None], expected)
+    assert above.first_values.values is None

@@ -97,8 +97,13 @@ model = nn.ModuleList([nn.Module(), nn.Module()])
 for module, r in zip(model, (None, served.r)):
     module.attn = SimpleNamespace(filter=SimpleNamespace(r=r))
 models.get_pp_group = lambda: SimpleNamespace(world_size=2)
-with pytest.raises(ValueError, match="depth term.*without pipeline parallelism"):
-    models._share_first_values(model, ["0", "1"], "my-model")
+# the last of these is a later stage with one filter, whose first layer is in another process
+for filtered in (["0", "1"], ["1"]):
+    with pytest.raises(ValueError, match="depth term.*without pipeline parallelism"):
+        models._share_first_values(model, filtered, "my-model")
+models.get_pp_group = lambda: SimpleNamespace(world_size=1)
+with pytest.raises(ValueError, match="depth term in 1, its first layer with a filter"):
+    models._share_first_values(model, ["1"], "my-model")
 """
     # vLLM changes transformers, from which the other tests make models
     subprocess.run([sys.executable, "-c", code], check=True)

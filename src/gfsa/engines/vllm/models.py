@@ -175,8 +175,8 @@ def _put_filters(
 
 def _share_first_values(model: nn.Module, filtered: list[str], source: str) -> None:
     """Connect layers with a depth term to the first filtered layer, whose values they add."""
-    first, *others = [cast(Any, model.get_submodule(layer)).attn for layer in filtered] or [None]
-    deep = [attention for attention in others if attention.filter.r is not None]
+    attentions = [cast(Any, model.get_submodule(layer)).attn for layer in filtered]
+    deep = [attention for attention in attentions if attention.filter.r is not None]
     if not deep:
         return
     if get_pp_group().world_size > 1:
@@ -184,8 +184,13 @@ def _share_first_values(model: nn.Module, filtered: list[str], source: str) -> N
             f"{source} has a depth term, which needs the first layer's values in every process: "
             "serve it with tensor parallelism, without pipeline parallelism"
         )
+    if deep[0] is attentions[0]:
+        raise ValueError(
+            f"{source} has a depth term in {filtered[0]}, its first layer with a filter, where "
+            "there are no earlier values to add: save the plugged model again with save_pretrained"
+        )
     stack = FirstValues()
-    for attention in (first, *deep):
+    for attention in (attentions[0], *deep):
         attention.first_values = stack
     deep[-1].is_last = True
 
